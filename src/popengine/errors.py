@@ -1,0 +1,67 @@
+"""The tree of errors: one class for each pass, so that a message says by its type where it arose.
+
+    Error                     poptorch.Error: everything a user's mistake or a failing run raises
+    ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
+    ├── PartitionError        blocks and stages don't fit together
+    ├── ScheduleError         an order that can't run: incomplete, or a deadlock
+    ├── BatchError            a batch that isn't what was compiled for
+    ├── DataError             the data loader or its workers failed
+    ├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
+    ├── RecoverableError      the device can be used again after `recovery_action`
+    └── UnrecoverableError    the device or a process is lost
+"""
+
+
+class Error(Exception):
+    """Raised for every fault of a user's program or of a run.
+
+    `str(error)` is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the word in
+    quotes and `location` where the engine was (empty for errors raised on the host).
+    """
+
+    type = "poptorch_py_error"
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message, location)
+        self.message = message
+        self.location = location
+
+    def __str__(self) -> str:
+        text = f"'{self.type}': {self.message}"
+        return f"{text}\n{self.location}" if self.location else text
+
+
+class CaptureError(Error):
+    """The model can't be traced into a graph."""
+
+
+class PartitionError(Error):
+    """Blocks and stages don't fit together."""
+
+
+class ScheduleError(Error):
+    """An order of actions that can't run."""
+
+
+class BatchError(Error):
+    """A batch that isn't what the executor was compiled for."""
+
+
+class DataError(Error):
+    """A data loader, or one of its workers, failed."""
+
+
+class RunError(Error):
+    """A piece failed while it ran; the weights are as they were before the call."""
+
+
+class RecoverableError(Error):
+    """The device can be used again after `recovery_action` (for example "IPU_RESET")."""
+
+    def __init__(self, message: str, recovery_action: str = "IPU_RESET", location: str = "") -> None:
+        super().__init__(message, location)
+        self.recovery_action = recovery_action
+
+
+class UnrecoverableError(Error):
+    """The device, or a process, is lost."""
