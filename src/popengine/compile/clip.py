@@ -1,0 +1,39 @@
+"""Clipping by the global norm, with the results of `torch.nn.utils.clip_grad_norm_` in every layout.
+
+Each stage gives the norm of each of its gradients; the total is computed once, from the norms of all
+parameters in their canonical order, so it has the same bits wherever the parameters live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
+    # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
+    return [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in gradients
+    ]
+
+
+def total_norm(parameter_norms: Sequence[Tensor]) -> Tensor:
+    """The global norm.
+
+    Args: parameter_norms: of all parameters of all stages, in canonical order, on one device
+    """
+    if not parameter_norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(list(parameter_norms)))
+
+
+def clip_(gradients: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
+    """Scale the gradients in place so that their global norm is at most `max_norm`."""
+    # torch's own epsilon; multiplying by a clamped 1 leaves the bits alone and needs no wait for the norm.
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(coefficient.to(gradient.device))

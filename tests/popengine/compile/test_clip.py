@@ -1,0 +1,41 @@
+"""Clipping equals torch.nn.utils.clip_grad_norm_, however the gradients are spread over stages."""
+
+import pytest
+import torch
+
+from popengine.compile.clip import clip_, norms, total_norm
+
+SHAPES = [(), (7,), (13, 5), (3, 4, 2)]
+
+
+def gradients():
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_two_stages_clip_to_the_bits_of_torch(max_norm):
+    values = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for value, gradient in zip(values, gradients(), strict=True):
+        value.grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(values, max_norm)
+
+    mine = gradients()
+    first, second = mine[:1], mine[1:]
+    total = total_norm([*norms(first), *norms(second)])
+    clip_(second, total, max_norm)
+    clip_(first, total, max_norm)
+    assert torch.equal(total, expected)
+    assert all(torch.equal(a, b.grad) for a, b in zip(mine, values, strict=True))
+
+
+def test_the_norm_of_half_gradients_does_not_overflow():
+    large = torch.full((100,), 60000.0, dtype=torch.float16)
+    total = total_norm(norms([large]))
+    assert total.item() == pytest.approx(600000.0)
+    clip_([large], total, 10.0)
+    torch.testing.assert_close(large, torch.ones(100, dtype=torch.float16))
+
+
+def test_no_gradients_have_no_norm():
+    assert total_norm([]).item() == 0
