@@ -81,3 +81,17 @@ class Hyper:
 
     groups: tuple[dict[str, float], ...]
     loss_scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the engine may know of the user's options."""
+
+    training: bool
+    counts: Counts = Counts()
+    strategy: Strategy = Strategy()
+    outputs: Outputs = "all"
+    return_period: int = 1  # device iterations between outputs, for "every_n"
+    optimizer: Optimizer | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    device: str = "cpu"

@@ -1,0 +1,31 @@
+"""Compilation: the passes from a model to a plan, read as a list. Pure: no device, no thread, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..ir import Graph, Plan
+from ..settings import Settings
+from . import schedule as schedules
+from .lower import lower
+from .partition import partition, used_visits
+from .placement import check_work
+
+
+def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
+    """Cut, order and lower a captured graph; `done` is told the name of each finished pass.
+
+    Raises:
+        PartitionError, ScheduleError: see the passes
+    """
+    counts, training = settings.counts, settings.training
+    check_work(graph.visits, used_visits(graph), settings.strategy, counts, training)
+    parts = partition(graph, settings.strategy)
+    done("partition")
+    order = schedules.pipelined if settings.strategy.mode == "pipelined" else schedules.sharded
+    actions = order(parts.ipus, counts.accumulation if training else counts.iterations, training)
+    schedules.check(actions)
+    done("schedule")
+    plan = lower(parts, actions)
+    done("lower")
+    return plan

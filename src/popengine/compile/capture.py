@@ -1,0 +1,384 @@
+"""Capture: a module and one sample micro-batch become one functional forward-backward graph.
+
+The user's forward runs once, on fake tensors put in place of its parameters and buffers, and autograd
+runs on what it did; a recorder writes both down. Nothing of the user's is computed or changed. All the
+unstable parts of torch that the engine needs are used in this file and in `recorder.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from ..errors import CaptureError
+from ..ir import Block, Graph, Result, Slot
+from .losses import LossFinder
+from .recorder import Recorder, user_line
+
+aten = torch.ops.aten
+_active: ContextVar[Capture | None] = ContextVar("capture", default=None)
+_ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
+_NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+def current() -> Capture | None:
+    """The capture that the calling code runs in, or None."""
+    return _active.get()
+
+
+@dataclass
+class Capture:
+    """What is known while a forward runs: which block is open, and which tensors are losses."""
+
+    training: bool
+    visits: list[Block] = field(default_factory=lambda: [Block(None, None, "?")])
+    block: int = 0
+    phase: str = "F"
+    losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
+    # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
+    # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
+    starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    lines: list[tuple[int, str]] = field(default_factory=list)
+
+    def enter(self, name: str, ipu: int | None) -> None:
+        """Open a block: what runs from now on belongs to it."""
+        self.visits.append(Block(name, ipu, user_line()))
+        self._open(len(self.visits) - 1)
+
+    def leave(self) -> None:
+        """End the open block: what runs before the next one belongs to none."""
+        self._open(_ENDED)
+
+    def _open(self, block: int) -> None:
+        self.block = block
+        self.starts.append((torch.autograd._get_sequence_nr(), block))  # pyright: ignore
+
+    def mark_loss(self, value: Tensor) -> None:
+        self.losses.append((value, user_line()))
+
+    def describe(self, func: Any) -> dict[str, Any]:
+        """The meta of a node for an operation that is about to run."""
+        if self.phase == "F":
+            where = user_line()
+            if self.block == _ENDED:
+                raise CaptureError(
+                    "No active Block, all the ops must belong to a Block\n"
+                    f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
+                    "  fix: move it into a block, or open the next one before it"
+                )
+            self.lines.append((torch.autograd._get_sequence_nr(), where))  # pyright: ignore
+            return {"phase": "F", "block": self.block, "where": where}
+        node = torch._C._current_autograd_node()
+        if node is None:  # the sum of two gradients: autograd's own
+            return {"phase": "B", "block": None, "where": "?"}
+        number = node._sequence_nr()
+        block = self.starts[bisect.bisect_right(self.starts, number, key=lambda start: start[0]) - 1][1]
+        line = bisect.bisect_right(self.lines, number, key=lambda line: line[0])
+        where = self.lines[min(line, len(self.lines) - 1)][1] if self.lines else "?"
+        return {"phase": "B", "block": block, "where": where}
+
+
+def capture(
+    module: nn.Module,
+    forward: Callable[[list[Tensor]], Sequence[Tensor]],
+    samples: Sequence[Tensor],
+    *,
+    training: bool,
+    device: str = "cpu",
+) -> Graph:
+    """Trace `forward` and, in training, its backward, into one functional graph.
+
+    Args:
+        module:   whose parameters and buffers become inputs of the graph, each once, by its canonical name
+        forward:  calls the module on the sample inputs given to it and returns its flat tensor outputs
+        samples:  one micro-batch; only shapes, strides and dtypes are read
+        training: append the backward of the model's one final loss, for all parameters that require it
+        device:   where the model will run; tensors that the forward makes are on it
+
+    Raises:
+        CaptureError: the forward reads a value out of a tensor, makes a shape that depends on data,
+            rebinds or removes a buffer, or in training does not have exactly one final loss
+    """
+    state = Capture(training)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(state.describe)
+
+    def pretend(like: Tensor) -> Tensor:
+        with fake:
+            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+
+    parameters = {
+        name: nn.Parameter(pretend(value), requires_grad=value.requires_grad)
+        for name, value in module.named_parameters()
+    }
+    buffers = {name: pretend(value) for name, value in module.named_buffers()}
+    inputs = [pretend(sample) for sample in samples]
+    for role, values in (
+        ("parameter", parameters),
+        ("buffer", buffers),
+        ("input", {str(i): value for i, value in enumerate(inputs)}),
+    ):
+        for key, value in values.items():
+            recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
+    scale = pretend(torch.empty(()))
+    token = _active.set(state)
+    try:
+        with _tracing(training), fake, _in_place_of(module, parameters, buffers), recorder, _explained():
+            with LossFinder(state):
+                outputs = list(forward(list(inputs)))
+            if training:
+                wanted = {name: value for name, value in parameters.items() if value.requires_grad}
+                loss, where = _final_loss(state, recorder)
+                recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
+                state.phase, state.block = "B", _ENDED
+                if scale.dtype != loss.dtype:
+                    scale = scale.to(loss.dtype)
+                gradients = dict(
+                    zip(
+                        wanted,
+                        torch.autograd.grad(loss, list(wanted.values()), scale, allow_unused=True)
+                        if loss.requires_grad and wanted
+                        else [None] * len(wanted),
+                        strict=True,
+                    )
+                )
+            else:
+                gradients = {}
+    finally:
+        _active.reset(token)
+    results = [("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)]
+    results += [("gradient", name, recorder.node(value)) for name, value in gradients.items() if value is not None]
+    return _finish(recorder, results, fake, tuple(state.visits))
+
+
+# ---- what runs around the forward ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _tracing(training: bool) -> Iterator[None]:
+    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """torch's own words about fake tensors, said in ours."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        _refuse_data_dependence(error.func)
+
+
+def _refuse_data_dependence(func: Any) -> None:
+    raise CaptureError(
+        "the forward reads a value out of a tensor, which has none while the model is compiled\n"
+        f"  {func} at {user_line()}\n"
+        "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
+        " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled graph\n"
+        "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
+        " pass the number as a Python argument of forward"
+    )
+
+
+@contextlib.contextmanager
+def _in_place_of(module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Tensor]) -> Iterator[None]:
+    """The fake tensors stand in the module while its forward runs; then the user's are put back."""
+    fakes = {id(real): parameters[name] for name, real in module.named_parameters()}
+    fakes |= {id(real): buffers[name] for name, real in module.named_buffers()}
+    shelves = [
+        (child, attribute, dict(getattr(child, attribute)))
+        for child in module.modules()
+        for attribute in ("_parameters", "_buffers")
+    ]
+    try:
+        for _, attribute, before in shelves:
+            pass
+        for child, attribute, before in shelves:
+            shelf = getattr(child, attribute)
+            shelf.update({name: fakes[id(real)] for name, real in before.items() if real is not None})
+        _refresh_flat_weights(module)
+        yield
+        _check_rebound(module, shelves, fakes)
+    finally:
+        for child, attribute, before in shelves:
+            shelf = getattr(child, attribute)
+            shelf.clear()
+            shelf.update(before)
+        _refresh_flat_weights(module)
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent layers read their weights from a list of their own."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
+
+
+def _check_rebound(module: nn.Module, shelves: list[Any], fakes: dict[int, Tensor]) -> None:
+    prefix = {id(child): name + "." if name else "" for name, child in module.named_modules()}
+    for child, attribute, before in shelves:
+        kind = "Buffer" if attribute == "_buffers" else "Parameter"
+        shelf = getattr(child, attribute)
+        for name, real in before.items():
+            full = prefix[id(child)] + name
+            if name not in shelf:
+                raise CaptureError(
+                    f"{kind} {full} is removed from the model by its forward\n"
+                    "  fix: keep it; a compiled model's state has a fixed set of names"
+                )
+            if real is None or shelf[name] is fakes[id(real)]:
+                continue
+            if name == "num_batches_tracked" and shelf[name] is not None:
+                fakes[id(real)].copy_(shelf[name])  # BatchNorm's counter is exempt from the rule
+                continue
+            raise CaptureError(
+                f"{kind} {full} is reassigned within the model\n"
+                "  why: a compiled model keeps its state in place; a new tensor under the old name is lost\n"
+                f"  fix: write into it with `self.{name}.copy_(src)`"
+            )
+
+
+def _final_loss(state: Capture, recorder: Recorder) -> tuple[Tensor, str]:
+    """The one marked loss that no later marked loss is computed from."""
+    if not state.losses:
+        raise CaptureError(
+            "Couldn't find a loss in graph!\n"
+            "  why: training differentiates one loss, which forward must compute\n"
+            "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
+            ' `poptorch.identity_loss(x, reduction="mean")`, and return it'
+        )
+    nodes = [recorder.node(value) for value, _ in state.losses]
+    reached: set[fx.Node] = set()  # everything that some marked loss is computed from
+    stack = [operand for node in nodes for operand in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack += node.all_input_nodes
+    final = {node: loss for node, loss in zip(nodes, state.losses, strict=True) if node not in reached}
+    if len(final) > 1:
+        places = "\n".join(f"  a loss at {where}" for _, where in final.values())
+        raise CaptureError(
+            f"Multiple independent losses found in graph\n{places}\n"
+            '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`'
+        )
+    loss, where = next(iter(final.values()))
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
+            '  fix: give the loss reduction="mean" or "sum", or wrap it in'
+            ' `poptorch.identity_loss(x, reduction="mean")`'
+        )
+    return loss, where
+
+
+# ---- from the record to a functional graph ---------------------------------------------------------------
+
+
+def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits: tuple[Block, ...]) -> Graph:
+    graph = recorder.graph
+    graph.output(tuple(node for _, _, node in results))
+    kinds = [(kind, key) for kind, key, _ in results]
+    constants = recorder.constants
+    if any(node.op == "call_function" and _is_mutable(node.target) for node in graph.nodes):
+        functional = _functionalized(graph, constants, fake)
+        for node, value in functional.written.items():
+            role, key = node.meta["role"], node.meta["key"]
+            if role == "parameter":
+                raise CaptureError(
+                    f"Parameter {key} is changed in place by the forward\n"
+                    "  why: its value belongs to the optimizer while the model trains\n"
+                    "  fix: keep a value that forward changes in a buffer (`register_buffer`)"
+                )
+            if role in ("buffer", "input"):
+                kinds.append((role, key))
+                (output,) = (n for n in functional.graph.nodes if n.op == "output")
+                output.args = ((*output.args[0], value),)  # type: ignore[misc]
+        graph, constants = functional.graph, functional.constants
+    _drop_what_does_nothing(graph)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    slots = tuple(
+        Slot(node.name, node.meta["role"], node.meta["key"], tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+    return Graph(
+        graph,
+        slots,
+        tuple(
+            Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            for (kind, key), node in zip(kinds, output.args[0], strict=True)
+        ),
+        {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
+        visits,
+    )
+
+
+def _is_mutable(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
+    """The same graph without operations in place: replayed through torch's functionalization."""
+    meta: dict[str, Any] = {}
+    recorder = Recorder(lambda func: {**meta, "replay": True})
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+
+    def replay(*values: Tensor) -> Any:
+        env: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                meta.clear()
+                meta.update({key: node.meta[key] for key in ("phase", "block", "where") if key in node.meta})
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+                env[node] = node.target(*args, **kwargs)
+        return tuple(env[node] for node in output.args[0])
+
+    values = []
+    with fake:
+        for node in placeholders:
+            like = node.meta["val"]
+            values.append(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device))
+    for node, value in zip(placeholders, values, strict=True):
+        recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
+    recorder.constants.update(constants)
+    with fake, recorder, torch.no_grad():
+        outputs = torch.func.functionalize(replay, remove="mutations")(*values)
+    recorder.graph.output(tuple(recorder.node(value) for value in outputs))
+    return recorder
+
+
+def _drop_what_does_nothing(graph: fx.Graph) -> None:
+    """Removes aliases and what no result needs, and numbers the draws of random numbers."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _NOTHING_DONE:
+            node.replace_all_uses_with(node.args[0])
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):
+            graph.erase_node(node)
+    draws = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["draw"] = draws
+            draws += 1
+    graph.lint()

@@ -1,0 +1,169 @@
+"""Partition: a graph and a strategy become pieces, one for each phase of each stage.
+
+Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is where its block is, a backward
+node where its forward is. Nodes without a block are autograd's own sums of gradients: they go to the
+earliest stage they are made from, which is the latest point on the data's way. Views of weights belong
+nowhere; every piece that needs one makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from ..errors import PartitionError
+from ..ir import Graph, Partition, Phase
+from ..settings import Strategy
+from .emit import emit
+from .placement import Placement, place
+
+Where = tuple[Phase, int]
+
+
+def used_visits(graph: Graph) -> set[int]:
+    """The visits of blocks in which something runs."""
+    used = {node.meta["block"] for node in _calls(graph) if node.meta["phase"] == "F"}
+    return used or {0}
+
+
+def partition(graph: Graph, strategy: Strategy) -> Partition:
+    """Cut the graph.
+
+    Raises:
+        BlockError: see `place`
+        PartitionError: data would have to flow back to an earlier stage of the pipeline
+    """
+    placement = place(graph.visits, used_visits(graph), strategy)
+    written = {result.key for result in graph.results if result.kind == "buffer"}
+    views = _views_of_state(graph, written)
+    where = _stages(graph, placement, views)
+    order: list[Where] = [("F", stage) for stage in range(len(placement.ipus))]
+    order += [("B", stage) for stage in reversed(range(len(placement.ipus)))]
+    members: dict[Where, list[fx.Node]] = {place: [] for place in order}
+    needs: dict[Where, dict[str, None]] = {place: {} for place in order}  # ordered sets
+    for node in _calls(graph):
+        if node not in views:
+            members[where[node]].append(node)
+    for place_ in order:
+        members[place_] = _with_views(members[place_], views, graph)
+        own = set(members[place_])
+        for node in members[place_]:
+            needs[place_] |= {operand.name: None for operand in node.all_input_nodes if operand not in own}
+    home = _homes(graph, where, needs, order)
+
+    made: dict[str, Where] = {node.name: place_ for node, place_ in where.items() if node not in views}
+    state = {slot.name: slot for slot in graph.slots}
+    kept = {slot.name for slot in graph.slots if slot.role == "buffer" and slot.key in written}
+    for name in kept:  # its value as of a micro-batch comes from the forward that replaces it
+        made[name] = ("F", home[name])
+        needs["F", home[name]][name] = None
+    for result in graph.results:
+        if result.name in state and result.name not in made:  # handed through: by the first stage, or its home
+            made[result.name] = ("F", home.get(result.name, 0))
+            needs[made[result.name]][result.name] = None
+    wanted = {result.name for result in graph.results}
+    for place_ in order:
+        for name in needs[place_]:
+            if made.get(name, place_) != place_:
+                wanted.add(name)
+                if order.index(made[name]) > order.index(place_):
+                    raise _flows_back(name, made[name], place_, placement, graph)
+    pieces = []
+    for place_ in order:
+        writes = [name for name, maker in made.items() if maker == place_ and name in wanted]
+        if members[place_] or writes:
+            pieces.append(emit(*place_, list(needs[place_]), writes, members[place_]))
+    return Partition(graph, tuple(pieces), placement.ipus, home, placement.names)
+
+
+def _calls(graph: Graph) -> Iterable[fx.Node]:
+    return (node for node in graph.code.nodes if node.op == "call_function")
+
+
+def _views_of_state(graph: Graph, written: set[str]) -> set[fx.Node]:
+    """Nodes that only look at weights, constants or buffers that nobody writes."""
+    held = {
+        node
+        for node, slot in zip(graph.code.nodes, graph.slots, strict=False)
+        if slot.role in ("parameter", "constant") or (slot.role == "buffer" and slot.key not in written)
+    }
+    memory = {_memory(node) for node in held}
+    views: set[fx.Node] = set()
+    for node in _calls(graph):
+        operands = node.all_input_nodes
+        if operands and all(n in held or n in views for n in operands) and _memory(node) in memory:
+            views.add(node)
+    return views
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if value is not None else None
+
+
+def _with_views(nodes: list[fx.Node], views: set[fx.Node], graph: Graph) -> list[fx.Node]:
+    """The nodes and the views they need, in the graph's order."""
+    needed, stack = set(nodes), list(nodes)
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand in views and operand not in needed:
+                needed.add(operand)
+                stack.append(operand)
+    if len(needed) == len(nodes):
+        return nodes
+    return [node for node in _calls(graph) if node in needed]
+
+
+def _stages(graph: Graph, placement: Placement, views: set[fx.Node]) -> dict[fx.Node, Where]:
+    where: dict[fx.Node, Where] = {}
+    last = len(placement.ipus) - 1
+    for node in _calls(graph):
+        if node.meta["phase"] == "F":
+            where[node] = ("F", placement.stage_of[node.meta["block"]])
+            continue
+        block = node.meta["block"]
+        stage = placement.stage_of[block] if block is not None and block >= 0 else last
+        for operand in node.all_input_nodes:  # gradients flow from late stages to early ones
+            if operand in where and operand not in views and where[operand][0] == "B":
+                stage = min(stage, where[operand][1])
+        where[node] = ("B", stage)
+    for node in reversed(list(_calls(graph))):
+        if node.meta["phase"] == "B" and node.meta["block"] is None:
+            makers = [operand for operand in node.all_input_nodes if where.get(operand, "F")[0] == "B"]
+            users = [where[user][1] for user in node.users if user in where]
+            if not makers and users:
+                where[node] = ("B", max(users))
+    return where
+
+
+def _homes(
+    graph: Graph, where: dict[fx.Node, Where], needs: dict[Where, dict[str, None]], order: list[Where]
+) -> dict[str, int]:
+    """Parameters live where their gradient is made, written buffers where they are written, the rest where
+    they are first read."""
+    node_of = {node.name: node for node in graph.code.nodes}
+    made_at = {
+        (result.kind, result.key): where[node_of[result.name]][1]
+        for result in graph.results
+        if node_of[result.name] in where and result.kind != "output"
+    }
+    home = {}
+    for slot in graph.slots:
+        if slot.role not in ("parameter", "buffer"):
+            continue
+        kind = "gradient" if slot.role == "parameter" else "buffer"
+        first = next((stage for phase, stage in order if slot.name in needs[phase, stage]), 0)
+        home[slot.name] = made_at.get((kind, slot.key), first)
+    return home
+
+
+def _flows_back(name: str, maker: Where, user: Where, placement: Placement, graph: Graph) -> PartitionError:
+    node = next(node for node in graph.code.nodes if node.name == name)
+    return PartitionError(
+        f"a value flows back from stage {maker[1]} (blocks {placement.names[maker[1]]}) to stage {user[1]} (blocks"
+        f" {placement.names[user[1]]}): in a pipeline stage numbers must not decrease along the data\n"
+        f"  {node.meta.get('where', '?')} computes it in stage {maker[1]}\n"
+        "  fix: give the later part a block and a stage of its own; that stage may be on the same ipu:"
+        f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
+    )

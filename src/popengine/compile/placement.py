@@ -1,0 +1,143 @@
+"""Placement: which stage each block belongs to, and on which ipu each stage is.
+
+Blocks are known only once the model has been traced; here the user's strategy, a rule, becomes a placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import PartitionError
+from ..ir import Block
+from ..settings import Counts, Strategy
+
+
+class BlockError(PartitionError, AssertionError):
+    """A block that the strategy can't place (an AssertionError too: the API's contract asks for one)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stage of each visit to a block, and of each stage its ipu and its blocks."""
+
+    stage_of: tuple[int, ...]
+    ipus: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def place(visits: Sequence[Block], used: set[int], strategy: Strategy) -> Placement:
+    """Give every visit a stage, numbered from 0 without gaps.
+
+    Args:
+        visits: the entries into blocks in the order the forward made them; the first is what runs before any
+        used:   the visits in which something runs
+    Raises:
+        BlockError: a block that the strategy does not know, that needs an ipu and has none, or a stage on two
+    """
+    numbers = _numbers(visits, used, strategy)
+    ipu_of = _ipus(visits, numbers, strategy)
+    if strategy.mode != "pipelined":
+        # Ipus take turns as the forward does: every change of ipu starts a stage of its own.
+        ipus = [ipu_of[number] for number in numbers]
+        numbers = _turns(ipus, used)
+        ipu_of = dict(zip(numbers, ipus, strict=True)) | {numbers[i]: ipus[i] for i in used}
+    stages = sorted({numbers[i] for i in used})  # a stage in which nothing runs is left out
+    rank = {number: position for position, number in enumerate(stages)}
+    return Placement(
+        tuple(rank.get(number, 0) for number in numbers),
+        tuple(ipu_of[number] for number in stages),
+        tuple(
+            ", ".join(dict.fromkeys(str(visits[i].name) for i in sorted(used) if numbers[i] == number)).replace(
+                "None", "no block"
+            )
+            for number in stages
+        ),
+    )
+
+
+def _turns(ipus: list[int], used: set[int]) -> list[int]:
+    turns, turn, here = [0] * len(ipus), -1, None
+    for i in sorted(used):
+        turn, here = turn + (ipus[i] != here), ipus[i]
+        turns[i] = turn
+    return turns
+
+
+def _numbers(visits: Sequence[Block], used: set[int], strategy: Strategy) -> list[int]:
+    """The stage of each visit, as the user counts them."""
+    return [0, *(_number(visit, visits, used, strategy) for visit in visits[1:])]
+
+
+def _number(visit: Block, visits: Sequence[Block], used: set[int], strategy: Strategy) -> int:
+    if strategy.auto is None:
+        for number, stage in enumerate(strategy.stages):
+            if visit.name in stage.blocks:
+                return number
+        known = ", ".join(repr(name) for stage in strategy.stages for name in stage.blocks)
+        raise BlockError(
+            f"Unknown Block '{visit.name}', opened at {visit.where}\n"
+            f"  the strategy's stages have: {known or 'no blocks'}\n"
+            f'  fix: add poptorch.Stage("{visit.name}") to the strategy, or use one of the names above'
+        )
+    if strategy.auto == "same_as_ipu":
+        ipu = next((v.ipu for v in visits if v.name == visit.name and v.ipu is not None), None)
+        if ipu is None:
+            raise BlockError(
+                f"the strategy is AutoStage.SameAsIpu, but no IPU was specified for block '{visit.name}'\n"
+                f"  opened at {visit.where}\n"
+                f'  fix: poptorch.Block("{visit.name}", ipu_id=0), or use poptorch.AutoStage.AutoIncrement'
+            )
+        return ipu
+    order = list(dict.fromkeys(v.name for v in visits[1:]))
+    return order.index(visit.name) + (0 in used)  # stage 0 is what runs before the first block, if anything
+
+
+def _ipus(visits: Sequence[Block], numbers: list[int], strategy: Strategy) -> dict[int, int]:
+    """The ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
+    found: dict[int, tuple[int, str]] = {}
+    for visit, number in zip(visits, numbers, strict=True):
+        stage = strategy.stages[number] if number < len(strategy.stages) else None
+        ipu = stage.ipu if stage and stage.ipu is not None else visit.ipu
+        if ipu is None:
+            continue
+        before, where = found.setdefault(number, (ipu, visit.where))
+        if before != ipu:
+            raise BlockError(
+                f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
+                f"  block {visit.name!r}, opened at {visit.where}, asks for ipu {ipu}; ipu {before} is from {where}\n"
+                f"  fix: name the ipu once: poptorch.Stage({visit.name!r}).ipu({before})"
+            )
+    return {number: found[number][0] if number in found else number for number in numbers}
+
+
+def check_work(visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool) -> None:
+    """Refuse a pipeline that has too few micro-batches to fill it.
+
+    Forward stages = 1 + how often the active ipu changes during the forward, starting on ipu 0.
+
+    Raises:
+        PartitionError: gradient accumulation (inference: device iterations) is below what fills the pipeline
+    """
+    if strategy.mode != "pipelined":
+        return
+    numbers = _numbers(visits, used, strategy)
+    ipu_of = _ipus(visits, numbers, strategy)
+    here, forward = 0, 1
+    for number in numbers[1:]:
+        forward, here = forward + (ipu_of[number] != here), ipu_of[number]
+    needed = 2 * forward - 1 if training else forward
+    option, given = (
+        ("Training.gradientAccumulation", counts.accumulation)
+        if training
+        else ("deviceIterations", counts.iterations)
+    )
+    if forward == 1 or given >= needed:
+        return
+    more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
+    raise PartitionError(
+        f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"
+        f" stages ({needed}) when poptorch.PipelinedExecution is used{more}\n"
+        "  why: with fewer micro-batches the pipeline is never full\n"
+        f"  fix: options.{option}({needed}), or poptorch.ShardedExecution, which has no such rule"
+    )

@@ -1,0 +1,108 @@
+"""Records the tensor operations of Python code as nodes of an fx graph.
+
+A dispatch mode sees every operation below autograd, once, in the order in which it runs: forward and
+backward alike. So a model's forward runs exactly once to be captured.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+# Operations that update running statistics in place without saying so in their schema.
+_SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
+
+_OURS = tuple(
+    str(folder) + "/"
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "poptorch")
+)
+_ours_by_file: dict[str, bool] = {}
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = _ours_by_file.get(file)
+        if ours is None:
+            ours = _ours_by_file[file] = file.startswith(_OURS) or "contextlib" in file
+        if not ours:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+class Recorder(TorchDispatchMode):
+    """Appends a node to `graph` for each operation that runs under it; `describe` gives the node's meta."""
+
+    def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.written: dict[fx.Node, fx.Node] = {}  # placeholder -> the last value copied into it
+        self._describe = describe
+        self._node_of: dict[int, fx.Node] = {}
+        self._alive: list[Tensor] = []  # so that no id is used twice
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ and loads all of torch._dynamo, a second of it
+
+    def placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta.update(meta, val=value)
+        self.bind(value, node)
+        return node
+
+    def bind(self, value: Tensor, node: fx.Node) -> None:
+        self._node_of[id(value)] = node
+        self._alive.append(value)
+
+    def node(self, value: Tensor) -> fx.Node:
+        """The node of a tensor; one that the graph has not made becomes a constant."""
+        known = self._node_of.get(id(value))
+        if known is not None:
+            return known
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):  # placeholders stand first in a graph
+            return self.placeholder(name, value, role="constant", key=name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        func = _SAID_IN_PLACE.get(func, func) if args[3:4] != (None,) else func
+        meta = self._describe(func)
+        out = func(*args, **kwargs)
+        if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
+            self.bind(out, self.node(args[0]))
+            return out
+        if func is aten.copy_.default and self.node(args[0]).op == "placeholder" and meta.get("replay"):
+            self.written[self.node(args[0])] = self.node(args[1])
+            return out
+        if not isinstance(out, (Tensor, tuple, list)):
+            return out  # a device, a size: known while tracing
+        as_nodes = tree_map(lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        node = self.graph.call_function(func, *as_nodes)
+        node.meta.update(meta)
+        if isinstance(out, Tensor):
+            node.meta["val"] = out
+            self.bind(out, node)
+            return out
+        for position, leaf in enumerate(out):
+            if isinstance(leaf, Tensor):
+                item = self.graph.call_function(operator.getitem, (node, position))
+                item.meta.update(meta, val=leaf)
+                self.bind(leaf, item)
+        return out

@@ -1,0 +1,229 @@
+"""The engine's language on one page: the values that flow from pass to pass.
+
+    capture ─► Graph ─ partition ─► Partition ─┐
+                          Strategy ─► Schedule ─┴─ lower ─► Plan ─► Engine
+
+Every value is made once by one pass and changed by none. Tensors appear by name only, but for the
+constants that the model's code holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+Phase = Literal["F", "B"]
+Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
+Key = Literal["output", "gradient", "buffer", "input"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A value that a graph is given: its name in the graph, what it is, and the user's name for it."""
+
+    name: str
+    role: Role
+    key: str  # parameters, buffers: the canonical name in the module; inputs: their position
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A value that a graph gives: a user's output, a gradient, or the next value of a buffer or input."""
+
+    name: str  # of the node, or of the slot when it's passed through
+    kind: Key
+    key: str  # outputs and inputs: their position; gradients and buffers: the canonical name
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One entry into a block, as the forward ran: its name (None: before the first block)."""
+
+    name: str | None
+    ipu: int | None
+    where: str  # file:line of the user's code
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One micro-batch of the model: forward, and in training backward, as one functional fx graph.
+
+    Each node's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None where nothing says),
+    `where` (the user's line) and, for draws of random numbers, `draw` (its place in the model).
+    """
+
+    code: fx.Graph
+    slots: tuple[Slot, ...]
+    results: tuple[Result, ...]
+    constants: dict[str, torch.Tensor]
+    visits: tuple[Block, ...]
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One phase of one stage: a function from the values it reads to those it writes.
+
+    `source` is Python that defines `piece(values)`, `values` being a list that it empties, so that each
+    tensor dies at its last use. `calls` names the functions which the source calls as `f0`, `f1`, ...;
+    `lines[i]` is the user's line behind line i of the source.
+    """
+
+    phase: Phase
+    stage: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    source: str
+    calls: tuple[str, ...]
+    lines: tuple[str, ...]
+    draws: bool  # takes the key of its random numbers as last value
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage}"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The graph cut into pieces, and where each parameter and buffer lives."""
+
+    graph: Graph
+    pieces: tuple[Piece, ...]  # in order of the data: F0 F1 ... B1 B0
+    ipus: tuple[int, ...]  # of each stage
+    home: dict[str, int]  # parameter's or buffer's slot name -> stage
+    names: tuple[str, ...]  # of each stage: its blocks, for messages
+
+    @property
+    def stages(self) -> int:
+        return len(self.ipus)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Run one phase of one stage on one micro-batch."""
+
+    phase: Phase
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage}.{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each ipu the actions of one step, in order.
+
+    `in_flight`: the first stage waits with micro-batch m until m - in_flight has left the last action.
+    """
+
+    rows: dict[int, tuple[Action, ...]]
+    stages: int
+    micro_batches: int
+    training: bool
+    in_flight: int
+
+
+# ---- instructions: what an ipu's program is made of; `micro_batch` is within the step --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take the rows of this micro-batch from the user's inputs."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for values of this micro-batch (None: of the whole step) from another ipu."""
+
+    channel: tuple[str, int]
+    names: tuple[str, ...]
+    micro_batch: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand values of this micro-batch (None: of the whole step) to another ipu."""
+
+    channel: tuple[str, int]
+    names: tuple[str, ...]
+    micro_batch: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run a piece on this micro-batch; reads in `held` come from the ipu's state, the others from what was
+    loaded, received or computed for the micro-batch; those in `last` nobody needs afterwards."""
+
+    piece: int
+    micro_batch: int
+    held: tuple[str, ...]
+    last: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add gradients to their sums; the first of a step replaces the sum."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Replace buffers by their next value."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Put values into the user's results (positions of `Graph.results`)."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget values of this micro-batch."""
+
+    names: tuple[str, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Reduce the sums over the replicas and update the weights that live on this ipu."""
+
+    keys: tuple[str, ...]
+
+
+Instruction = Load | Receive | Send | Compute | Accumulate | Keep | Store | Free | Update
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the engine needs to run: a program for each ipu, run once a step."""
+
+    partition: Partition
+    schedule: Schedule
+    programs: dict[int, tuple[Instruction, ...]]
+    state: dict[int, tuple[str, ...]]  # slots that each ipu keeps from step to step
+    credits: dict[tuple[str, int], int]  # tokens that lie in a channel when a run starts
