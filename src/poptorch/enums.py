@@ -1,0 +1,151 @@
+"""The words users choose between: one enum for each choice, with the integers that saved options hold."""
+
+from __future__ import annotations
+
+import enum
+
+
+class MeanReductionStrategy(enum.IntEnum):
+    """Where the division of a mean over accumulation and replicas happens."""
+
+    Running = 0
+    Post = 1
+    PostAndLoss = 2  # deprecated: use Post
+
+
+class DataLoaderMode(enum.IntEnum):
+    """Who loads the next batch: the caller, another process, or several whose batches are regrouped."""
+
+    Sync = 0
+    Async = 1
+    AsyncRebatched = 2
+
+
+class SharingStrategy(enum.IntEnum):
+    """How a loading process receives its dataset and hands tensors over."""
+
+    SharedMemory = 0
+    FileSystem = 1
+    Fork = 2
+    ForkServer = 3
+
+
+class OutputMode(enum.IntEnum):
+    """Which of the values that one call computes come back. Default: Final in training, All in inference."""
+
+    Final = 0
+    EveryN = 1
+    All = 2
+    Sum = 3
+    Default = 4
+
+
+AnchorMode = OutputMode  # its name in programs written for PopTorch 2.4 and earlier
+
+
+class ConnectionType(enum.IntEnum):
+    """When the program takes a device: at once, at the first call, or never (compile only)."""
+
+    Always = 0
+    OnDemand = 1
+    Never = 2
+
+
+class HalfFloatCastingBehavior(enum.IntEnum):
+    """Deprecated, without effect: operands of mixed precision follow PyTorch's own promotion."""
+
+    FloatDowncastToHalf = 0
+    HalfUpcastToFloat = 1
+    Default = 2
+
+
+class ReductionType(enum.IntEnum):
+    """What becomes of several values of one quantity."""
+
+    Sum = 0
+    Mean = 1
+    NoReduction = 2
+
+
+class SyncPattern(enum.IntEnum):
+    """Which ipus wait for each other at the end of a step."""
+
+    Full = 0
+    SinglePipeline = 1
+    ReplicaAndLadder = 2
+
+
+class Liveness(enum.IntEnum):
+    """How long the tensors of a phase stay on the device."""
+
+    AlwaysLive = 0
+    OffChipAfterFwd = 1
+    OffChipAfterFwdNoOverlap = 2
+    OffChipAfterEachPhase = 3
+
+
+class AutoStage(enum.IntEnum):
+    """The stage of a block that no stage names: its ipu's number, or the next free one."""
+
+    SameAsIpu = 0
+    AutoIncrement = 1
+
+
+class MultiConvPlanType(enum.IntEnum):
+    """How the convolutions of a MultiConv share the device."""
+
+    Parallel = 0
+    Serial = 1
+
+
+class CommGroupType(enum.IntEnum):
+    """Which replicas form a group: neighbours (Consecutive), every n-th (Orthogonal), all, or none."""
+
+    All = 0
+    Consecutive = 1
+    Orthogonal = 2
+    NoGrouping = 3
+
+
+class VariableRetrievalMode(enum.IntEnum):
+    """From which replicas a weight is read back."""
+
+    OnePerGroup = 0
+    AllReplicas = 2  # 1 was never used
+
+
+class MatMulSerializationMode(enum.Enum):
+    """Along which dimension a matrix product is cut into smaller ones."""
+
+    InputChannels = "input_channels"
+    ReducingDim = "reducing_dim"
+    OutputChannels = "output_channels"
+    Disabled = "none"
+
+
+class OverlapMode(enum.Enum):
+    """With which loop the transfer of an input or output overlaps."""
+
+    NoOverlap = "no_overlap"
+    OverlapAccumulationLoop = "overlap_accumulation_loop"
+    OverlapDeviceIterationLoop = "overlap_device_iteration_loop"
+
+
+__all__ = [
+    "AnchorMode",
+    "AutoStage",
+    "CommGroupType",
+    "ConnectionType",
+    "DataLoaderMode",
+    "HalfFloatCastingBehavior",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConvPlanType",
+    "OutputMode",
+    "OverlapMode",
+    "ReductionType",
+    "SharingStrategy",
+    "SyncPattern",
+    "VariableRetrievalMode",
+]

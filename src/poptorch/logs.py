@@ -1,0 +1,86 @@
+"""The log of this package: one logger, `poptorch::python`, whose level and destination the user chooses.
+
+`POPTORCH_LOG_LEVEL` (TRACE, DEBUG, INFO, WARN, ERR, OFF) and `POPTORCH_LOG_DEST` (stderr, stdout or a path)
+are read at import; `setLogLevel` changes the level later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+TRACE = 5
+OFF = logging.CRITICAL + 1
+
+LEVELS = {
+    "TRACE": TRACE,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARN": logging.WARNING,
+    "ERR": logging.ERROR,
+    "OFF": OFF,
+}
+LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}  # 5 is not in use
+
+logger = logging.getLogger("poptorch::python")
+
+
+class _Formatter(logging.Formatter):
+    """`[07:12:00.123] [poptorch::python] [warning] text`"""
+
+    def __init__(self) -> None:
+        super().__init__("[%(asctime)s.%(msecs)03d] [%(name)s] [%(word)s] %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.word = "trace" if record.levelno == TRACE else record.levelname.lower()
+        return super().format(record)
+
+
+class _StandardStream(logging.StreamHandler):
+    """Writes to the stream as it is when a line is written, so that a redirected stderr is honoured."""
+
+    def __init__(self, name: str) -> None:
+        logging.Handler.__init__(self)
+        self._stream_name = name
+
+    @property
+    def stream(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(sys, self._stream_name)
+
+
+def setLogLevel(level: int | str) -> None:
+    """Write lines of this level and above: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF, or such a name.
+
+    Raises: ValueError, for any other integer or name.
+    """
+    if isinstance(level, int):
+        if level not in LEVEL_NUMBERS:
+            known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
+            raise ValueError(f"Invalid log level integer {level}. Valid values are {known}")
+        level = LEVEL_NUMBERS[level]
+    if level not in LEVELS:
+        raise ValueError(f"Unknown log level: {level}. Valid values are {', '.join(sorted(LEVELS))}")
+    logger.setLevel(LEVELS[level])
+
+
+def configure(level: str, destination: str) -> None:
+    """Send the log to `destination`. An unknown level is reported and WARN used: imports should not fail."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    handler = (
+        _StandardStream(destination)
+        if destination in ("stderr", "stdout")
+        else logging.FileHandler(destination, delay=True)
+    )
+    handler.setFormatter(_Formatter())
+    logger.addHandler(handler)
+    try:
+        setLogLevel(level)
+    except ValueError as error:
+        setLogLevel("WARN")
+        logger.warning("%s (from POPTORCH_LOG_LEVEL); using WARN", error)
+
+
+configure(os.environ.get("POPTORCH_LOG_LEVEL", "WARN"), os.environ.get("POPTORCH_LOG_DEST", "stderr"))

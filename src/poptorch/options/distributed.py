@@ -1,0 +1,56 @@
+"""`Options.Distributed`: which of how many processes this is; by default what MPI's environment says."""
+
+from __future__ import annotations
+
+import os
+from typing import Self
+
+from poptorch.options.base import OptionsDict
+
+_NUM_PROCESSES_VARIABLE = "OMPI_COMM_WORLD_SIZE"
+_PROCESS_ID_VARIABLE = "OMPI_COMM_WORLD_RANK"
+
+
+class Distributed(OptionsDict):
+    def __init__(self) -> None:
+        super().__init__(num_distributed_processes=1, distributed_process_id=0)
+        self._read(_NUM_PROCESSES_VARIABLE, _PROCESS_ID_VARIABLE)
+
+    @property
+    def processId(self) -> int:
+        return self("distributed_process_id")
+
+    @property
+    def numProcesses(self) -> int:
+        return self("num_distributed_processes")
+
+    def disable(self) -> Self:
+        """Forget the environment: this is process 0 of 1."""
+        return self._place(0, 1)
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> Self:
+        """Say which of how many processes this is."""
+        return self._place(process_id, num_processes)
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
+        """Read the number of processes and this process's id from these variables, now."""
+        self._place(0, 1)
+        return self._read(var_num_processes, var_process_id)
+
+    def _read(self, var_num_processes: str, var_process_id: str) -> Self:
+        found = {name: os.environ.get(name) for name in (var_num_processes, var_process_id)}
+        if not any(found.values()):
+            return self
+        for name, text in found.items():
+            assert text and text.isdecimal(), (
+                f"{name} must hold a number, as {var_num_processes} and {var_process_id} say how many "
+                f"processes there are and which one this is; found {text!r}"
+            )
+        return self._place(int(found[var_process_id] or 0), int(found[var_num_processes] or 1))
+
+    def _place(self, process_id: int, num_processes: int) -> Self:
+        whole = isinstance(process_id, int) and isinstance(num_processes, int)
+        assert whole and 0 <= process_id < num_processes, (
+            f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
+        )
+        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)

@@ -1,0 +1,144 @@
+"""The options of a step: how much one call computes, on how many replicas, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+from poptorch.enums import CommGroupType, OutputMode
+from poptorch.logs import logger
+from poptorch.options.base import OptionsDict
+from poptorch.options.popart import Popart
+from poptorch.strategies import ExecutionStrategy
+
+_SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
+
+
+class ExecutionOptions(OptionsDict):
+    _popart: Popart
+    _execution_strategy: ExecutionStrategy
+
+    def deviceIterations(self, device_iterations: int) -> Self:
+        """Iterations in one call; in training each ends with a weight update."""
+        return self.set(device_iterations=device_iterations)
+
+    def replicationFactor(self, replication_factor: int) -> Self:
+        """Copies of the model in this process, each with its own data."""
+        return self.set(replication_factor=replication_factor)
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Replicas of one group get the same input. Call after `replicationFactor`.
+
+        Raises: ValueError, for a group that does not fit the replicas, or of type All.
+        """
+        if not isinstance(input_group_type, CommGroupType):
+            raise ValueError(f"input_group_type is a poptorch.CommGroupType; found {input_group_type!r}")
+        if input_group_type is CommGroupType.All:
+            raise ValueError(
+                "input_group_type cannot be All: for the same input on all replicas use Consecutive with "
+                f"input_group_size={self.replication_factor}"
+            )
+        if input_group_type is CommGroupType.NoGrouping:
+            input_group_size, input_group_type = 1, CommGroupType.Consecutive
+        if not isinstance(input_group_size, int) or input_group_size < 1:
+            raise ValueError(f"input_group_size is a number from 1; found {input_group_size!r}")
+        if input_group_size > self.replication_factor or self.replication_factor % input_group_size:
+            raise ValueError(
+                f"input_group_size {input_group_size} must not be larger than the replication factor "
+                f"{self.replication_factor}, and must divide it; call replicationFactor first"
+            )
+        return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
+        """True: buffers are meant to be equal on all replicas."""
+        return self.set(broadcast_buffers=broadcast_buffers)
+
+    def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
+        """How the stages of a model take turns: Pipelined-, Sharded-, Serial- or ParallelPhasedExecution."""
+        assert isinstance(strategy, ExecutionStrategy), (
+            "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
+            f"goes into one, as in poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
+        )
+        self._execution_strategy = strategy
+        return self
+
+    def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
+        """Which outputs of one call come back; the period is for EveryN only, in device iterations."""
+        assert isinstance(output_mode, OutputMode), (
+            f"outputMode takes a poptorch.OutputMode; found {output_mode!r}"
+        )
+        period = _period(output_mode, output_return_period)
+        return self.set(output_mode=output_mode.value, output_return_period=period)
+
+    def defaultOutputMode(self) -> bool:
+        """True while the mode is Default: Final in training, All in inference."""
+        return self.output_mode == OutputMode.Default
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> None:
+        """Keep a tensor's value at each call, for `getAnchoredTensor(short_name)`.
+
+        Stores `[long_name, use_default, mode, period]`. Without a mode it is the model's, resolved when the
+        model is wrapped. As in PopTorch, frozen options allow it.
+        """
+        use_default = output_mode is None
+        mode = OutputMode.Default if output_mode is None else output_mode
+        assert isinstance(mode, OutputMode), f"anchorTensor takes a poptorch.OutputMode; found {mode!r}"
+        period = 1 if mode != OutputMode.EveryN else _period(mode, output_return_period)
+        self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
+
+    def randomSeed(self, random_seed: int) -> Self:
+        """Seed the random numbers of the model, and PyTorch's own on the host."""
+        assert isinstance(random_seed, int), f"randomSeed takes an int; found {random_seed!r}"
+        self.createOrSet(random_seed=random_seed)
+        torch.manual_seed(random_seed)
+        return self
+
+    def enableSyntheticData(self, enabled: bool | int) -> Self:
+        """Make the inputs up on the device: no transfers, outputs without meaning.
+
+        Also takes a `popart.SyntheticDataMode`.
+        """
+        assert isinstance(enabled, int), f"enableSyntheticData takes a bool; found {enabled!r}"
+        mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
+        assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
+        self._popart.set("syntheticDataMode", mode)
+        return self
+
+    def enableStableNorm(self, enabled: bool) -> Self:
+        """Compute the statistics of norms in two passes."""
+        assert isinstance(enabled, bool), f"enableStableNorm takes a bool; found {enabled!r}"
+        self._popart.set("enableStableNorm", enabled)
+        return self
+
+    def updatableNamedBuffers(self, buffers: list[str]) -> Self:
+        """The buffers that `copyNamedBuffersToDevice` uploads."""
+        assert isinstance(buffers, list) and all(isinstance(name, str) for name in buffers), (
+            f"updatableNamedBuffers takes a list of buffer names; found {buffers!r}"
+        )
+        self._popart.set("updatableNamedBuffers", list(buffers))
+        return self
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
+        """Report unexpected attributes of optimizers at debug level, not as warnings."""
+        assert isinstance(relax, bool), f"relaxOptimizerAttributesChecks takes a bool; found {relax!r}"
+        self._relax_optimizer_checks = relax
+        return self
+
+
+def _period(mode: OutputMode, period: int | None) -> int:
+    if mode == OutputMode.EveryN:
+        assert isinstance(period, int) and period > 0, (
+            f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
+            f"found {period!r}"
+        )
+        return period
+    if period is not None:
+        logger.info("output_return_period=%s is ignored: it is for OutputMode.EveryN only", period)
+    return 1

@@ -1,0 +1,157 @@
+"""Options from text: a file with one setting a line, or a JSON object.
+
+Text is read, never executed: a line may call the methods of options, with literals, enum members,
+strategies and location settings as arguments. That is all it can reach.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from poptorch import enums, strategies
+from poptorch.options.locations import TensorLocationSettings
+
+_STRATEGIES = (
+    strategies.Stage,
+    strategies.Phase,
+    strategies.PipelinedExecution,
+    strategies.ShardedExecution,
+    strategies.SerialPhasedExecution,
+    strategies.ParallelPhasedExecution,
+)
+_POPTORCH = SimpleNamespace(
+    **{name: getattr(enums, name) for name in enums.__all__},
+    **{strategy.__name__: strategy for strategy in _STRATEGIES},
+    TensorLocationSettings=TensorLocationSettings,
+)
+_TORCH = SimpleNamespace(
+    float=torch.float, float32=torch.float32, half=torch.half, float16=torch.float16, bfloat16=torch.bfloat16
+)
+_PRIVATE_BUT_USED = ("_Popart", "_popart")
+
+
+class ConfigFileError(Exception):
+    """A line of an options file can't be read."""
+
+
+def load_file(options: Any, path: str | Path) -> None:
+    """Apply a file to `options`: one setting a line, as it is written after `options.`.
+
+    Raises: ConfigFileError, for a line that is no setting; whatever a setter raises, for a bad value.
+    """
+    path = Path(path)
+    kept = 0
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        setting = line.strip()
+        if not setting or setting.startswith("#"):
+            continue
+        kept += 1  # the number in the message, as PopTorch counts
+        try:
+            _apply(options, f"options.{setting}")
+        except SyntaxError as error:
+            raise ConfigFileError(
+                f"SyntaxError at line {kept} of {path.name}: {error.msg}\n> options.{setting}\n"
+                f"(line {line_number} of {path})"
+            ) from error
+        except Exception as error:
+            error.add_note(f"at line {line_number} of {path}: {setting}")
+            raise
+
+
+def load_json(options: Any, text: str) -> None:
+    """Apply a JSON object to `options`, as `{"deviceIterations": 4, "outputMode": "OutputMode.All"}`.
+
+    A list holds several positional arguments; a string that names an enum's member becomes that member.
+    Raises: AttributeError, for an unknown setting; whatever a setter raises, for a bad value.
+    """
+    settings = json.loads(text)
+    if not isinstance(settings, dict):
+        raise ValueError(f"options are a JSON object, from setting to argument; found {text}")
+    for name, value in settings.items():
+        setter = options
+        for part in name.split("."):
+            setter = _attribute(setter, part)
+        if not callable(setter):
+            raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
+        setter(*(value if isinstance(value, list) else [_enum_member(value)]))
+
+
+def _enum_member(value: Any) -> Any:
+    if not isinstance(value, str) or value.count(".") != 1:
+        return value
+    enum_name, member = value.split(".")
+    kind = getattr(_POPTORCH, enum_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        return value  # "model.v2" is an ordinary string
+    if member not in kind.__members__:
+        raise ValueError(
+            f"poptorch.{enum_name} has no member {member!r}; it has {', '.join(kind.__members__)}"
+        )
+    return kind[member]
+
+
+def _apply(options: Any, source: str) -> None:
+    """Raises: SyntaxError, if the source is not one setting."""
+    statements = ast.parse(source).body
+    names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
+    match statements:
+        case [ast.Expr(ast.Call() as call)]:
+            _evaluate(call, names)
+        case [ast.Assign([ast.Attribute(owner, name)], value)]:
+            _attribute_is_allowed(name)
+            setattr(_evaluate(owner, names), name, _evaluate(value, names))
+        case _:
+            raise SyntaxError("a line holds one setting, such as deviceIterations(4)")
+
+
+def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
+    def value(child: ast.expr) -> Any:
+        return _evaluate(child, names)
+
+    match node:
+        case ast.Constant(constant):
+            return constant
+        case ast.Name(name) if name in names:
+            return names[name]
+        case ast.Name(name):
+            raise NameError(f"name {name!r} is not defined: options files know {', '.join(names)}")
+        case ast.Attribute(owner, name):
+            return _attribute(value(owner), name)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -value(operand)
+        case ast.List(elements):
+            return list(map(value, elements))
+        case ast.Tuple(elements):
+            return tuple(map(value, elements))
+        case ast.Dict(keys, values) if None not in keys:
+            return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key}
+        case ast.Call(function, arguments, keywords) if all(keyword.arg for keyword in keywords):
+            named = {keyword.arg: value(keyword.value) for keyword in keywords if keyword.arg}
+            return _callable(value(function))(*map(value, arguments), **named)
+    raise SyntaxError(
+        f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
+    )
+
+
+def _callable(function: Any) -> Callable[..., Any]:
+    if not callable(function):
+        raise TypeError(f"{function!r} is not callable")
+    return function
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    _attribute_is_allowed(name)
+    return getattr(owner, name)
+
+
+def _attribute_is_allowed(name: str) -> None:
+    if name.startswith("_") and name not in _PRIVATE_BUT_USED:
+        raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")

@@ -1,0 +1,161 @@
+"""`Options`: all that a user may choose about compiling and running a model, in one builder.
+
+Setters check, store and return the object, so they chain. The first model or data loader that uses the
+options freezes them; `clone()` gives a copy that can be changed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.options.base import merged, printed
+from poptorch.options.device import DeviceOptions
+from poptorch.options.distributed import Distributed
+from poptorch.options.execution import ExecutionOptions
+from poptorch.options.load import load_file, load_json
+from poptorch.options.locations import TensorLocations
+from poptorch.options.popart import Popart
+from poptorch.options.precision import Jit, Precision
+from poptorch.options.reporting import ReportingOptions
+from poptorch.options.training import Training
+from poptorch.strategies import PipelinedExecution
+
+_LIBRARIES = ("site-packages/torch", "src/poptorch", "site-packages/poptorch", "src/popengine")
+
+
+class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
+    """
+    >>> opts = poptorch.Options().deviceIterations(4).replicationFactor(2)
+    >>> opts.Training.gradientAccumulation(8)
+    >>> opts.device_iterations
+    4
+    """
+
+    _positive = frozenset({"device_iterations", "replication_factor"})
+    _renamed = {
+        "Popart": "_Popart",
+        "anchorMode": "outputMode",
+        "defaultAnchorMode": "defaultOutputMode",
+    }
+
+    def __init__(self) -> None:
+        super().__init__(
+            anchored_tensors={},
+            auto_round_num_ipus=False,
+            available_memory_proportion={},
+            broadcast_buffers=True,
+            connection_type=ConnectionType.Always.value,
+            device_iterations=1,
+            input_cgt=CommGroupType.Consecutive,
+            input_group_size=1,
+            log_dir=".",
+            max_repeat_logs=4,
+            output_mode=OutputMode.Default.value,
+            output_return_period=1,
+            replication_factor=1,
+            sync_pattern=SyncPattern.Full.value,
+        )
+        popart = Popart()
+        self._declare(
+            _popart=popart,
+            _distributed=Distributed(),
+            _jit=Jit(),
+            _precision=Precision(popart),
+            _tensor_locations=TensorLocations(),
+            _training=Training(popart),
+            _execution_strategy=PipelinedExecution(),
+            _source_location_excludes=list(_LIBRARIES),
+            _show_progress_bar=True,
+            _relax_optimizer_checks=False,
+            _module_namescope_enabled=True,
+        )
+        self._read_environment()
+
+    @property
+    def TensorLocations(self) -> TensorLocations:
+        """Where tensors live."""
+        return self._tensor_locations
+
+    @property
+    def Distributed(self) -> Distributed:
+        """Which of how many processes this is."""
+        return self._distributed
+
+    @property
+    def Jit(self) -> Jit:
+        """Deprecated options of tracing."""
+        return self._jit
+
+    @property
+    def Precision(self) -> Precision:
+        """Number formats."""
+        return self._precision
+
+    @property
+    def Training(self) -> Training:
+        """How gradients become a weight update."""
+        return self._training
+
+    @property
+    def _Popart(self) -> Popart:
+        """Settings by the names of the original's compiler."""
+        return self._popart
+
+    def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
+        """Apply a file with one setting a line, as it is written after `options.`.
+
+        Raises: ConfigFileError, naming the line that is no setting.
+        """
+        load_file(self, os.fspath(filepath))
+        return self
+
+    def from_json(self, string: str) -> Self:
+        """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`."""
+        load_json(self, string)
+        return self
+
+    def toDict(self) -> dict[str, Any]:
+        """All values in one dictionary. Raises: AssertionError, while the output mode is Default."""
+        assert not self.defaultOutputMode(), (
+            "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
+            "model (model.options), where it is Final in training and All in inference"
+        )
+        parts = [self._execution_strategy.backendOptions(), self._popart.toDict()]
+        parts += [nested.toDict() for nested in (self._training, self._distributed, self._tensor_locations)]
+        everything = super().toDict()
+        for part in parts:
+            everything = merged(everything, part)
+        return everything
+
+    def _printed(self) -> list[str]:
+        names = (
+            "_execution_strategy",
+            "_module_namescope_enabled",
+            "_relax_optimizer_checks",
+            "_show_progress_bar",
+            "_source_location_excludes",
+        )
+        private = [f"{name}={printed(getattr(self, name))}" for name in names]
+        nested = (
+            self.Distributed,
+            self.Jit,
+            self._Popart,
+            self.Precision,
+            self.TensorLocations,
+            self.Training,
+        )
+        return [*super()._printed(), *private, *sorted(map(repr, nested))]
+
+    def _read_environment(self) -> None:
+        cache = os.environ.get("POPTORCH_CACHE_DIR")
+        if cache:
+            self.enableExecutableCaching(cache)
+        defaults = os.environ.get("POPTORCH_DEFAULT_OPTIONS")
+        if defaults:
+            try:
+                self.from_json(defaults)
+            except Exception as error:
+                error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
+                raise

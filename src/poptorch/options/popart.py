@@ -1,0 +1,123 @@
+"""`Options._Popart`: settings of the original's compiler, recorded by name.
+
+Programs set them for speed or memory on an IPU. They are kept and shown; the typed setters of `Options`
+write here too. Names and value types are checked at compilation only (`check_names`), so that a program
+that merely builds options never fails.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from typing import Any, Self
+
+from popengine.errors import Error
+from poptorch.logs import logger
+from poptorch.options.base import Freezable, merged, plain, printed
+
+KNOWN_NAMES = (
+    "autoRecomputation",
+    "cachePath",
+    "convolutionOptions",
+    "decomposeGradSum",
+    "defaultBufferingDepth",
+    "defaultPrefetchBufferingDepth",
+    "disableGradAccumulationTensorStreams",
+    "disableOptimizerStateTensorStreams",
+    "enableEngineCaching",
+    "enableExplicitIR",
+    "enableFloatingPointChecks",
+    "enableGradientAccumulation",
+    "enableOutlining",
+    "enableStableNorm",
+    "enableStochasticRounding",
+    "engineOptions",
+    "explicitRecomputation",
+    "groupNormStridedChannelGrouping",
+    "instrumentWithHardwareCycleCounter",
+    "outlineThreshold",
+    "partialsTypeMatMuls",
+    "rearrangeAnchorsOnHost",
+    "saveInitializersToFile",
+    "scheduleNonWeightUpdateGradientConsumersEarly",
+    "subgraphCopyingStrategy",
+    "syntheticDataMode",
+    "timeLimitScheduler",
+    "updatableNamedBuffers",
+    "virtualGraphMode",
+)
+KNOWN_PREFIXES = (
+    "accumulateOuterFragmentSettings.",
+    "automaticLossScalingSettings.",
+    "batchSerializationSettings.",
+    "replicatedCollectivesSettings.",
+)
+
+
+class Popart(Freezable):
+    """`set(name, value)`, `setPatterns`, `setEngineOptions`; what was set is in `options`."""
+
+    options: dict[str, Any]
+    patterns: dict[str, bool]
+    patterns_level: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._declare(options={}, patterns={}, patterns_level=2)
+
+    def set(self, name: str, value: Any) -> Self:
+        """Record a setting; dots in the name address nested ones ("automaticLossScalingSettings.enabled")."""
+        self.checkIsFrozen()
+        assert isinstance(name, str), f"_Popart.set takes the name of an option; found {name!r}"
+        self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
+        return self
+
+    def merge(self, name: str, values: dict[str, Any]) -> Self:
+        """Add entries to a setting that is a dictionary."""
+        return self.set(name, {**self.options.get(name, {}), **values})
+
+    def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
+        assert isinstance(engine_options, dict), (
+            f"setEngineOptions takes a dictionary of strings; found {engine_options!r}"
+        )
+        return self.set("engineOptions", dict(engine_options))
+
+    def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
+        """Record graph patterns by name, and the level (`popart.PatternsLevel`) they start from."""
+        self.checkIsFrozen()
+        assert isinstance(patterns, dict), f"setPatterns takes a dictionary of bools; found {patterns!r}"
+        assert isinstance(level, int), f"setPatterns takes an integer as level; found {level!r}"
+        self.patterns = dict(patterns)
+        self.patterns_level = int(level)
+        return self
+
+    def check_names(self) -> None:
+        """Called at compilation. Raises: Error, for a mistyped name or a value that can't be recorded."""
+        for name, value in self.options.items():
+            if not _is_plain(value):
+                raise Error(
+                    f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
+                    f"bools, numbers, strings, and lists or dictionaries of them"
+                )
+            if name in KNOWN_NAMES or name.startswith(KNOWN_PREFIXES):
+                continue
+            close = difflib.get_close_matches(name, KNOWN_NAMES, n=1, cutoff=0.85)
+            if close:
+                raise Error(f"Unknown {type(value).__name__} option {name}\n  fix: did you mean {close[0]}?")
+            logger.warning("_Popart option %s is not known here: it is recorded, without effect", name)
+
+    def toDict(self) -> dict[str, Any]:
+        patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
+        return merged(plain(self.options), patterns)
+
+    def __repr__(self) -> str:
+        patterns = f"patterns={printed(self.patterns)}, patterns_level={self.patterns_level}"
+        return f"{type(self).__name__}(options={printed(self.options)}, {patterns})"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)

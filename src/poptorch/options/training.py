@@ -1,0 +1,63 @@
+"""`Options.Training`: how gradients become a weight update."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from poptorch.enums import MeanReductionStrategy, ReductionType
+from poptorch.logs import logger
+from poptorch.options.base import OptionsDict
+from poptorch.options.popart import Popart
+
+
+class Training(OptionsDict):
+    _popart: Popart
+    _positive = frozenset({"gradient_accumulation"})
+    _renamed = {"accumulationReductionType": "accumulationAndReplicationReductionType"}
+
+    def __init__(self, popart: Popart) -> None:
+        super().__init__(
+            gradient_accumulation=1,
+            accumulation_and_replication_reduction_type=ReductionType.Mean.value,
+            mean_accumulation_and_replication_reduction_strategy=MeanReductionStrategy.Post.value,
+        )
+        self._declare(_popart=popart)
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> Self:
+        """Micro-batches for each weight update and replica."""
+        return self.set(gradient_accumulation=gradient_accumulation)
+
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
+        """Sum the gradients over micro-batches and replicas, or take their mean (default).
+
+        Raises: ValueError, for anything else.
+        """
+        if reduction_type not in (ReductionType.Sum, ReductionType.Mean) or isinstance(reduction_type, bool):
+            raise ValueError(
+                "accumulationAndReplicationReductionType takes poptorch.ReductionType.Sum or "
+                f"poptorch.ReductionType.Mean; found {reduction_type!r}"
+            )
+        return self.set(accumulation_and_replication_reduction_type=ReductionType(reduction_type).value)
+
+    def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
+        """Where the division of a mean happens: while gradients add up (Running) or after (Post, default)."""
+        if not isinstance(strategy, MeanReductionStrategy):
+            raise ValueError(
+                "setMeanAccumulationAndReplicationReductionStrategy takes a poptorch.MeanReductionStrategy; "
+                f"found {strategy!r}"
+            )
+        if strategy is MeanReductionStrategy.PostAndLoss:
+            logger.warning("MeanReductionStrategy.PostAndLoss is deprecated: use Post, the result is equal")
+        return self.set(mean_accumulation_and_replication_reduction_strategy=strategy.value)
+
+    def setAutomaticLossScaling(self, enabled: bool) -> Self:
+        """Adapt the loss scale to the largest gradients after each weight update."""
+        assert isinstance(enabled, bool), f"setAutomaticLossScaling takes a bool; found {enabled!r}"
+        self._popart.set("automaticLossScalingSettings.enabled", enabled)
+        return self
+
+    def setConvolutionDithering(self, enabled: bool) -> Self:
+        """Recorded: spreads convolutions over an IPU's tiles, which has no effect here."""
+        assert isinstance(enabled, bool), f"setConvolutionDithering takes a bool; found {enabled!r}"
+        self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
+        return self

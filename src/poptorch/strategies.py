@@ -1,0 +1,255 @@
+"""Execution strategies: which block belongs to which stage, and how the stages take turns.
+
+Builders that a user writes and may still change (`strategy.stage("A").ipu(2)`); `freeze` turns one into
+the engine's value. Whether the model's blocks match is the engine's question, asked at compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from popengine.errors import Error
+from popengine.settings import AutoRule, Mode, StagePlan, Strategy
+from poptorch.enums import AutoStage, Liveness
+
+_PIPELINED, _SHARDED, _PHASED = 0, 1, 2  # the values of `execution_mode`
+_AUTO_RULES: dict[AutoStage, AutoRule] = {
+    AutoStage.SameAsIpu: "same_as_ipu",
+    AutoStage.AutoIncrement: "auto_increment",
+}
+
+
+class Stage:
+    """Blocks that run on one ipu, one after another.
+
+    >>> Stage("embedding", "layer0").ipu(1)
+    """
+
+    def __init__(self, *block_ids: str) -> None:
+        for block in block_ids:
+            assert isinstance(block, str), f"Block ids are strings; found {block!r} in a Stage"
+        self._blocks = block_ids
+        self._ipu: int | None = None
+
+    @property
+    def blocks(self) -> list[str]:
+        return list(self._blocks)
+
+    def ipu(self, ipu: int) -> Self:
+        assert isinstance(ipu, int), f"Stage.ipu takes the number of an ipu; found {ipu!r}"
+        assert ipu >= 0, f"Stage.ipu takes a number from 0; found {ipu}"
+        self._ipu = ipu
+        return self
+
+    def freeze(self) -> StagePlan:
+        return StagePlan(self._blocks, self._ipu)
+
+    def __repr__(self) -> str:
+        ipu = "" if self._ipu is None else f".ipu({self._ipu})"
+        return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
+
+
+class Phase:
+    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Block ids alone form one stage."""
+
+    def __init__(self, *arg: Stage | str) -> None:
+        self.stages = _stages_of_phase(arg)
+
+    def stage(self, index: int) -> Stage:
+        assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
+        return self.stages[index]
+
+    def ipus(self, *ipus: int) -> Self:
+        assert len(ipus) == len(self.stages), (
+            f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
+        )
+        for stage, ipu in zip(self.stages, ipus, strict=True):
+            stage.ipu(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Phase({', '.join(map(repr, self.stages))})"
+
+
+class ExecutionStrategy:
+    """What all strategies share: their stages by block, and two hooks around the capture of a model."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._stages: dict[str, Stage] = {}
+        for stage in stages:
+            for block in stage.blocks:
+                assert block not in self._stages, (
+                    f"Block {block!r} is associated with more than one stage. Name it once only."
+                )
+                self._stages[block] = stage
+
+    def stage(self, block_id: str) -> Stage:
+        """The stage that a block belongs to."""
+        known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
+        assert block_id in self._stages, f"Unknown block {block_id!r}; this strategy has {known}"
+        return self._stages[block_id]
+
+    def onStartTracing(self) -> None:
+        """Called before a model is captured; for subclasses."""
+
+    def onEndTracing(self) -> None:
+        """Called after a model is captured; for subclasses."""
+
+    def backendOptions(self) -> dict[str, Any]:
+        """The values this strategy adds to `Options.toDict()`."""
+        raise NotImplementedError
+
+    def freeze(self) -> Strategy:
+        """The engine's value of this strategy."""
+        raise NotImplementedError
+
+
+class PipelinedExecution(ExecutionStrategy):
+    """Stages work at the same time, each on another micro-batch.
+
+    Args: one `AutoStage` (default `SameAsIpu`), or the stages in order, numbered from 0: each a `Stage`,
+        a block id, or a list of block ids.
+
+    >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
+    """
+
+    _execution_mode = _PIPELINED
+    _mode: Mode = "pipelined"
+
+    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
+        self._auto: AutoStage | None = None
+        self._order: tuple[Stage, ...] = ()
+        if not args:
+            self._auto = AutoStage.SameAsIpu
+        elif len(args) == 1 and isinstance(args[0], AutoStage):
+            self._auto = args[0]
+        else:
+            self._order = tuple(_as_stage(argument) for argument in args)
+        super().__init__(self._order)
+
+    def backendOptions(self) -> dict[str, Any]:
+        return {"execution_mode": self._execution_mode}
+
+    def freeze(self) -> Strategy:
+        auto = None if self._auto is None else _AUTO_RULES[self._auto]
+        return Strategy(self._mode, auto, tuple(stage.freeze() for stage in self._order))
+
+    def __repr__(self) -> str:
+        arguments = str(self._auto_name()) if self._auto is not None else ", ".join(map(repr, self._order))
+        return f"{type(self).__name__}({arguments})"
+
+    def _auto_name(self) -> str:
+        return f"AutoStage.{self._auto.name}" if self._auto is not None else ""
+
+
+class ShardedExecution(PipelinedExecution):
+    """Stages take turns: one micro-batch passes all stages before the next one starts."""
+
+    _execution_mode = _SHARDED
+    _mode: Mode = "sharded"
+
+
+class _PhasedExecution(ExecutionStrategy):
+    """Phases run one after another, and tensors go to host memory between them."""
+
+    _serial: bool
+
+    def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
+        automatic = not phases or any(isinstance(phase, AutoStage) for phase in phases)
+        assert not automatic, (
+            "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
+            'SerialPhasedExecution("a", ["b", "c"])'
+        )
+        self._phases = [_as_phase(phase) for phase in phases]
+        self._separate_backward_phase = False
+        self._liveness = Liveness.AlwaysLive
+        super().__init__(stage for phase in self._phases for stage in phase.stages)
+
+    def phase(self, index: int) -> Phase:
+        assert 0 <= index < len(self._phases), (
+            f"Phase {index} does not exist: {type(self).__name__} has phases 0 to {len(self._phases) - 1}"
+        )
+        return self._phases[index]
+
+    def useSeparateBackwardPhase(self, use: bool = True) -> Self:
+        """Give the backward pass of the last phase a phase of its own. Recorded: results are the same."""
+        assert isinstance(use, bool), f"useSeparateBackwardPhase takes a bool; found {use!r}"
+        self._separate_backward_phase = use
+        return self
+
+    def backendOptions(self) -> dict[str, Any]:
+        return {
+            "execution_mode": _PHASED,
+            "separate_backward_phase": self._separate_backward_phase,
+            "tensors_liveness": self._liveness.value,
+            "serial_phases_execution": self._serial,
+        }
+
+    def freeze(self) -> Strategy:
+        return Strategy("phased", None, tuple(s.freeze() for phase in self._phases for s in phase.stages))
+
+    def __repr__(self) -> str:
+        settings = f"separate_backward_phase={self._separate_backward_phase}, liveness={self._liveness.name}"
+        return f"{type(self).__name__}({', '.join(map(repr, self._phases))}, {settings})"
+
+
+class SerialPhasedExecution(_PhasedExecution):
+    """All ipus work on one phase, then all on the next."""
+
+    _serial = True
+
+    def setTensorsLiveness(self, liveness: Liveness) -> Self:
+        """How long tensors stay on the device. Recorded: results are the same."""
+        assert isinstance(liveness, Liveness), f"setTensorsLiveness takes a Liveness; found {liveness!r}"
+        self._liveness = liveness
+        return self
+
+
+class ParallelPhasedExecution(_PhasedExecution):
+    """Even phases run on even ipus and odd phases on odd ones, so that one loads while the other computes."""
+
+    _serial = False
+
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
+        """Send tensors to host memory after their forward phase. Recorded: results are the same."""
+        assert isinstance(off_chip, bool), f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}"
+        self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
+        return self
+
+    def freeze(self) -> Strategy:
+        for index, phase in enumerate(self._phases):
+            for stage in map(Stage.freeze, phase.stages):
+                if stage.ipu is not None and stage.ipu % 2 != index % 2:
+                    raise Error(
+                        f"phase {index} of ParallelPhasedExecution is on ipu {stage.ipu} (blocks "
+                        f"{', '.join(stage.blocks)}): even phases run on even ipus, odd ones on odd ipus\n"
+                        f"  fix: strategy.phase({index}).ipus(...) with {'odd' if index % 2 else 'even'} ipus"
+                    )
+        return super().freeze()
+
+
+def _as_stage(argument: Any) -> Stage:
+    if isinstance(argument, Stage):
+        return argument
+    blocks = [argument] if isinstance(argument, str) else argument
+    assert isinstance(blocks, list | tuple) and all(isinstance(block, str) for block in blocks), (
+        f"A stage is a poptorch.Stage, a block id or a list of block ids (an AutoStage stands alone); "
+        f"found {argument!r}"
+    )
+    return Stage(*blocks)
+
+
+def _stages_of_phase(members: Sequence[Any]) -> list[Stage]:
+    if members and all(isinstance(member, Stage) for member in members):
+        return list(members)
+    assert members and all(isinstance(member, str) for member in members), (
+        f"A phase is made of stages only, or of block ids only; found {list(members)!r}"
+    )
+    return [Stage(*members)]
+
+
+def _as_phase(argument: Any) -> Phase:
+    if isinstance(argument, Phase):
+        return argument
+    return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)
