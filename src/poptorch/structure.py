@@ -1,0 +1,191 @@
+"""Nested values: the one place that knows which containers hold tensors, and in what order.
+
+Tuples, lists, dictionaries, their subclasses and the types registered with `registerCustomArgParser`
+are walked to any depth; everything else that is not a tensor is a constant. Dictionaries are walked in the
+order of their sorted keys (where keys can be sorted), so that the order in which a caller wrote them is
+irrelevant; they are rebuilt in the order they had.
+
+    >>> batch = {"x": a, "more": [b, 3]}
+    >>> tensors_of(batch)                                # [b, a]: "more" comes before "x"
+    >>> paths_of(batch, "batch")                         # ['batch["more"][0]', 'batch["x"]']
+    >>> with_tensors(batch, iter([b + 1, a + 1]))        # {"x": a + 1, "more": [b + 1, 3]}
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections import UserDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from popengine.errors import Error
+
+
+class ICustomArgParser(ABC):
+    """How to find the tensors in a type of your own, and how to build it again with others."""
+
+    @abstractmethod
+    def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
+        """Yield every tensor of `struct`, always in the same order."""
+
+    @abstractmethod
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
+        """Build a value like `original_structure` from tensors in the order of `yieldTensors`."""
+
+
+_parsers: dict[type, ICustomArgParser] = {}  # by exact type; written by registerCustomArgParser alone
+
+
+def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None) -> None:
+    """Let values of exactly `arg_type` hold tensors in inputs, outputs and batches; None forgets the type."""
+    if arg_parser is None:
+        _parsers.pop(arg_type, None)
+        return
+    if not isinstance(arg_parser, ICustomArgParser):
+        raise Error(
+            f"arg_parser must inherit from ICustomArgParser, got {arg_parser!r} for {arg_type.__name__}\n"
+            f"  fix: class MyParser(poptorch.ICustomArgParser), and register an instance: MyParser()"
+        )
+    _parsers[arg_type] = arg_parser
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The shape of a nested value without its tensors: equal specs can take each other's tensors.
+
+    `type` is the class of the value (torch.Tensor for every kind of tensor), `keys` those of a dictionary
+    in walking order, `children` the parts, `constant` the value where it is neither tensor nor container.
+    """
+
+    type: type
+    keys: tuple[Any, ...] = ()
+    children: tuple[Spec, ...] = ()
+    constant: Constant | None = None
+
+
+class Constant:
+    """A value compared by what it holds, also where its own `==` gives an array or compares identities."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and _same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))  # coarse: equal values of any type must share it
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value`, in walking order."""
+    return [tensor for tensor, _ in _walk(value, "")]
+
+
+def paths_of(value: Any, name: str) -> list[str]:
+    """Where each of `tensors_of(value)` is, as one would write it: `name[0]`, `name["key"]`."""
+    return [path for _, path in _walk(value, name)]
+
+
+def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
+    """A copy of `value` that holds the next of `replacements` for each of `tensors_of(value)`.
+
+    Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
+    """
+    parser = _parsers.get(type(value))
+    if parser is not None:
+        return parser.reconstruct(value, replacements)
+    if isinstance(value, torch.Tensor):
+        return next(replacements)
+    if not tensors_of(value):
+        return value
+    keys = _keys(value)
+    parts = {key: with_tensors(value[key], replacements) for key in keys}
+    return _rebuilt(value, {key: parts[key] for key in value} if _is_dict(value) else parts)
+
+
+def describe(value: Any) -> Spec:
+    """What must not change between two calls: classes, lengths, keys and constants."""
+    parser = _parsers.get(type(value))
+    if parser is not None:
+        return Spec(type(value), children=tuple(describe(tensor) for tensor in parser.yieldTensors(value)))
+    if isinstance(value, torch.Tensor):
+        return Spec(torch.Tensor)
+    if not _is_container(value):
+        return Spec(type(value), constant=Constant(value))
+    keys = _keys(value)
+    children = tuple(describe(value[key]) for key in keys)
+    return Spec(type(value), keys=tuple(keys) if _is_dict(value) else (), children=children)
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[torch.Tensor, str]]:
+    parser = _parsers.get(type(value))
+    if parser is not None:
+        yield from ((tensor, f"{path}[{index}]") for index, tensor in enumerate(parser.yieldTensors(value)))
+    elif isinstance(value, torch.Tensor):
+        yield value, path
+    elif _is_container(value):
+        for key in _keys(value):
+            word = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
+            yield from _walk(value[key], f"{path}[{word}]")
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict | UserDict)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, tuple | list) or _is_dict(value)
+
+
+def _keys(value: Any) -> list[Any]:
+    """What to index a container by, in walking order."""
+    if not _is_container(value):
+        return []
+    if not _is_dict(value):
+        return list(range(len(value)))
+    try:
+        return sorted(value)
+    except TypeError:  # keys of several types, or without an order
+        return list(value)
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """A container of the class of `value` with these parts, in their order."""
+    kind = type(value)
+    if isinstance(value, tuple):
+        return kind(*parts.values()) if hasattr(value, "_fields") else kind(parts.values())
+    try:
+        twin = copy.copy(value)  # keeps what a subclass added: a default factory, attributes
+    except TypeError:
+        return kind(parts.values()) if isinstance(value, list) else kind(**parts)
+    for key, part in parts.items():
+        twin[key] = part
+    return twin
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if _is_dict(one):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+        return _same(vars(one), vars(other))
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays, or objects that hold some: the truth of `==` is ambiguous
+        return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
