@@ -1,16 +1,18 @@
-"""The first example: its digits, its plain-PyTorch twin and the program itself."""
+"""The first example: its digits, its plain-PyTorch twin, the program itself and its benchmark."""
 
 import gzip
 import importlib.util
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist_pipeline"
+ROOT = Path(__file__).parents[2]
+EXAMPLE, BENCHMARK = ROOT / "examples" / "mnist_pipeline", ROOT / "benchmarks" / "mnist_pipeline"
 
 
 def load_module(path: Path):
@@ -50,10 +52,9 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-def run(program: str, *flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE / program, *flags], capture_output=True, text=True, timeout=300, check=False
-    )
+def run(program: Path, *flags: str) -> str:
+    command = [sys.executable, program, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -131,4 +132,50 @@ def test_the_twin_learns(data_dir):
         "--data-dir",
         str(data_dir),
     ]
-    assert accuracy(run("train_torch.py", *flags)) > 60
+    assert accuracy(run(EXAMPLE / "train_torch.py", *flags)) > 60
+
+
+# The benchmark of the same network, with contenders that need no engine.
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # child processes get the path too
+    return importlib.import_module("harness")
+
+
+def test_contenders_work_in_turns_and_their_losses_agree():
+    output = run(BENCHMARK / "main.py", "--rounds", "1", "--updates", "1", "--only", "gloo2")
+    assert re.search(r"^\| plain PyTorch, 1 thread .* 1\.00× \|", output, re.MULTILINE)
+    assert re.search(r"^\| torch\.distributed\.pipelining, 2 processes ", output, re.MULTILINE)
+    found = re.search(r"losses of the contenders differ by at most (\S+)", output)
+    assert found and float(found[1]) < 1e-3
+    assert "command: python" in output
+
+
+def test_medians_and_speeds_are_shown_against_the_baseline(harness):
+    measured = [
+        harness.Measurement("slow", first=5.0, rounds=(2.0, 9.0, 2.0), numbers=(0.0,) * 4),
+        harness.Measurement("fast", first=0.5, rounds=(1.0, 0.5, 1.5), numbers=(0.0,) * 4),
+    ]
+    assert harness.table(measured, baseline="slow", items=100, noun="images").splitlines() == [
+        "| contender | median (s) | fastest | slowest | images/s | speed | first unit (s) |",
+        "| --------- | ---------: | ------: | ------: | -------: | ----: | -------------: |",
+        "| slow      |      2.000 |   2.000 |   9.000 |       50 | 1.00× |           5.00 |",
+        "| fast      |      1.000 |   0.500 |   1.500 |      100 | 2.00× |           0.50 |",
+    ]
+
+
+def test_each_round_starts_with_another_contender(harness):
+    assert [harness.rotated(["a", "b", "c"], by) for by in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_a_failing_contender_is_named_with_its_traceback(harness):
+    broken = harness.Contender("broken", partial(divmod, 1))  # divides 1 by its rank, 0
+    with pytest.raises(RuntimeError, match=r"(?s)contender 'broken' failed:.*ZeroDivisionError"):
+        harness.measure([broken], rounds=1)
