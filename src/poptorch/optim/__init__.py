@@ -1,0 +1,8 @@
+"""Optimizers: torch's, with the arguments that devices need. They hold the rates; executors update."""
+
+from poptorch.optim.attributes import VariableAttributes
+from poptorch.optim.base import Optimizer
+from poptorch.optim.lamb import LAMB
+from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
+
+__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]

@@ -1,0 +1,236 @@
+"""SGD, Adam, AdamW and RMSprop with PopTorch's arguments; None says: not given, torch's default.
+
+`foreach`, `capturable`, `differentiable` and `fused` matter to `step()` on the host, not to an executor.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from poptorch.optim.base import Optimizer, given
+
+logger = logging.getLogger("poptorch::python")
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """Stochastic gradient descent: v ← μ·v + (1 − d)·(g + λ·w), w ← w − lr·v.
+
+    On devices the dampening d counts from the first step on, where `torch.optim.SGD` starts at the second.
+
+    Args: lr: mandatory, here or in every parameter group
+          loss_scaling: the loss is multiplied by it before backward, the gradients divided before the update
+          use_combined_accum: recorded: one tensor for accumulator and velocity gives the same results
+          velocity_scaling: recorded, and read with `use_combined_accum` only
+          accum_type, velocity_accum_type: dtype of the gradient accumulator and of v, float16 or float32
+          max_grad_norm: clips the global norm of the gradients, after reduction and unscaling
+    """
+
+    _attributes = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "velocity_scaling")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        momentum: float | None = None,
+        dampening: float | None = None,
+        weight_decay: float | None = None,
+        nesterov: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        velocity_scaling: float | None = None,
+        use_combined_accum: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        velocity_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        fused: bool | None = None,
+    ) -> None:
+        if lr is None:
+            params = _with_rates(params)
+        rates = given(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+        )
+        speed = given(maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused)
+        torch.optim.SGD.__init__(self, params, **rates, **speed)
+        self.use_combined_accum = bool(use_combined_accum)
+        if self.use_combined_accum:
+            self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
+            for group in self.param_groups:
+                group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
+            rates |= given(velocity_scaling=velocity_scaling)
+        elif velocity_scaling is not None:
+            logger.warning(
+                "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
+                "with separate accumulators loss_scaling alone scales",
+                velocity_scaling,
+            )
+        self._extend(
+            rates,
+            loss_scaling,
+            max_grad_norm,
+            accum_type=accum_type,
+            velocity_accum_type=velocity_accum_type,
+        )
+
+
+def _with_rates(params: ParamsT) -> ParamsT:
+    groups: Any = list(params)
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or "lr" not in group:
+            raise ValueError(
+                f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
+                "required optimization parameter lr\n"
+                "  fix: poptorch.optim.SGD(params, lr=...), or an 'lr' in every group"
+            )
+    return groups
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """Adam, with its weight decay as an L2 penalty in the gradient. Extra arguments as for `SGD`.
+
+    Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
+    """
+
+    _attributes = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        decoupled_weight_decay: bool | None = None,
+    ) -> None:
+        rates = given(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        speed = given(
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        torch.optim.Adam.__init__(self, params, **rates, **speed)
+        self._extend(
+            rates,
+            loss_scaling,
+            max_grad_norm,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+        )
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """Adam with decoupled weight decay. Extra arguments as for `Adam`.
+
+    Args: bias_correction: False uses the moments as they are
+    """
+
+    _attributes = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        bias_correction: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        rates = given(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        speed = given(
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        torch.optim.AdamW.__init__(self, params, **rates, **speed)
+        self.bias_correction = True if bias_correction is None else bias_correction
+        self._extend(
+            rates,
+            loss_scaling,
+            max_grad_norm,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+        )
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """RMSprop, centered or not. Extra arguments as for `Adam`; gradients aren't clipped.
+
+    Args: use_tf_variant: TensorFlow's: the square average starts at 1, eps is inside the root and the
+              learning rate inside the momentum buffer
+          first_order_momentum_accum_type: dtype of the momentum buffer and of the centered mean
+          second_order_momentum_accum_type: dtype of the square average
+    """
+
+    _attributes = ("lr", "momentum", "weight_decay", "alpha", "eps", "centered")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        alpha: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float | None = None,
+        centered: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        use_tf_variant: bool | None = None,
+        *,
+        capturable: bool | None = None,
+    ) -> None:
+        rates = given(
+            lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered
+        )
+        speed = given(
+            foreach=foreach, maximize=maximize, differentiable=differentiable, capturable=capturable
+        )
+        torch.optim.RMSprop.__init__(self, params, **rates, **speed)
+        self.use_tf_variant = bool(use_tf_variant)
+        self._extend(
+            rates,
+            loss_scaling,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+        )

@@ -1,0 +1,80 @@
+"""The names of an optimizer's device state in `state_dict()`, and back.
+
+ipu_state   Accl1___<parameter>   SGD: velocity; Adam, AdamW, LAMB: first moment; RMSprop: square average
+            Accl2___<parameter>   Adam, AdamW, LAMB: second moment; RMSprop: momentum buffer
+            Accl3___<parameter>   RMSprop: mean of the gradients (centered)
+            Step___<parameter>    updates so far
+ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from popengine import settings
+
+State = dict[str, Tensor]
+
+_MOMENTS = {"exp_avg": "Accl1", "exp_avg_sq": "Accl2", "step": "Step"}
+_STATES: dict[settings.OptimizerKind, dict[str, str]] = {
+    "sgd": {"velocity": "Accl1", "step": "Step"},
+    "rmsprop": {"square_avg": "Accl1", "momentum_buffer": "Accl2", "grad_avg": "Accl3"},
+}
+_RATES = {
+    "lr": "learningRate",
+    "weight_decay": "weightDecay",
+    "momentum": "momentum",
+    "dampening": "dampening",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "eps": "eps",
+    "alpha": "alpha",
+    "max_weight_norm": "maxWeightNorm",
+}
+
+
+def state_entries(kind: settings.OptimizerKind, states: Mapping[str, State]) -> dict[str, Tensor]:
+    """The "ipu_state" of the states that each parameter has by its canonical name; nothing is copied."""
+    prefixes = _STATES.get(kind, _MOMENTS)
+    return {
+        f"{prefixes[name]}___{parameter}": value
+        for parameter, state in states.items()
+        for name, value in state.items()
+    }
+
+
+def states_of(kind: settings.OptimizerKind, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
+    """Undo `state_entries`; entries that this kind of optimizer doesn't have are left out."""
+    names = {prefix: name for name, prefix in _STATES.get(kind, _MOMENTS).items()}
+    states: dict[str, State] = {}
+    for key, value in ipu_state.items():
+        prefix, _, parameter = key.partition("___")
+        if parameter and prefix in names:
+            states.setdefault(parameter, {})[names[prefix]] = value
+    return states
+
+
+def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
+    """The "ipu_param" of one snapshot: scalars by parameter.
+
+    SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
+    and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
+    """
+    scaling = hyper.loss_scaling
+    entries = {"lossScaling_FLOAT": torch.tensor(float(scaling))}
+    for parameter, index in optimizer.group_of.items():
+        rates = hyper.groups[index]
+        if optimizer.kind == "sgd" and rates["momentum"] == 0:
+            step = rates["lr"] * (1 - rates["dampening"])
+            values = {
+                "scaledLearningRate0": step / scaling,
+                "weightDecayScaleFactor0": 1 - step * rates["weight_decay"],
+            }
+        else:
+            values = {_RATES[name]: rate for name, rate in rates.items() if name in _RATES}
+        for name, value in values.items():
+            entries[f"{name}___specific___{parameter}"] = torch.tensor(value)
+    return entries

@@ -1,0 +1,153 @@
+"""What freezing an optimizer reads, and which optimizers it refuses."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+import popengine.errors
+from poptorch.optim import LAMB, SGD, Adam, AdamW, RMSprop
+from poptorch.optim.freeze import freeze_optimizer, kind_of, label_of
+
+MODEL = torch.nn.Linear(3, 2)
+NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
+
+
+def freeze(optimizer):
+    return freeze_optimizer(optimizer, NAMES)
+
+
+def test_the_rates_of_two_groups_are_floats_by_group():
+    optimizer = SGD([{"params": [MODEL.weight], "lr": 0.5}, {"params": [MODEL.bias]}], lr=0.1, momentum=0.9)
+    frozen, hyper = freeze(optimizer)
+    assert frozen.kind == "sgd"
+    assert frozen.group_of == {"weight": 0, "bias": 1}
+    assert frozen.state_types == {"velocity": torch.float32}
+    shared = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+    assert hyper.groups == ({"lr": 0.5, **shared}, {"lr": 0.1, **shared})
+    assert hyper.loss_scaling == 1.0
+
+
+def test_a_snapshot_does_not_follow_the_optimizer():
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    _, hyper = freeze(optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert hyper.groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "label"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), "sgd", "SGD2"),
+        (lambda p: SGD(p, 0.1, use_combined_accum=True), "sgd", "SGD1"),
+        (torch.optim.Adam, "adam", "ADAM"),
+        (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), "adamw", "ADAMW"),
+        (torch.optim.AdamW, "adamw", "ADAMW"),
+        (lambda p: AdamW(p, bias_correction=False), "adamw", "ADAMW_NO_BIAS"),
+        (torch.optim.RMSprop, "rmsprop", "RMSPROP"),
+        (lambda p: RMSprop(p, centered=True), "rmsprop", "RMSPROP_CENTERED"),
+        (LAMB, "lamb", "LAMB"),
+        (lambda p: LAMB(p, bias_correction=False), "lamb", "LAMB_NO_BIAS"),
+    ],
+)
+def test_each_optimizer_stands_for_a_rule(build, kind, label):
+    optimizer = build(MODEL.parameters())
+    assert (kind_of(optimizer), label_of(optimizer)) == (kind, label)
+    assert freeze(optimizer)[0].kind == kind
+
+
+def test_extra_arguments_reach_the_settings():
+    frozen, hyper = freeze(
+        AdamW(
+            MODEL.parameters(),
+            loss_scaling=64.0,
+            bias_correction=False,
+            accum_type=torch.float16,
+            first_order_momentum_accum_type=torch.float16,
+            max_grad_norm=2.0,
+        )
+    )
+    assert (frozen.accumulator_type, frozen.max_grad_norm, frozen.bias_correction) == (
+        torch.float16,
+        2.0,
+        False,
+    )
+    assert frozen.state_types == {"exp_avg": torch.float16, "exp_avg_sq": torch.float32}
+    assert hyper.loss_scaling == 64.0
+    assert not frozen.torch_dampening
+
+
+def test_a_tensor_learning_rate_is_read():
+    assert freeze(torch.optim.Adam(MODEL.parameters(), lr=torch.tensor(0.5)))[1].groups[0]["lr"] == 0.5
+
+
+def test_a_momentum_that_stays_zero_keeps_no_velocity():
+    assert freeze(SGD(MODEL.parameters(), lr=0.1))[0].state_types == {}
+    assert freeze(SGD(MODEL.parameters(), lr=0.1, momentum=0.0))[0].state_types == {"velocity": torch.float32}
+
+
+def test_max_weight_norm_of_none_is_the_default():
+    optimizer = LAMB([{"params": MODEL.parameters(), "max_weight_norm": None}])
+    assert freeze(optimizer)[1].groups[0]["max_weight_norm"] == 65500.0
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(
+        AssertionError, match=r"Unsupported optimizer type\. Types supported: poptorch\.optim\.SGD"
+    ):
+        freeze(torch.optim.Adagrad(MODEL.parameters()))
+
+
+@pytest.mark.parametrize("build", [Adam, AdamW, torch.optim.Adam, torch.optim.AdamW])
+def test_amsgrad_is_refused(build):
+    with pytest.raises(ValueError, match=r"Only non-amsgrad Adam/AdamW optimizers are supported\."):
+        freeze(build(MODEL.parameters(), amsgrad=True))
+
+
+def test_a_missing_attribute_is_named():
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    del optimizer.param_groups[0]["momentum"]
+    with pytest.raises(AssertionError, match="Mandatory attribute momentum not found"):
+        freeze(optimizer)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, math.nan, (0.1,)])
+def test_a_rate_has_to_be_a_number(value):
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(AssertionError, match="Expected a number for lr"):
+        freeze(optimizer)
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999), (0.9, "0.99"), [0.9, 0.99]])
+def test_betas_have_to_be_a_pair(betas):
+    optimizer = Adam(MODEL.parameters())
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(AssertionError, match="betas"):
+        freeze(optimizer)
+
+
+def test_centered_has_to_be_equal_in_all_groups():
+    optimizer = RMSprop([{"params": [MODEL.weight], "centered": True}, {"params": [MODEL.bias]}])
+    with pytest.raises(AssertionError, match="centered must be equal"):
+        freeze(optimizer)
+
+
+def test_parameters_of_another_model_are_listed():
+    optimizer = SGD([MODEL.weight, torch.nn.Parameter(torch.zeros(7, 5))], lr=0.1)
+    with pytest.raises(popengine.errors.Error, match=r"group 0, parameter 1, shape \[7, 5\]") as caught:
+        freeze(optimizer)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_a_subclass_is_warned_about(caplog):
+    class Mine(torch.optim.SGD):
+        pass
+
+    with caplog.at_level(logging.WARNING, "poptorch::python"):
+        freeze(Mine(MODEL.parameters(), lr=0.1))
+    assert (
+        "subclassed from classes in poptorch.optim or torch.optim are unlikely to behave as intended"
+        in caplog.text
+    )

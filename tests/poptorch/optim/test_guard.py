@@ -1,0 +1,153 @@
+"""What `setOptimizer` lets change after compilation, and what it warns about."""
+
+import logging
+
+import pytest
+import torch
+
+from popengine.errors import Error
+from poptorch.optim import LAMB, SGD, Adam, AdamW
+from poptorch.optim.guard import OptimizerGuard
+
+MODEL = torch.nn.Linear(3, 2)
+NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
+
+
+def compiled_with(optimizer, **flags):
+    """Returns setOptimizer of a model that is compiled with an optimizer."""
+    guard = OptimizerGuard(**flags)
+    guard.accept(optimizer, NAMES, compiled=False)
+    return lambda later: guard.accept(later, NAMES, compiled=True)
+
+
+def test_an_argument_that_was_given_may_change():
+    set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1, momentum=0.5))
+    _, hyper = set_optimizer(SGD(MODEL.parameters(), lr=0.2, momentum=0.6))
+    assert (hyper.groups[0]["lr"], hyper.groups[0]["momentum"]) == (0.2, 0.6)
+
+
+def test_an_argument_that_was_not_given_may_not():
+    set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1))
+    with pytest.raises(Error, match="modified constant attribute 'momentum'"):
+        set_optimizer(SGD(MODEL.parameters(), lr=0.1, momentum=0.6))
+
+
+def test_marks_decide():
+    first = Adam(MODEL.parameters(), lr=0.1)
+    first.variable_attrs.markAsConstant("lr")
+    first.variable_attrs.markAsVariable("betas")
+    set_optimizer = compiled_with(first)
+    set_optimizer(Adam(MODEL.parameters(), lr=0.1, betas=(0.5, 0.5)))
+    with pytest.raises(Error, match="modified constant attribute 'lr'"):
+        set_optimizer(Adam(MODEL.parameters(), lr=0.2))
+
+
+def test_of_torch_optimizers_what_differs_from_its_default_may_change():
+    set_optimizer = compiled_with(torch.optim.AdamW(MODEL.parameters(), weight_decay=0.5))
+    set_optimizer(torch.optim.AdamW(MODEL.parameters(), lr=7.0, weight_decay=0.4))
+    with pytest.raises(Error, match="modified constant attribute 'eps'"):
+        set_optimizer(torch.optim.AdamW(MODEL.parameters(), eps=0.1))
+    with pytest.raises(Error, match="modified constant attribute 'betas'"):
+        set_optimizer(torch.optim.AdamW(MODEL.parameters(), betas=(0.5, 0.5)))
+
+
+def test_the_loss_scaling_is_constant_unless_given_or_automatic():
+    later = SGD(MODEL.parameters(), lr=0.1, loss_scaling=2.0)
+    with pytest.raises(Error, match="modified constant attribute 'loss_scaling'"):
+        compiled_with(SGD(MODEL.parameters(), lr=0.1))(later)
+    compiled_with(SGD(MODEL.parameters(), lr=0.1, loss_scaling=1.0))(later)
+    compiled_with(SGD(MODEL.parameters(), lr=0.1), automatic_loss_scaling=True)(later)
+
+
+def test_before_compilation_anything_may_change():
+    guard = OptimizerGuard()
+    guard.accept(SGD(MODEL.parameters(), lr=0.1), NAMES, compiled=False)
+    frozen, _ = guard.accept(AdamW(MODEL.parameters()), NAMES, compiled=False)
+    assert frozen.kind == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "words"),
+    [
+        (
+            SGD(MODEL.parameters(), lr=0.1),
+            AdamW(MODEL.parameters()),
+            "type can't change .* it was SGD2, this one is ADAMW",
+        ),
+        (AdamW(MODEL.parameters()), AdamW(MODEL.parameters(), bias_correction=False), "type can't change"),
+        (AdamW(MODEL.parameters()), AdamW(MODEL.parameters(), max_grad_norm=1.0), "clipping"),
+        (
+            AdamW(MODEL.parameters()),
+            AdamW(MODEL.parameters(), second_order_momentum_accum_type=torch.float16),
+            "dtype of the state 'exp_avg_sq'",
+        ),
+        (
+            LAMB(MODEL.parameters()),
+            LAMB([{"params": [MODEL.weight]}, {"params": [MODEL.bias]}]),
+            "number of parameter groups",
+        ),
+        (LAMB(MODEL.parameters()), LAMB([MODEL.weight]), "parameter groups of bias"),
+    ],
+)
+def test_what_is_compiled_in_may_not_change(first, later, words):
+    with pytest.raises(Error, match=words):
+        compiled_with(first)(later)
+
+
+def test_a_half_accumulator_after_compilation_names_the_strategy():
+    set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1))
+    with pytest.raises(
+        ValueError, match=r"setMeanAccumulationAndReplicationReductionStrategy.*already compiled"
+    ):
+        set_optimizer(SGD(MODEL.parameters(), lr=0.1, accum_type=torch.float16))
+
+
+def test_what_was_refused_leaves_the_guard_as_it_was():
+    set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1))
+    for _ in range(2):
+        with pytest.raises(Error):
+            set_optimizer(AdamW(MODEL.parameters()))
+    set_optimizer(SGD(MODEL.parameters(), lr=0.3))
+
+
+def test_unexpected_attributes_are_told_of_once(caplog):
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    set_optimizer = compiled_with(optimizer)
+    vars(optimizer).update(mine=1, _step_count=1)
+    optimizer.defaults["other"] = 2
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with caplog.at_level(logging.WARNING, "poptorch::python"):
+        set_optimizer(optimizer)
+        set_optimizer(optimizer)
+    assert caplog.messages == [
+        "Ignoring unexpected optimizer attribute in SGD2 optimizer: ['mine']",
+        "Ignoring unexpected default group variable in SGD2 optimizer: ['other']",
+        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['initial_lr']",
+    ]
+
+
+def test_relaxed_checks_tell_in_debug(caplog):
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    set_optimizer = compiled_with(optimizer, relaxed=True)
+    optimizer.param_groups[0]["x"] = 1
+    with caplog.at_level(logging.DEBUG, "poptorch::python"):
+        set_optimizer(optimizer)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("DEBUG", "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['x']")
+    ]
+
+
+def test_a_poptorch_optimizer_after_a_torch_one_is_no_surprise(caplog):
+    set_optimizer = compiled_with(torch.optim.SGD(MODEL.parameters(), lr=0.1))
+    with caplog.at_level(logging.WARNING, "poptorch::python"):
+        set_optimizer(SGD(MODEL.parameters(), lr=0.2))
+    assert caplog.messages == []
+
+
+def test_a_subclass_is_warned_about_once(caplog):
+    class Mine(SGD):
+        pass
+
+    set_optimizer = compiled_with(optimizer := Mine(MODEL.parameters(), lr=0.1))
+    set_optimizer(optimizer)
+    assert len(caplog.messages) == 1

@@ -1,0 +1,261 @@
+"""The user's classes: constructors, what they hold, and what survives saving and copying."""
+
+import copy
+import inspect
+import io
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+
+from popengine.settings import Hyper
+from popengine.settings import Optimizer as Rule
+from poptorch import optim
+from poptorch.optim.state import rate_entries, state_entries, states_of
+
+EACH = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB]
+ARGUMENTS = {
+    optim.SGD: "params lr momentum dampening weight_decay nesterov maximize foreach differentiable "
+    "loss_scaling velocity_scaling use_combined_accum accum_type velocity_accum_type max_grad_norm",
+    optim.Adam: "params lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused "
+    "loss_scaling accum_type first_order_momentum_accum_type second_order_momentum_accum_type max_grad_norm",
+    optim.AdamW: "params lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused "
+    "loss_scaling bias_correction accum_type first_order_momentum_accum_type "
+    "second_order_momentum_accum_type max_grad_norm",
+    optim.RMSprop: "params lr alpha eps weight_decay momentum centered foreach maximize differentiable "
+    "loss_scaling accum_type first_order_momentum_accum_type second_order_momentum_accum_type use_tf_variant",
+    optim.LAMB: "params lr betas eps weight_decay bias_correction loss_scaling max_weight_norm accum_type "
+    "first_order_momentum_accum_type second_order_momentum_accum_type",
+}
+
+
+def weights():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(2))]
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_every_argument_may_be_positional_in_poptorchs_order(kind):
+    positional = [
+        name
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    assert positional == ARGUMENTS[kind].split()
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_the_classes_are_torchs(kind):
+    twin = getattr(torch.optim, kind.__name__, torch.optim.Optimizer)
+    assert issubclass(kind, twin)
+    assert issubclass(kind, optim.Optimizer)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_none_says_that_an_argument_was_not_given(kind):
+    parameters = [p for p in inspect.signature(kind).parameters if p not in ("params", "lr")]
+    optimizer = kind(weights(), lr=0.5, **dict.fromkeys(parameters))
+    twin = getattr(torch.optim, kind.__name__, None)
+    if twin is not None:
+        assert optimizer.defaults == twin(weights(), lr=0.5).defaults
+    assert optimizer.loss_scaling == 1.0
+    assert optimizer.max_grad_norm == math.inf
+    assert optimizer.accum_type == torch.float32
+    assert not optimizer.variable_attrs.isConstant("lr")
+    assert optimizer.variable_attrs.isConstant("weight_decay")
+
+
+def test_adam_takes_torchs_learning_rate_for_none():
+    assert optim.Adam(weights(), lr=None, eps=None, betas=None).param_groups[0]["lr"] == 1e-3
+
+
+def test_sgd_needs_a_learning_rate_somewhere():
+    first, second = weights()
+    with pytest.raises(
+        ValueError, match="group 1 didn't specify a value of required optimization parameter lr"
+    ):
+        optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second]}])
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
+        optim.SGD(iter(weights()))
+    optim.SGD([{"params": [first], "lr": 0.1}])
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_accumulation_types_are_float16_or_float32(kind):
+    kind(weights(), lr=0.1, accum_type=torch.float16)
+    with pytest.raises(AssertionError, match="Accumulation types must be either"):
+        kind(weights(), lr=0.1, accum_type=torch.float64)
+
+
+def test_velocity_scaling_is_a_rate_of_combined_accumulators(caplog):
+    combined = optim.SGD(weights(), 0.1, velocity_scaling=8.0, use_combined_accum=True)
+    combined.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    assert [group["velocity_scaling"] for group in combined.param_groups] == [8.0, 8.0]
+    assert not combined.variable_attrs.isConstant("velocity_scaling")
+    with caplog.at_level(logging.WARNING, "poptorch::python"):
+        separate = optim.SGD(weights(), 0.1, velocity_scaling=8.0)
+    assert "velocity_scaling" in caplog.text
+    assert "velocity_scaling" not in separate.param_groups[0]
+
+
+def test_an_unknown_attribute_cannot_be_marked():
+    marks = optim.AdamW(weights()).variable_attrs
+    for call in (marks.isConstant, marks.markAsConstant, marks.markAsVariable):
+        with pytest.raises(
+            AssertionError, match="Unknown attribute nope, allowed values: amsgrad, betas, eps, "
+        ):
+            call("nope")
+
+
+def test_marks_change_what_is_constant():
+    marks = optim.AdamW(weights(), lr=0.1, loss_scaling=2.0).variable_attrs
+    marks.markAsConstant("lr")
+    marks.markAsVariable("betas")
+    assert (marks.isConstant("lr"), marks.isConstant("betas"), marks.isConstant("loss_scaling")) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_schedulers_work_and_survive_a_saved_state():
+    def build():
+        optimizer = optim.SGD(weights(), lr=1.0)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    optimizer, scheduler = build()
+    optimizer._step_count = 1  # type: ignore[attr-defined]
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+    again, scheduler_again = build()
+    again.load_state_dict(optimizer.state_dict())
+    scheduler_again.load_state_dict(scheduler.state_dict())
+    again.step()
+    scheduler_again.step()
+    assert again.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("kind", EACH[:4])
+def test_step_is_torchs_on_the_host(kind):
+    mine, theirs = weights(), weights()
+    for parameters, build in ((mine, kind), (theirs, getattr(torch.optim, kind.__name__))):
+        optimizer = build(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_lamb_steps_on_the_host():
+    weight = torch.nn.Parameter(torch.full((4,), 2.0))
+    optimizer = optim.LAMB([{"params": [weight], "max_weight_norm": None}], lr=0.1, eps=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * torch.arange(1.0, 5.0)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 20.0
+    # Adam's first step is the gradient's sign: norm 2 against the weight's 4, so the trust is 2.
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 2.0 - 0.1 * 2))
+    assert optimizer.state[weight]["step"].item() == 1
+
+
+# State ---------------------------------------------------------------------------------------------
+
+
+def test_before_compilation_there_is_no_device_state():
+    optimizer = optim.AdamW(weights())
+    state = optimizer.state_dict()
+    assert list(state) == ["ipu_state", "ipu_param", "state", "param_groups"]
+    assert (state["ipu_state"], state["ipu_param"]) == (None, None)
+    optimizer.load_state_dict(state)
+    assert optimizer._pending_state is None
+
+
+def test_an_attached_executor_is_read_and_its_last_state_kept():
+    optimizer = optim.AdamW(weights())
+    optimizer._state_reader = lambda: ({"Step___w": torch.tensor(3.0)}, {})
+    assert optimizer.state_dict()["ipu_state"]["Step___w"] == 3
+    optimizer._release()
+    assert optimizer._state_reader is None
+    assert optimizer.state_dict()["ipu_state"]["Step___w"] == 3
+
+
+def test_a_loaded_state_waits_for_the_executor_and_can_be_saved_again():
+    first, second = optim.AdamW(weights(), lr=0.5), optim.AdamW(weights(), lr=0.1)
+    first._state_reader = lambda: ({"Step___w": torch.tensor(3.0)}, {"lossScaling_FLOAT": torch.tensor(1.0)})
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file))
+    assert second.param_groups[0]["lr"] == 0.5
+    assert second._pending_state == (
+        {"Step___w": torch.tensor(3.0)},
+        {"lossScaling_FLOAT": torch.tensor(1.0)},
+    )
+    assert second.state_dict()["ipu_state"] == {"Step___w": torch.tensor(3.0)}
+
+
+def test_empty_and_foreign_states_are_refused():
+    optimizer = optim.SGD(weights(), lr=0.1)
+    with pytest.raises(RuntimeError, match="optimizer state dictionary because it is empty"):
+        optimizer.load_state_dict({})
+    with pytest.raises(RuntimeError, match="Only IPU optimizer states"):
+        optimizer.load_state_dict(torch.optim.SGD(weights(), lr=0.1).state_dict())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("kind", EACH)
+def test_copies_keep_attributes_and_drop_the_executor(kind, duplicate):
+    optimizer = kind(weights(), lr=0.1, loss_scaling=4.0, accum_type=torch.float16)
+    optimizer.mine = "kept"
+    optimizer.variable_attrs.markAsConstant("lr")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer._state_reader = lambda: ({"Step___w": torch.tensor(3.0)}, {})
+    twin = duplicate(optimizer)
+    assert type(twin) is kind
+    assert (twin.loss_scaling, twin.accum_type, twin.mine) == (4.0, torch.float16, "kept")
+    assert twin.variable_attrs.isConstant("lr")
+    assert twin._state_reader is None
+    assert twin.state_dict()["ipu_state"]["Step___w"] == 3
+    twin.step()
+
+
+def test_device_states_are_named_and_named_back():
+    states = {
+        "fc.weight": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.zeros(2), "step": torch.tensor(1.0)}
+    }
+    entries = state_entries("adamw", states)
+    assert list(entries) == ["Accl1___fc.weight", "Accl2___fc.weight", "Step___fc.weight"]
+    assert states_of("adamw", {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
+
+
+def test_plain_sgd_names_the_rates_as_its_update_uses_them():
+    rates = {
+        "lr": 0.5,
+        "momentum": 0.0,
+        "dampening": 0.5,
+        "weight_decay": 0.4,
+        "nesterov": 0.0,
+        "maximize": 0.0,
+    }
+    entries = rate_entries(Rule("sgd", {"w": 0}), Hyper((rates,), loss_scaling=2.0))
+    assert {name: round(value.item(), 6) for name, value in entries.items()} == {
+        "lossScaling_FLOAT": 2.0,
+        "scaledLearningRate0___specific___w": 0.125,
+        "weightDecayScaleFactor0___specific___w": 0.9,
+    }
+
+
+def test_other_rates_are_named_by_parameter():
+    rates = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.25, "maximize": 0.0}
+    entries = rate_entries(Rule("adamw", {"w": 0}), Hyper((rates,)))
+    assert entries["learningRate___specific___w"].item() == 0.5
+    assert entries["weightDecay___specific___w"].item() == 0.25
