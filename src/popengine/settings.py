@@ -38,12 +38,20 @@ class Counts:
     accumulation: int = 1  # micro-batches a weight update and replica
     replicas: int = 1  # in this process
     groups: int = 1  # input groups: replicas of one group read the same rows
+    grouping: Literal["consecutive", "orthogonal"] = "consecutive"
     instances: int = 1  # processes that train together
+    instance: int = 0  # this one
 
     @property
     def product(self) -> int:
         """Micro-batches in the combined batch of one call."""
         return self.iterations * self.accumulation * self.groups
+
+    def group_of(self, replica: int) -> int:
+        """The input group that a replica reads."""
+        if self.grouping == "orthogonal":
+            return replica % self.groups
+        return replica // (self.replicas // self.groups)
 
     @property
     def global_replicas(self) -> int:

@@ -47,7 +47,7 @@ class _Flow:
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
             for name in piece.reads:
-                if self.maker.get(name) != i:
+                if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values it makes for other ipus; and the pieces it is the first to need.
         self.sends: list[dict[int, tuple[str, ...]]] = []
@@ -55,7 +55,9 @@ class _Flow:
         ipus = sorted(set(partition.ipus))
         for i, piece in enumerate(self.pieces):
             others = {
-                ipu: tuple(name for name in piece.writes if (name, ipu) in self.readers)
+                ipu: tuple(
+                    name for name in piece.writes if name not in self.inputs and (name, ipu) in self.readers
+                )
                 for ipu in ipus
                 if ipu != self.ipu(i)
             }

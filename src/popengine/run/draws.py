@@ -1,0 +1,57 @@
+"""Random numbers that depend on what is drawn, and not on who draws it.
+
+Each draw has a generator of its own, seeded from (seed, step, micro-batch, replica, place in the model). So
+every layout of stages draws the same numbers, and recomputing a draw gives the same again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit number out of several, by splitmix64 (Steele, Lea, Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+# Factories whose generator is another overload, and look-alikes, which have none.
+_WITH_GENERATOR = {
+    aten.rand.default: aten.rand.generator,
+    aten.randn.default: aten.randn.generator,
+    aten.randint.default: aten.randint.generator,
+    aten.randint.low: aten.randint.low_generator,
+    aten.randperm.default: aten.randperm.generator,
+}
+_LIKE = {
+    aten.rand_like.default: lambda like, g: like.uniform_(generator=g),
+    aten.randn_like.default: lambda like, g: like.normal_(generator=g),
+    aten.randint_like.default: lambda like, high, g: like.random_(0, high, generator=g),
+    aten.randint_like.low_dtype: lambda like, low, high, g: like.random_(low, high, generator=g),
+}
+
+
+def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operation with the numbers that belong to `key` and `place`."""
+    device = next((value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu")
+    generator = torch.Generator(device)
+    generator.manual_seed(mix(key, place))
+    if func in _LIKE:
+        return _LIKE[func](torch.empty_like(args[0], **kwargs), *args[1:], generator)
+    if func is aten.native_dropout.default:
+        value, chance, train = args
+        if train is False or chance == 0:
+            return value.clone(), torch.ones_like(value, dtype=torch.bool)
+        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=generator)
+        return value * kept / (1 - chance), kept.bool()
+    return _WITH_GENERATOR.get(func, func)(*args, generator=generator, **kwargs)

@@ -1,0 +1,171 @@
+"""The engine: loads a plan, runs calls of it, and holds the only mutable state there is.
+
+One process; a thread for each ipu of each replica. A call hands all of them the same `Run` and waits; the
+device loop (device iterations × accumulation) happens in the threads. The first failure stops all, and
+everything is put back to where it was before the call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..ir import Plan
+from ..settings import Hyper, Settings
+from .recorder import Recorder
+from .results import Results
+from .store import Store
+from .worker import Channels, Run, Worker
+
+
+class Engine:
+    """A loaded plan.
+
+    Args:
+        weights: parameters and buffers by canonical name; they are copied
+        rules:   the module of update rules (init_state, update, norms, clip_)
+    """
+
+    def __init__(self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], rules: object, seed: int) -> None:
+        self.plan, self.settings, self.seed, self.step = plan, settings, seed, 0
+        self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
+        self._rules = rules
+        self._channels = Channels()
+        self._workers: list[Worker] = []
+        self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
+        for replica in range(settings.counts.replicas):
+            for ipu in plan.programs:
+                keys = {n: s.key for n, s in self._slots.items() if s.role in ("parameter", "buffer")}
+                self.stores[replica, ipu] = Store(keys)
+        for (_, ipu), store in self.stores.items():
+            self._fill(ipu, store)
+        self.write(weights)
+        for (_, ipu), store in self.stores.items():
+            self._prepare_updates(ipu, store)
+        for (replica, ipu), store in self.stores.items():
+            self._workers.append(Worker(ipu, replica, plan, settings, store, rules))
+        self.close = weakref.finalize(self, _close, list(self._workers))
+
+    def _fill(self, ipu: int, store: Store) -> None:
+        for name in self.plan.state[ipu]:
+            slot = self._slots[name]
+            if slot.role == "constant":
+                store.state[name] = self.plan.partition.graph.constants[slot.key]
+            elif slot.role == "loss_scale":
+                store.state[name] = torch.ones(slot.shape, dtype=slot.dtype)
+            else:
+                store.state[name] = torch.empty(slot.shape, dtype=slot.dtype)
+
+    def _prepare_updates(self, ipu: int, store: Store) -> None:
+        optimizer = self.settings.optimizer
+        if optimizer is None:
+            return
+        gradients = {result.key for result in self.plan.partition.graph.results if result.kind == "gradient"}
+        for name in self.plan.state[ipu]:
+            slot = self._slots[name]
+            if slot.role == "parameter" and slot.key in gradients:
+                weight = store.state[name]
+                store.sums[slot.key] = torch.zeros_like(weight, dtype=optimizer.accumulator_type)
+                if slot.key in optimizer.group_of:
+                    store.states[slot.key] = self._rules.init_state(optimizer, weight)  # type: ignore[attr-defined]
+
+    # ---- running -----------------------------------------------------------------------------------------
+
+    def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
+        """Run one call: all device iterations.
+
+        Args:
+            inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
+            hyper:  the rates of its weight updates (None in inference)
+        Raises:
+            Error: a piece failed. Weights, buffers and optimizer state are as before the call.
+        """
+        counts, training = self.settings.counts, self.settings.training
+        every = (counts.iterations, counts.accumulation, counts.groups, -1)
+        run = Run(
+            [value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1) for value in inputs],
+            Results(self.plan.partition.graph.results, self.settings),
+            hyper,
+            counts.iterations if training else 1,
+            self.step,
+            self.seed,
+            self._channels,
+            recorder,
+        )
+        for channel, tokens in self.plan.credits.items():
+            for replica in range(counts.replicas):
+                for _ in range(tokens):
+                    self._channels[channel, replica].put(())
+        for store in self.stores.values():
+            store.begin()
+        failure, unfinished = None, len(self._workers)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # some libraries keep one number for the process
+        for worker in self._workers:
+            worker.inbox.put(run)
+        try:
+            while unfinished:
+                _, error = run.finished.get()
+                unfinished -= 1
+                if error is not None and failure is None:
+                    failure = error
+                    self._channels.stop()
+        except BaseException as interrupt:  # Ctrl-C arrives here, in the main thread
+            failure = interrupt
+            self._channels.stop()
+            while unfinished:
+                run.finished.get()
+                unfinished -= 1
+        finally:
+            torch.set_num_threads(threads)
+        if self.plan.credits or failure is not None:
+            self._channels = Channels()
+        if failure is not None:
+            for store in self.stores.values():
+                store.restore()
+            raise failure
+        self.step += run.steps
+        return run.results
+
+    # ---- weights and state -------------------------------------------------------------------------------
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy parameters and buffers into every replica."""
+        with torch.no_grad():
+            for store in self.stores.values():
+                for key, value in store.held(weights).items():
+                    store.state[store.slot[key]] = torch.empty_like(value).copy_(weights[key])
+
+    def read(self) -> dict[str, Tensor]:
+        """References to replica 0's parameters and buffers, by canonical name: copy what you keep."""
+        found: dict[str, Tensor] = {}
+        for ipu in self.plan.programs:
+            store = self.stores[0, ipu]
+            for name in self.plan.state[ipu]:
+                if self._slots[name].role in ("parameter", "buffer"):
+                    found[self._slots[name].key] = store.state[name]
+        return found
+
+    def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of replica 0's optimizer state, by parameter."""
+        return {
+            key: {name: value.clone() for name, value in state.items()}
+            for ipu in self.plan.programs
+            for key, state in self.stores[0, ipu].states.items()
+        }
+
+    def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy optimizer state into every replica; what is not given stays."""
+        for store in self.stores.values():
+            for key, state in store.states.items():
+                for name, value in states.get(key, {}).items():
+                    dtype = state[name].dtype if name in state else value.dtype
+                    state[name] = value.detach().to(dtype).clone()
+
+
+def _close(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.close()

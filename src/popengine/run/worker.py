@@ -1,0 +1,253 @@
+"""One ipu of one replica: a thread that runs its program, and the tensors that live there.
+
+Values of a micro-batch live in a frame, from the instruction that makes them to the last that needs them.
+What lives from step to step is in the `Store`. Workers meet only in channels, which are queues.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ir
+from ..errors import Error, RunError
+from ..settings import Hyper, Settings
+from .build import build, user_line
+from .collectives import average, reduce_over_replicas, total_norm
+from .draws import mix
+from .recorder import Recorder
+from .results import Results
+from .store import Store
+
+STOP = object()  # in a channel: the run has failed, or is interrupted
+
+
+class Stopped(Exception):
+    """Another worker failed; this one has nothing to report."""
+
+
+class Channels:
+    """The queues between workers, by name; made at first use, replaced as a whole after a failed run."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Any, SimpleQueue[Any]] = {}
+        self._lock = threading.Lock()
+        self.stopped = False
+
+    def __getitem__(self, name: Any) -> SimpleQueue[Any]:
+        queue = self._queues.get(name)
+        if queue is None:
+            with self._lock:
+                queue = self._queues.setdefault(name, SimpleQueue())
+                if self.stopped:
+                    queue.put(STOP)
+        return queue
+
+    def receive(self, name: Any) -> Any:
+        value = self[name].get()
+        if value is STOP:
+            raise Stopped
+        return value
+
+    def stop(self) -> None:
+        """Wake all who wait, now and later."""
+        with self._lock:
+            self.stopped = True
+            for queue in self._queues.values():
+                queue.put(STOP)
+
+
+@dataclass
+class Run:
+    """One call: what the workers are given, and where they leave what they made."""
+
+    inputs: Sequence[Tensor]  # each [iterations, accumulation, groups, micro-batch, ...]
+    results: Results
+    hyper: Hyper | None
+    steps: int
+    first_step: int
+    seed: int
+    channels: Channels
+    recorder: Recorder | None = None
+    finished: SimpleQueue[tuple[Worker, BaseException | None]] = field(default_factory=SimpleQueue)
+
+
+class Worker:
+    """Runs one ipu's program when told to."""
+
+    def __init__(self, ipu: int, replica: int, plan: ir.Plan, settings: Settings, store: Store, rules: Any) -> None:
+        self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
+        self.store, self.rules = store, rules
+        self.frames: dict[int, dict[str, Tensor]] = {}
+        self.run: Run
+        self.step = 0
+        pieces = plan.partition.pieces
+        self._places = [(piece.phase, piece.stage) for piece in pieces]
+        self._code = {i: build(p) for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
+        handlers: dict[type, Callable[[Any], None]] = {
+            ir.Load: self._load,
+            ir.Receive: self._receive,
+            ir.Send: self._send,
+            ir.Compute: self._compute,
+            ir.Accumulate: self._accumulate,
+            ir.Keep: self._keep,
+            ir.Store: self._store,
+            ir.Free: self._free,
+            ir.Update: self._update,
+        }
+        self._program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
+        self.inbox: SimpleQueue[Run | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"ipu {ipu} replica {replica}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.inbox.put(None)
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)  # the ipus are the threads
+        while (run := self.inbox.get()) is not None:
+            self.run, failure = run, None
+            try:
+                with torch.inference_mode():
+                    self._steps(run)
+            except Stopped:
+                pass
+            except BaseException as error:  # whatever it is, the caller must hear of it
+                failure = error
+            self.frames.clear()
+            del self.run
+            run.finished.put((self, failure))
+            del run
+
+    def _steps(self, run: Run) -> None:
+        program, recorder = self._program, run.recorder
+        for step in range(run.steps):
+            self.step = step
+            if run.hyper is not None:
+                self.store.set_loss_scale(run.hyper.loss_scaling)
+            if recorder is None:
+                for handle, instruction in program:
+                    handle(instruction)
+            else:
+                for handle, instruction in program:
+                    number = run.first_step + step
+                    recorder.timed(handle, instruction, self.ipu, self.replica, number, self._places)
+
+    # ---- the instructions --------------------------------------------------------------------------------
+
+    def _load(self, instruction: ir.Load) -> None:
+        frame = self.frames.setdefault(instruction.micro_batch, {})
+        place = self._iteration(instruction.micro_batch)
+        group = self.settings.counts.group_of(self.replica)
+        for name, key in zip(instruction.names, instruction.keys, strict=True):
+            frame[name] = self.run.inputs[int(key)][place][group]
+
+    def _iteration(self, micro_batch: int) -> tuple[int, int]:
+        """Device iteration and accumulation step: in inference a step is the whole call."""
+        return (self.step, micro_batch) if self.settings.training else (micro_batch, 0)
+
+    def _receive(self, instruction: ir.Receive) -> None:
+        values = self.run.channels.receive((instruction.channel, self.replica))
+        if instruction.micro_batch is None:
+            self.store.state.update(zip(instruction.names, values, strict=True))
+        else:
+            frame = self.frames.setdefault(instruction.micro_batch, {})
+            frame.update(zip(instruction.names, values, strict=True))
+
+    def _send(self, instruction: ir.Send) -> None:
+        if instruction.micro_batch is None:  # weights: a copy, since they change at the end of the step
+            values = [self.store.state[name].clone() for name in instruction.names]
+        else:
+            frame = self.frames[instruction.micro_batch] if instruction.names else {}
+            values = [frame[name] for name in instruction.names]
+        self.run.channels[instruction.channel, self.replica].put(values)
+
+    def _compute(self, instruction: ir.Compute) -> None:
+        piece = self.plan.partition.pieces[instruction.piece]
+        frame = self.frames.setdefault(instruction.micro_batch, {})
+        state, held = self.store.state, instruction.held
+        values: list[Any] = [state[name] if name in held else frame[name] for name in piece.reads]
+        for name in instruction.last:
+            del frame[name]
+        if piece.draws:
+            step, counts = self.run.first_step + self.step, self.settings.counts
+            replica = counts.instance * counts.replicas + self.replica
+            values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
+        try:
+            made = self._code[instruction.piece](values)
+        except Exception as error:
+            raise self._explained(error, piece, instruction.micro_batch) from error
+        frame.update(zip(piece.writes, made, strict=True))
+
+    def _explained(self, error: Exception, piece: ir.Piece, micro_batch: int) -> Error:
+        phase = "forward" if piece.phase == "F" else "backward"
+        return RunError(
+            f"{phase} of stage {piece.stage} (blocks {self.plan.partition.names[piece.stage]}) failed on ipu"
+            f" {self.ipu}, micro-batch {micro_batch}, replica {self.replica}: {type(error).__name__}: {error}\n"
+            f"  at {user_line(piece, error)}\n"
+            "  the weights are as they were before the call; the executor can be called again"
+        )
+
+    def _accumulate(self, instruction: ir.Accumulate) -> None:
+        frame = self.frames[instruction.micro_batch]
+        gradients = [frame[name] for name in instruction.names]
+        sums = [self.store.sums[key] for key in instruction.keys]
+        if instruction.micro_batch == 0:
+            torch._foreach_copy_(sums, gradients)
+        else:
+            torch._foreach_add_(sums, gradients)
+
+    def _keep(self, instruction: ir.Keep) -> None:
+        frame = self.frames[instruction.micro_batch]
+        for name, key in zip(instruction.names, instruction.keys, strict=True):
+            # A new tensor: backwards that are still to come read the old one.
+            self.store.state[self.store.slot[key]] = frame[name].clone()
+
+    def _store(self, instruction: ir.Store) -> None:
+        frame = self.frames[instruction.micro_batch]
+        iteration, accumulation = self._iteration(instruction.micro_batch)
+        for name, position in zip(instruction.names, instruction.positions, strict=True):
+            self.run.results.put(position, iteration, accumulation, self.replica, frame[name])
+
+    def _free(self, instruction: ir.Free) -> None:
+        frame = self.frames[instruction.micro_batch]
+        for name in instruction.names:
+            del frame[name]
+
+    def _update(self, instruction: ir.Update) -> None:
+        optimizer, hyper = self.settings.optimizer, self.run.hyper
+        assert optimizer is not None and hyper is not None
+        sums = [self.store.sums[key] for key in instruction.keys]
+        counts, channels = self.settings.counts, self.run.channels
+        reduce_over_replicas(sums, self.replica, counts.replicas, ("sums", self.ipu), channels)
+        divisor = hyper.loss_scaling
+        if self.settings.reduction == "mean":
+            divisor *= counts.accumulation * counts.global_replicas
+        average(sums, divisor)
+        if optimizer.max_grad_norm != float("inf"):
+            norms = dict(zip(instruction.keys, self.rules.norms(sums), strict=True))
+            total = total_norm(norms, self.ipu, self.replica, self._updating(), channels)
+            self.rules.clip_(sums, total, optimizer.max_grad_norm)
+        self.store.back_up()
+        for group, rates in enumerate(hyper.groups):
+            keys = [key for key in instruction.keys if optimizer.group_of.get(key) == group]
+            if keys:
+                self.rules.update(
+                    optimizer,
+                    rates,
+                    [self.store.state[self.store.slot[key]] for key in keys],
+                    [self.store.sums[key] for key in keys],
+                    [self.store.states[key] for key in keys],
+                )
+
+    def _updating(self) -> list[int]:
+        """The ipus that update weights."""
+        return [
+            ipu for ipu, program in self.plan.programs.items() if program and isinstance(program[-1], ir.Update)
+        ]
