@@ -136,11 +136,8 @@ class PipelinedExecution(ExecutionStrategy):
         return Strategy(self._mode, auto, tuple(stage.freeze() for stage in self._order))
 
     def __repr__(self) -> str:
-        arguments = str(self._auto_name()) if self._auto is not None else ", ".join(map(repr, self._order))
-        return f"{type(self).__name__}({arguments})"
-
-    def _auto_name(self) -> str:
-        return f"AutoStage.{self._auto.name}" if self._auto is not None else ""
+        stages = ", ".join(map(repr, self._order))
+        return f"{type(self).__name__}({stages if self._auto is None else f'AutoStage.{self._auto.name}'})"
 
 
 class ShardedExecution(PipelinedExecution):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any, ClassVar, Self
 
 
@@ -78,21 +79,18 @@ class OptionsDict(Freezable):
 
     def set(self, **values: Any) -> Self:
         """Change values. Raises: AssertionError, for an unknown name or another type than it has now."""
-        self.checkIsFrozen()
-        for name, value in values.items():
+        for name in values:
             assert name in self._values, (
                 f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
             )
-            self._check(name, value)
-        self._values.update(values)
-        return self
+        return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
         """As `set`, and also for values that have no default."""
         self.checkIsFrozen()
         for name, value in values.items():
             self._check(name, value)
-        self._values.update(values)
+        self._values.update({name: self._stored(name, value) for name, value in values.items()})
         return self
 
     def exists(self, name: str) -> bool:
@@ -111,7 +109,9 @@ class OptionsDict(Freezable):
         return {name: plain(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
-        assert name in self._values, f"Invalid option {name}, valid options are {', '.join(self._values)}"
+        assert name in self._values, (
+            f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
+        )
         return self._values[name]
 
     def __getattr__(self, name: str) -> Any:
@@ -143,6 +143,10 @@ class OptionsDict(Freezable):
                 f"Expected {expected.__name__}"
             )
         assert name not in self._positive or value > 0, f"Option {name} must be 1 or more; found {value}"
+
+    def _stored(self, name: str, value: Any) -> Any:
+        """Enum members become integers where integers are kept, so that equal options print equally."""
+        return int(value) if type(self._values.get(name)) is int and isinstance(value, IntEnum) else value
 
     def _nested(self) -> Iterator[Freezable]:
         yield from super()._nested()

@@ -58,7 +58,7 @@ class ExecutionOptions(OptionsDict):
         """How the stages of a model take turns: Pipelined-, Sharded-, Serial- or ParallelPhasedExecution."""
         assert isinstance(strategy, ExecutionStrategy), (
             "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
-            f"goes into one, as in poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
+            f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
         )
         self._execution_strategy = strategy
         return self

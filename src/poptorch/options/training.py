@@ -32,12 +32,12 @@ class Training(OptionsDict):
 
         Raises: ValueError, for anything else.
         """
-        if reduction_type not in (ReductionType.Sum, ReductionType.Mean) or isinstance(reduction_type, bool):
+        if not isinstance(reduction_type, ReductionType) or reduction_type is ReductionType.NoReduction:
             raise ValueError(
                 "accumulationAndReplicationReductionType takes poptorch.ReductionType.Sum or "
                 f"poptorch.ReductionType.Mean; found {reduction_type!r}"
             )
-        return self.set(accumulation_and_replication_reduction_type=ReductionType(reduction_type).value)
+        return self.set(accumulation_and_replication_reduction_type=reduction_type.value)
 
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
         """Where the division of a mean happens: while gradients add up (Running) or after (Post, default)."""

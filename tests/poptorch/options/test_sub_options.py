@@ -1,0 +1,171 @@
+"""Training, Precision, Jit, TensorLocations, Distributed and _Popart."""
+
+import pytest
+import torch
+
+import popart
+from popengine.errors import Error
+from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
+from poptorch.options import Options, TensorLocationSettings
+
+
+def test_gradients_are_accumulated_once_and_averaged_by_default():
+    training = Options().Training
+    assert training.gradient_accumulation == 1
+    assert training.accumulation_and_replication_reduction_type == ReductionType.Mean
+    assert training.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Post
+    with pytest.raises(AssertionError, match="must be 1 or more"):
+        training.gradientAccumulation(0)
+
+
+def test_gradients_reduce_by_sum_or_mean_only():
+    training = Options().Training
+    training.accumulationAndReplicationReductionType(ReductionType.Sum)
+    assert training.accumulation_and_replication_reduction_type == ReductionType.Sum
+    training.accumulationReductionType(ReductionType.Mean)  # its name in 2.0
+    assert training.accumulation_and_replication_reduction_type == ReductionType.Mean
+    for wrong in (ReductionType.NoReduction, "Sum", 0):
+        with pytest.raises(ValueError, match="accumulationAndReplicationReductionType takes"):
+            training.accumulationAndReplicationReductionType(wrong)
+
+
+def test_the_place_of_the_division_is_recorded_and_post_and_loss_is_deprecated(caplog):
+    training = Options().Training
+    training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+    assert training.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
+    assert not caplog.text
+    training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.PostAndLoss)
+    assert "PostAndLoss is deprecated" in caplog.text
+
+
+def test_dithering_and_partials_share_the_convolution_options():
+    options = Options()
+    options.Precision.setPartialsType(torch.half)
+    options.Training.setConvolutionDithering(True)
+    assert options._Popart.options == {
+        "partialsTypeMatMuls": "half",
+        "convolutionOptions": {"partialsType": "half", "enableConvDithering": True},
+    }
+    options.Precision.setPartialsType(torch.float)
+    assert options._Popart.options["convolutionOptions"]["partialsType"] == "float"
+    with pytest.raises(ValueError, match=r"torch.float or torch.half"):
+        options.Precision.setPartialsType(torch.bfloat16)
+
+
+def test_switches_of_precision_and_training_are_popart_settings():
+    options = Options()
+    options.Precision.enableStochasticRounding(True).enableFloatingPointExceptions(True)
+    options.Training.setAutomaticLossScaling(True)
+    assert options._Popart.options == {
+        "enableStochasticRounding": True,
+        "enableFloatingPointChecks": True,
+        "automaticLossScalingSettings.enabled": True,
+    }
+    with pytest.raises(AssertionError):
+        options.Precision.enableFloatingPointExceptions(1)
+
+
+def test_deprecated_options_warn(caplog):
+    options = Options()
+    options.Precision.halfFloatCasting(HalfFloatCastingBehavior.Default)
+    options.Precision.runningVarianceAlwaysFloat(False)
+    options.Jit.traceModel(False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    with pytest.raises(ValueError, match="bool"):
+        options.Precision.runningStatisticsAlwaysFloat("no")
+    with pytest.raises(ValueError, match="TorchScript"):
+        options.Jit.traceModel(True)
+
+
+def test_tensor_locations_are_read_back_as_they_were_set():
+    location = TensorLocationSettings().minElementsForOffChip(4).minElementsForReplicatedTensorSharding(8)
+    location.useOnChipStorage(False).useReplicatedTensorSharding().useIOTilesToLoad().useIOTilesToStore(False)
+    locations = Options().TensorLocations
+    assert locations.setOptimizerLocation(location).numIOTiles(64) is locations
+    assert locations.location_optimizer.toDict() == {
+        "min_elements_for_off_chip": 4,
+        "min_elements_for_replicated_tensor_sharding": 8,
+        "on_chip_storage": False,
+        "replicated_tensor_sharding": True,
+        "io_tiles_to_load": True,
+        "io_tiles_to_store": False,
+    }
+    assert locations.num_io_tiles == 64
+    assert not locations.location_weight.exists("on_chip_storage")
+    assert not location.useOnChipStorage(None).exists("on_chip_storage")
+
+
+def test_wrong_locations_are_refused():
+    for wrong in (
+        lambda: Options().TensorLocations.setWeightLocation("host"),
+        lambda: TensorLocationSettings().useOnChipStorage(1),
+        lambda: TensorLocationSettings().minElementsForOffChip("4"),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+    for tiles in (30, 33, 194, "64"):
+        with pytest.raises(AssertionError, match="numIOTiles must be an even number between 32 and 192"):
+            Options().TensorLocations.numIOTiles(tiles)
+
+
+def place(options: Options) -> tuple[int, int]:
+    return options.Distributed.processId, options.Distributed.numProcesses
+
+
+def test_the_process_is_what_mpi_says_until_told_otherwise(monkeypatch):
+    assert place(Options()) == (0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    options = Options()
+    assert place(options) == (2, 4)
+    options.Distributed.configureProcessId(1, 3)
+    assert place(options) == (1, 3)
+    monkeypatch.setenv("PROCESSES", "8")
+    monkeypatch.setenv("PROCESS", "7")
+    options.Distributed.setEnvVarNames("PROCESSES", "PROCESS")
+    assert place(options) == (7, 8)
+    options.Distributed.disable()
+    assert place(options) == (0, 1)
+
+
+def test_a_process_that_can_not_be_is_refused(monkeypatch):
+    with pytest.raises(AssertionError, match="process 3 of 3"):
+        Options().Distributed.configureProcessId(3, 3)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "two")
+    with pytest.raises(AssertionError, match="OMPI_COMM_WORLD_SIZE must hold a number"):
+        Options()
+
+
+def test_popart_records_any_setting_and_integers_for_enums():
+    settings = Options()._Popart
+    settings.set("accumulateOuterFragmentSettings.schedule", popart.AccumulateOuterFragmentSchedule.Serial)
+    settings.set("wibble", object)
+    assert settings.options == {"accumulateOuterFragmentSettings.schedule": 1, "wibble": object}
+    assert type(settings.options["accumulateOuterFragmentSettings.schedule"]) is int
+    settings.setEngineOptions({"a": "b"}).setPatterns(
+        {"TiedGather": True}, level=popart.PatternsLevel.Minimal
+    )
+    assert settings.options["engineOptions"] == {"a": "b"}
+    assert (settings.patterns, settings.patterns_level) == ({"TiedGather": True}, 1)
+    for wrong in (
+        lambda: settings.setEngineOptions("a"),
+        lambda: settings.setPatterns(["TiedGather"]),
+        lambda: settings.setPatterns({}, level="All"),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
+def test_popart_names_are_checked_at_compilation_only(caplog):
+    settings = Options()._Popart
+    settings.set("autoRecomputation", 3).set("replicatedCollectivesSettings.mergeAllReduceCollectives", True)
+    settings.check_names()
+    assert not caplog.text
+    settings.set("wibble", True).check_names()
+    assert "_Popart option wibble is not known here" in caplog.text
+    with pytest.raises(
+        Error, match=r"Unknown int option autoRecomputatoin\n.*did you mean autoRecomputation"
+    ):
+        settings.set("autoRecomputatoin", 1).check_names()
+    with pytest.raises(Error, match="Unknown value type type for option autoRecomputation"):
+        settings.set("autoRecomputation", object).check_names()
