@@ -1,7 +1,8 @@
 """Clipping by the global norm, with the results of `torch.nn.utils.clip_grad_norm_` in every layout.
 
-Each stage gives the norm of each of its gradients; the total is computed once, from the norms of all
-parameters in their canonical order, so it has the same bits wherever the parameters live.
+Each stage gives the norm of each of its gradients, and scales them once it has the total: the norm of all
+norms, stacked in an order that doesn't depend on where the parameters live. Adding up the totals of stages
+instead would give other bits in every layout.
 """
 
 from __future__ import annotations
@@ -19,16 +20,6 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         for gradient in gradients
     ]
-
-
-def total_norm(parameter_norms: Sequence[Tensor]) -> Tensor:
-    """The global norm.
-
-    Args: parameter_norms: of all parameters of all stages, in canonical order, on one device
-    """
-    if not parameter_norms:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(list(parameter_norms)))
 
 
 def clip_(gradients: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
