@@ -55,6 +55,11 @@ def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None)
     _parsers[arg_type] = arg_parser
 
 
+def registered_parsers() -> dict[type, ICustomArgParser]:
+    """What is registered now: a process that was not forked has to be told."""
+    return dict(_parsers)
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The shape of a nested value without its tensors: equal specs can take each other's tensors.

@@ -1,0 +1,150 @@
+"""Starting and ending the worker process, by each of the sharing strategies.
+
+Fork           the worker is a copy of this process: nothing is pickled, any dataset will do
+ForkServer     the dataset is pickled to a fork of a clean process, which imports torch only once
+SharedMemory   a new interpreter; the dataset is pickled, its tensors move to shared memory
+FileSystem     a new interpreter; the dataset is pickled to a temporary file
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.multiprocessing
+
+from popengine.errors import DataError
+from poptorch.data.worker import RandomState, Request, serve
+from poptorch.enums import SharingStrategy
+from poptorch.structure import ICustomArgParser, registerCustomArgParser, registered_parsers
+
+_START_METHODS = {
+    SharingStrategy.Fork: "fork",
+    SharingStrategy.ForkServer: "forkserver",
+    SharingStrategy.SharedMemory: "spawn",
+    SharingStrategy.FileSystem: "spawn",
+}
+_GRACE = 3.0  # seconds a worker gets to end its own workers
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What the worker needs to know of this process."""
+
+    dataset: Iterable[Any]
+    parsers: dict[type, ICustomArgParser]
+    random: RandomState
+    start_method: str  # of this process: a worker's own workers start as they would here
+
+    def __call__(self) -> Iterable[Any]:
+        multiprocessing.set_start_method(self.start_method, force=True)
+        for arg_type, parser in self.parsers.items():
+            registerCustomArgParser(arg_type, parser)
+        self.random.set()
+        return self.dataset
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A parcel that is opened by the worker, once its modules can be found."""
+
+    content: bytes
+
+    def __call__(self) -> Iterable[Any]:
+        return pickle.loads(self.content)()
+
+
+@dataclass(frozen=True)
+class PickledFile:
+    path: str
+
+    def __call__(self) -> Iterable[Any]:
+        try:
+            with open(self.path, "rb") as file:
+                parcel = pickle.load(file)
+        finally:
+            os.unlink(self.path)
+        return parcel()
+
+
+def start(
+    dataset: Iterable[Any], strategy: SharingStrategy, request: Request
+) -> tuple[BaseProcess, Connection]:
+    """A worker process that reads `dataset`, and our end of the connection to it."""
+    context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
+    if strategy == SharingStrategy.ForkServer:
+        context.set_forkserver_preload(["__main__", "poptorch.data.worker"])
+    ours, theirs = context.Pipe()
+    inherited = ours if strategy == SharingStrategy.Fork else None
+    try:
+        method = multiprocessing.get_start_method()
+        load = _wrapped(Parcel(dataset, registered_parsers(), RandomState.here(), method), strategy)
+        process = context.Process(
+            target=serve, args=(theirs, inherited, load, request), name="poptorch-data", daemon=False
+        )
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        ours.close()
+        raise DataError(
+            f"the dataset can't be pickled for its worker (SharingStrategy.{strategy.name}): {error}\n"
+            f"  fix: define its classes, collate_fn and worker_init_fn at the top level of a module, "
+            f"or let the worker inherit them: "
+            f'async_options={{"sharing_strategy": poptorch.SharingStrategy.Fork}}'
+        ) from error
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def stop(process: BaseProcess, connection: Connection) -> None:
+    """End the worker and all processes that it started."""
+    process.terminate()
+    connection.close()
+    process.join(_GRACE)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+
+
+def cause_of_death(process: BaseProcess) -> str:
+    """Why a process that no longer answers ended, in words, with what usually helps."""
+    process.join(_GRACE)
+    code = process.exitcode
+    if code is None:
+        return "the worker process closed its connection"
+    if code >= 0:
+        return (
+            f"the worker process ended with exit code {code}: see its output above\n"
+            f'  fix: a script that starts processes needs `if __name__ == "__main__":` around its main part'
+        )
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGKILL": "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
+        "SIGBUS": "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
+    }
+    return f"the worker process (pid {process.pid}) was killed by {name}\n  fix: " + hints.get(
+        name, "look for native code in the dataset that crashes"
+    )
+
+
+def _wrapped(parcel: Parcel, strategy: SharingStrategy) -> Callable[[], Iterable[Any]]:
+    if strategy == SharingStrategy.ForkServer:
+        return Pickled(pickle.dumps(parcel))
+    if strategy == SharingStrategy.FileSystem:
+        with tempfile.NamedTemporaryFile(prefix="poptorch-data-", suffix=".pkl", delete=False) as file:
+            try:
+                pickle.dump(parcel, file)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        return PickledFile(file.name)
+    return parcel

@@ -1,0 +1,236 @@
+"""`DataLoader`: torch's loader, whose batch is what one call of an executor consumes.
+
+The rows of a combined batch are in the order in which an executor reads them, so this only has to multiply
+the micro-batch size. Which rows a process reads is in `partition.py`, reading ahead in `accessor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from popengine.errors import DataError
+from popengine.settings import Counts
+from poptorch.data.accessor import AsynchronousDataAccessor
+from poptorch.data.checks import capped, warn_about_copies, warn_about_tail
+from poptorch.data.combine import grouped
+from poptorch.data.partition import PartitionSampler, share_of
+from poptorch.enums import DataLoaderMode
+from poptorch.logs import logger
+from poptorch.options import Options
+
+
+class DataLoader(torch.utils.data.DataLoader):
+    """Yields combined batches: `batch_size` rows for each micro-batch of a call, in the order they are read.
+
+    The combined size C is batch_size × device iterations × gradient accumulation × input groups (replicas,
+    unless they are grouped). With `batch_size=None` the dataset itself yields complete combined batches.
+
+    Args:
+        options: frozen by the loader, and kept as `options`.
+        batch_size: rows of a micro-batch, what `forward` sees.
+        drop_last: leave out an incomplete combined batch (torch's default is the opposite).
+        persistent_workers: None means True where there are workers.
+        auto_distributed_partitioning: with several processes, each reads its own share of the dataset.
+        mode: Async loads in a worker process; AsyncRebatched also regroups there what each of
+            `num_workers` has loaded, so that their incomplete tails are not lost.
+        async_options: keywords of `AsynchronousDataAccessor`, for the asynchronous modes.
+        rebatched_worker_size: rows that each worker loads at once, for AsyncRebatched (default C).
+        batch_sampler: yields the indices of a micro-batch; a combined batch takes as many as a call needs.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: dict[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        assert isinstance(options, Options), (
+            f"the first argument of a DataLoader is a poptorch.Options, got {type(options).__name__}"
+        )
+        options._freeze()
+        self._options = options
+        self._mode = DataLoaderMode(mode)
+        self._drops_last = drop_last
+        self._accessor: AsynchronousDataAccessor | None = None
+        self._group = _micro_batches(options) if batch_sampler is not None else 1
+
+        async_options = dict(async_options or {})
+        assert "rebatched_size" not in async_options, (
+            "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
+        )
+        if batch_sampler is not None:
+            if batch_size != 1 or shuffle:
+                raise DataError(
+                    "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
+                    "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
+                )
+            micro_batch = getattr(batch_sampler, "batch_size", None)
+        else:
+            micro_batch = batch_size
+        self._combined_batch_size = None if micro_batch is None else micro_batch * _micro_batches(options)
+
+        worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
+        if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
+            kwargs["sampler"] = self._partition(dataset, batch_sampler, shuffle, kwargs.get("sampler"))
+            shuffle = None
+
+        num_workers = capped(num_workers, dataset)
+        warn_about_copies(dataset, num_workers, kwargs.get("worker_init_fn"))
+        if batch_sampler is not None:
+            kwargs["batch_sampler"] = batch_sampler
+        else:
+            kwargs["batch_size"] = worker_size or self._combined_batch_size
+            kwargs["drop_last"] = drop_last and batch_size is not None and worker_size is None
+            kwargs["shuffle"] = shuffle
+        super().__init__(
+            dataset,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+            **kwargs,
+        )
+        self._worker_size = worker_size
+        if not drop_last:
+            warn_about_tail(self._rows(), self._combined_batch_size, batch_sampler, self._group)
+        if self._mode != DataLoaderMode.Sync:
+            self._go_asynchronous(async_options)
+
+    @property
+    def combinedBatchSize(self) -> int | None:
+        """Rows of a combined batch; None where the loader can't know."""
+        return self._combined_batch_size
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    @property
+    def mode(self) -> DataLoaderMode:
+        return self._mode
+
+    @property
+    def drops_last(self) -> bool:
+        """Is an incomplete combined batch left out? (`drop_last` is what torch's loader was told.)"""
+        return self._drops_last
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._accessor is not None
+
+    def terminate(self) -> None:
+        """End the worker process of the asynchronous modes; iterating afterwards is an error."""
+        if self._accessor is not None:
+            self._accessor.terminate()
+
+    def __len__(self) -> int:
+        if self._group > 1:
+            return self._whole(super().__len__(), self._group)
+        if self._worker_size is None or self._combined_batch_size is None:
+            return super().__len__()
+        rows = self._rows()
+        if rows is None:
+            raise TypeError(f"{type(self.dataset).__name__} has no length")
+        return self._whole(rows, self._combined_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._accessor is not None:
+            return iter(self._accessor)
+        batches = super().__iter__()
+        return batches if self._group == 1 else grouped(batches, self._group, not self._drops_last)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process loads there, without a worker of its own."""
+        return {**self.__dict__, "_accessor": None, "_iterator": None}
+
+    def _whole(self, parts: int, size: int) -> int:
+        return parts // size if self._drops_last else -(-parts // size)
+
+    def _rows(self) -> int | None:
+        """Rows that this process reads in an epoch, where that is known."""
+        source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        try:
+            return len(source) if isinstance(source, Sized) else None
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _rebatching(self, worker_size: int | None, batch_sampler: Any) -> int | None:
+        """Rows that torch's loader should load at once, if the worker regroups them; None if it doesn't."""
+        combined = self._combined_batch_size
+        assert worker_size is None or combined is None or worker_size <= combined, (
+            f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
+        )
+        ragged = self._mode == DataLoaderMode.Async and not self._drops_last
+        if batch_sampler is not None or not (ragged or self._mode == DataLoaderMode.AsyncRebatched):
+            return None
+        if combined is None or combined == 1:  # complete batches, or rows: nothing to regroup
+            return None
+        return worker_size or combined
+
+    def _partition(
+        self, dataset: Any, batch_sampler: Any, shuffle: bool | None, sampler: Any
+    ) -> PartitionSampler:
+        distributed = self._options.Distributed
+        for name, value in (("batch_sampler", batch_sampler), ("sampler", sampler)):
+            if value is not None:
+                raise DataError(
+                    f"{name} is mutually exclusive with auto_distributed_partitioning=True: both decide "
+                    f"what process {distributed.processId} of {distributed.numProcesses} reads\n"
+                    f"  fix: auto_distributed_partitioning=False, and a {name} that reads one share"
+                )
+        assert not isinstance(dataset, IterableDataset), (
+            "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
+            "(options.Distributed.processId) and set auto_distributed_partitioning=False"
+        )
+        assert self._combined_batch_size is not None, (
+            "batch_size=None leaves nothing to partition: set auto_distributed_partitioning=False"
+        )
+        assert not shuffle or self._options.exists("random_seed"), (
+            "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
+        )
+        count, combined = distributed.numProcesses, self._combined_batch_size
+        share = share_of(len(dataset), combined, count, distributed.processId, self._drops_last)
+        if not self._drops_last and len(dataset) % count and len(dataset) // count % combined == 0:
+            logger.warning(
+                "drop_last=False with %d elements gives the first of %d processes one batch more than the "
+                "last, which will wait for ever in a collective; set drop_last=True",
+                len(dataset),
+                count,
+            )
+        return PartitionSampler(len(dataset), share, self._options.random_seed if shuffle else None)
+
+    def _go_asynchronous(self, async_options: dict[str, Any]) -> None:
+        if self.pin_memory:
+            logger.warning(
+                "pin_memory=True has no effect in mode %s: batches arrive in shared memory", self._mode.name
+            )
+            self.pin_memory = False
+        rebatched_size = None if self._worker_size is None else self._combined_batch_size
+        kind = AsynchronousDataAccessor if self._drops_last else _RaggedAccessor
+        self._accessor = kind(self, **async_options, rebatched_size=rebatched_size)
+
+
+class _RaggedAccessor(AsynchronousDataAccessor):
+    _short_tail = True
+
+
+def _micro_batches(options: Options) -> int:
+    """Micro-batches that one call of an executor reads."""
+    return Counts(
+        iterations=options.device_iterations,
+        accumulation=options.Training.gradient_accumulation,
+        replicas=options.replication_factor,
+        groups=options.replication_factor // options.input_group_size,
+    ).product

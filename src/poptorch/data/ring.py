@@ -1,0 +1,96 @@
+"""A ring of slots in shared memory: one process copies batches in, another reads views of them.
+
+Who owns a slot at which time is decided by the messages of `worker.py`; nothing here waits or locks. All
+slots lie in one storage, so that handing the ring over costs a single file descriptor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from popengine.errors import DataError
+
+_ALIGNMENT = 64  # a cache line, and enough for every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies within each slot."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    memory: torch.Tensor  # uint8 [slots, bytes of a slot]
+    places: tuple[Place, ...]
+
+    @classmethod
+    def like(cls, tensors: Sequence[torch.Tensor], slots: int) -> Ring:
+        """Slots that can hold batches of the shapes and dtypes of `tensors`."""
+        places: list[Place] = []
+        end = 0
+        for tensor in tensors:
+            place = Place(end, tuple(tensor.shape), tensor.dtype)
+            places.append(place)
+            end += -(-place.bytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(torch.empty(slots, max(end, 1), dtype=torch.uint8).share_memory_(), tuple(places))
+
+    @property
+    def slots(self) -> int:
+        return len(self.memory)
+
+    def views(self, slot: int, rows: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """The tensors in a slot; only the first `rows` of each where the batch was smaller than the slot."""
+        memory = self.memory[slot]
+        views = [memory[p.offset : p.offset + p.bytes].view(p.dtype).view(p.shape) for p in self.places]
+        return views if rows is None else [view[:count] for view, count in zip(views, rows, strict=True)]
+
+    def fill(self, slot: int, tensors: Sequence[torch.Tensor], short: bool) -> tuple[int, ...] | None:
+        """Copy a batch in. Returns: the rows of each tensor, if it is `short` of rows; None for a full slot.
+
+        Raises: DataError, if it is not like the first batch (`short` allows fewer rows).
+        """
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        expected = [(place.shape, place.dtype) for place in self.places]
+        rows = None
+        if found != expected:
+            if not (short and _fits(found, expected)):
+                raise DataError(
+                    f"a batch differs from the first one: expected {_words(expected)}, got {_words(found)}\n"
+                    f"  fix: shapes must not change: drop_last=True leaves an incomplete last batch out, "
+                    f"a collate_fn can pad"
+                )
+            rows = tuple(shape[0] for shape, _ in found)
+        with torch.no_grad():
+            for view, tensor in zip(self.views(slot, rows), tensors, strict=True):
+                view.copy_(tensor)
+        return rows
+
+
+_Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def _fits(found: list[_Kind], expected: list[_Kind]) -> bool:
+    return len(found) == len(expected) and all(
+        dtype == slot_dtype
+        and shape
+        and slot_shape
+        and shape[1:] == slot_shape[1:]
+        and shape[0] <= slot_shape[0]
+        for (shape, dtype), (slot_shape, slot_dtype) in zip(found, expected, strict=True)
+    )
+
+
+def _words(kinds: list[_Kind]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds) or "no tensors"
