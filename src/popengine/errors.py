@@ -1,14 +1,14 @@
 """The tree of errors: one class for each pass, so that a message says by its type where it arose.
 
-    Error                     poptorch.Error: everything a user's mistake or a failing run raises
-    ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
-    ├── PartitionError        blocks and stages don't fit together
-    ├── ScheduleError         an order that can't run: incomplete, or a deadlock
-    ├── BatchError            a batch that isn't what was compiled for
-    ├── DataError             the data loader or its workers failed
-    ├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
-    ├── RecoverableError      the device can be used again after `recovery_action`
-    └── UnrecoverableError    the device or a process is lost
+Error                     poptorch.Error: everything a user's mistake or a failing run raises
+├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
+├── PartitionError        blocks and stages don't fit together
+├── ScheduleError         an order that can't run: incomplete, or a deadlock
+├── BatchError            a batch that isn't what was compiled for
+├── DataError             the data loader or its workers failed
+├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
+├── RecoverableError      the device can be used again after `recovery_action`
+└── UnrecoverableError    the device or a process is lost
 """
 
 

@@ -60,7 +60,9 @@ def load(path: Path) -> Profile:
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a profile, or is damaged: {error}") from error
     if version > VERSION:
-        raise ValueError(f"{path} has version {version}; this program reads up to {VERSION}: upgrade pando-torch")
+        raise ValueError(
+            f"{path} has version {version}; this program reads up to {VERSION}: upgrade pando-torch"
+        )
     return Profile(
         data["training"], tuple(data["ipus"]), tuple(data["stages"]), data["schedule"], events, data["facts"]
     )

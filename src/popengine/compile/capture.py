@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 
@@ -36,6 +37,11 @@ _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.defaul
 def current() -> Capture | None:
     """The capture that the calling code runs in, or None."""
     return _active.get()
+
+
+def is_traced(value: Tensor) -> bool:
+    """Whether a capture made this tensor."""
+    return isinstance(value, FakeTensor)
 
 
 @dataclass
@@ -159,7 +165,9 @@ def capture(
     finally:
         _active.reset(token)
     results = [("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)]
-    results += [("gradient", name, recorder.node(value)) for name, value in gradients.items() if value is not None]
+    results += [
+        ("gradient", name, recorder.node(value)) for name, value in gradients.items() if value is not None
+    ]
     return _finish(recorder, results, fake, tuple(state.visits))
 
 
@@ -316,7 +324,13 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
     _drop_what_does_nothing(graph)
     (output,) = (node for node in graph.nodes if node.op == "output")
     slots = tuple(
-        Slot(node.name, node.meta["role"], node.meta["key"], tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        Slot(
+            node.name,
+            node.meta["role"],
+            node.meta["key"],
+            tuple(node.meta["val"].shape),
+            node.meta["val"].dtype,
+        )
         for node in graph.nodes
         if node.op == "placeholder"
     )
@@ -357,7 +371,9 @@ def _functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTen
     with fake:
         for node in placeholders:
             like = node.meta["val"]
-            values.append(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device))
+            values.append(
+                torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+            )
     for node, value in zip(placeholders, values, strict=True):
         recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
     recorder.constants.update(constants)
@@ -378,7 +394,9 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
             graph.erase_node(node)
     draws = 0
     for node in graph.nodes:
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
             node.meta["draw"] = draws
             draws += 1
     graph.lint()

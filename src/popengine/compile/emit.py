@@ -24,7 +24,9 @@ from ..errors import CaptureError
 from ..ir import Phase, Piece
 
 
-def emit(phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]) -> Piece:
+def emit(
+    phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
+) -> Piece:
     """The piece that computes `nodes`, in their order, from `reads`, and returns `writes`."""
     calls: dict[Any, str] = {}
     body: list[tuple[str, str]] = []  # source line, user's line

@@ -28,7 +28,9 @@ def lower(partition: Partition, schedule: Schedule) -> Plan:
     flow = _Flow(partition, schedule)
     programs = {ipu: tuple(flow.program(ipu)) for ipu in sorted(set(partition.ipus))}
     state = {ipu: flow.state(ipu) for ipu in programs}
-    return Plan(partition, schedule, programs, state, {channel: schedule.in_flight for channel in flow.credits()})
+    return Plan(
+        partition, schedule, programs, state, {channel: schedule.in_flight for channel in flow.credits()}
+    )
 
 
 class _Flow:
@@ -42,7 +44,9 @@ class _Flow:
         graph = partition.graph
         self.inputs = {slot.name: slot.key for slot in graph.slots if slot.role == "input"}
         trained = {result.key for result in graph.results if result.kind == "gradient"}
-        self.trained = {slot.name: slot.key for slot in graph.slots if slot.role == "parameter" and slot.key in trained}
+        self.trained = {
+            slot.name: slot.key for slot in graph.slots if slot.role == "parameter" and slot.key in trained
+        }
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
@@ -78,7 +82,9 @@ class _Flow:
         names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
-                names |= {name for name in piece.reads if not self.flows(name, i) and name not in self.trained}
+                names |= {
+                    name for name in piece.reads if not self.flows(name, i) and name not in self.trained
+                }
         return tuple(slot.name for slot in self.partition.graph.slots if slot.name in names)
 
     def credits(self) -> list[tuple[str, int]]:
@@ -100,7 +106,11 @@ class _Flow:
         for action in self.schedule.rows[ipu]:
             place = (action.phase, action.stage)
             if place in parts:
-                if action.phase == "F" and ("done", ipu) in credits and not self.receives[self.piece_at[place]]:
+                if (
+                    action.phase == "F"
+                    and ("done", ipu) in credits
+                    and not self.receives[self.piece_at[place]]
+                ):
                     program.append(Receive(("done", ipu), (), action.micro_batch))
                 program += [make(action.micro_batch) for make in parts[place]]
             if place == last:

@@ -59,7 +59,9 @@ def partition(graph: Graph, strategy: Strategy) -> Partition:
         made[name] = ("F", home[name])
         needs["F", home[name]][name] = None
     for result in graph.results:
-        if result.name in state and result.name not in made:  # handed through: by the first stage, or its home
+        if (
+            result.name in state and result.name not in made
+        ):  # handed through: by the first stage, or its home
             made[result.name] = ("F", home.get(result.name, 0))
             needs[made[result.name]][result.name] = None
     wanted = {result.name for result in graph.results}

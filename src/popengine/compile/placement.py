@@ -48,9 +48,9 @@ def place(visits: Sequence[Block], used: set[int], strategy: Strategy) -> Placem
         tuple(rank.get(number, 0) for number in numbers),
         tuple(ipu_of[number] for number in stages),
         tuple(
-            ", ".join(dict.fromkeys(str(visits[i].name) for i in sorted(used) if numbers[i] == number)).replace(
-                "None", "no block"
-            )
+            ", ".join(
+                dict.fromkeys(str(visits[i].name) for i in sorted(used) if numbers[i] == number)
+            ).replace("None", "no block")
             for number in stages
         ),
     )
@@ -111,7 +111,9 @@ def _ipus(visits: Sequence[Block], numbers: list[int], strategy: Strategy) -> di
     return {number: found[number][0] if number in found else number for number in numbers}
 
 
-def check_work(visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool) -> None:
+def check_work(
+    visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool
+) -> None:
     """Refuse a pipeline that has too few micro-batches to fill it.
 
     Forward stages = 1 + how often the active ipu changes during the forward, starting on ipu 0.

@@ -24,7 +24,11 @@ _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.
 
 _OURS = tuple(
     str(folder) + "/"
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "poptorch")
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        Path(__file__).parents[2] / "poptorch",
+    )
 )
 _ours_by_file: dict[str, bool] = {}
 
@@ -93,7 +97,9 @@ class Recorder(TorchDispatchMode):
             return out
         if not isinstance(out, (Tensor, tuple, list)):
             return out  # a device, a size: known while tracing
-        as_nodes = tree_map(lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        as_nodes = tree_map(
+            lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         node = self.graph.call_function(func, *as_nodes)
         node.meta.update(meta)
         if isinstance(out, Tensor):

@@ -16,7 +16,9 @@ class Meeting(Protocol):
     def receive(self, name: Any) -> Any: ...
 
 
-def reduce_over_replicas(sums: list[Tensor], replica: int, replicas: int, name: Any, channels: Meeting) -> None:
+def reduce_over_replicas(
+    sums: list[Tensor], replica: int, replicas: int, name: Any, channels: Meeting
+) -> None:
     """Replace each replica's gradient sums by the total: replica 0 + 1 + 2 ..., added up by replica 0."""
     if replicas == 1:
         return
@@ -50,4 +52,6 @@ def total_norm(
         if other != ipu:
             everything |= channels.receive(("norms", other, ipu, replica))
     first = next(iter(norms.values()))
-    return torch.linalg.vector_norm(torch.stack([everything[key].to(first.device) for key in sorted(everything)]))
+    return torch.linalg.vector_norm(
+        torch.stack([everything[key].to(first.device) for key in sorted(everything)])
+    )

@@ -43,7 +43,9 @@ _LIKE = {
 
 def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operation with the numbers that belong to `key` and `place`."""
-    device = next((value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu")
+    device = next(
+        (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
+    )
     generator = torch.Generator(device)
     generator.manual_seed(mix(key, place))
     if func in _LIKE:

@@ -29,7 +29,9 @@ class Engine:
         rules:   the module of update rules (init_state, update, norms, clip_)
     """
 
-    def __init__(self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], rules: object, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], rules: object, seed: int
+    ) -> None:
         self.plan, self.settings, self.seed, self.step = plan, settings, seed, 0
         self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
         self._rules = rules
@@ -86,7 +88,10 @@ class Engine:
         counts, training = self.settings.counts, self.settings.training
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
         run = Run(
-            [value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1) for value in inputs],
+            [
+                value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
+                for value in inputs
+            ],
             Results(self.plan.partition.graph.results, self.settings),
             hyper,
             counts.iterations if training else 1,

@@ -16,7 +16,9 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def timed(self, run: Callable[[Any], None], instruction: Any, ipu: int, replica: int, step: int, places: Any) -> None:
+    def timed(
+        self, run: Callable[[Any], None], instruction: Any, ipu: int, replica: int, step: int, places: Any
+    ) -> None:
         """Run one instruction and note when."""
         start = perf_counter_ns()
         run(instruction)

@@ -81,7 +81,9 @@ class Run:
 class Worker:
     """Runs one ipu's program when told to."""
 
-    def __init__(self, ipu: int, replica: int, plan: ir.Plan, settings: Settings, store: Store, rules: Any) -> None:
+    def __init__(
+        self, ipu: int, replica: int, plan: ir.Plan, settings: Settings, store: Store, rules: Any
+    ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store, self.rules = store, rules
         self.frames: dict[int, dict[str, Tensor]] = {}
@@ -249,5 +251,7 @@ class Worker:
     def _updating(self) -> list[int]:
         """The ipus that update weights."""
         return [
-            ipu for ipu, program in self.plan.programs.items() if program and isinstance(program[-1], ir.Update)
+            ipu
+            for ipu, program in self.plan.programs.items()
+            if program and isinstance(program[-1], ir.Update)
         ]

@@ -13,7 +13,10 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     phase, stage, micro_batch = action.phase, action.stage, action.micro_batch
     last = schedule.stages - 1
     if phase == "B":
-        return [Action("F", stage, micro_batch), *([Action("B", stage + 1, micro_batch)] if stage < last else [])]
+        return [
+            Action("F", stage, micro_batch),
+            *([Action("B", stage + 1, micro_batch)] if stage < last else []),
+        ]
     if stage:
         return [Action("F", stage - 1, micro_batch)]
     if micro_batch < schedule.in_flight:

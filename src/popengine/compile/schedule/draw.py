@@ -22,5 +22,6 @@ def draw(schedule: Schedule) -> str:
         rows[ipu] = cells
     width = max((len(cell) for cells in rows.values() for cell in cells), default=2)
     return "".join(
-        f"ipu {ipu} | {' '.join(cell.ljust(width) for cell in cells).rstrip()}\n" for ipu, cells in rows.items()
+        f"ipu {ipu} | {' '.join(cell.ljust(width) for cell in cells).rstrip()}\n"
+        for ipu, cells in rows.items()
     )

@@ -1,7 +1,7 @@
 """The pipeline's order: one forward, one backward in training; a stream of forwards in inference.
 
-    ipu 0 | F0 F1 .. B0 F2 B1 .. B2        at most (stages - stage) micro-batches are between their
-    ipu 1 | .. F0 B0 F1 B1 F2 B2 ..        forward and their backward, whatever the accumulation
+ipu 0 | F0 F1 .. B0 F2 B1 .. B2        at most (stages - stage) micro-batches are between their
+ipu 1 | .. F0 B0 F1 B1 F2 B2 ..        forward and their backward, whatever the accumulation
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sharded order: one micro-batch after another, and within it one stage after another.
 
-    ipu 0 | F0 .. .. B0 F1 .. .. B1
-    ipu 1 | .. F0 B0 .. .. F1 B1 ..
+ipu 0 | F0 .. .. B0 F1 .. .. B1
+ipu 1 | .. F0 B0 .. .. F1 B1 ..
 """
 
 from __future__ import annotations

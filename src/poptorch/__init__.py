@@ -1,0 +1,23 @@
+"""PopTorch's programming model on CPUs and CUDA GPUs: the public names, nothing else."""
+
+from popengine.errors import Error, RecoverableError, UnrecoverableError
+
+from . import optim
+from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, removeBlocks
+from .enums import *  # noqa: F403
+from .hooks import registerPostCompileHook, registerPreCompileHook
+from .logs import logger, setLogLevel
+from .model import PoplarExecutor, inferenceModel, trainingModel
+from .ops import identity_loss, isRunningOnIpu
+from .options import ConfigFileError, Options, TensorLocationSettings
+from .strategies import (
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+)
+from .structure import ICustomArgParser, registerCustomArgParser
+
+__version__ = "3.4.0+pando"

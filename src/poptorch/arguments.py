@@ -1,0 +1,186 @@
+"""What a model is called with: bound to its forward's signature, and held to what was compiled."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.compile.capture import is_traced
+from popengine.errors import BatchError, Error
+from popengine.settings import Counts
+from poptorch.logs import logger
+from poptorch.structure import Spec, describe, paths_of, tensors_of, with_tensors
+
+_HINT = (
+    "\n  why: a compiled model has fixed inputs\n"
+    "  fix: wrap the model once more for these inputs, or call destroy() on this one first"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, by the parameter of forward they are bound to, defaults included."""
+
+    bound: inspect.BoundArguments
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(list(self.bound.arguments.values()))
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for name, value in self.bound.arguments.items() for path in paths_of(value, name)]
+
+    def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        """Call `forward` with these tensors in place of the call's own."""
+        names = list(self.bound.arguments)
+        values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
+        bound = inspect.BoundArguments(self.bound.signature, dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+        return forward(*bound.args, **bound.kwargs)
+
+
+def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind arguments as Python does.
+
+    Raises:
+        Error: a mandatory parameter is missing (TypeError where forward takes *args)
+        AssertionError: too many arguments, an unknown one, or one given twice
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = signature.parameters.values()
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            raise
+        partial = set(list(signature.parameters)[: len(args)]) | set(kwargs)
+        missing = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.name not in partial
+            and parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        if missing and str(error).startswith("missing"):
+            raise Error(
+                f"Mandatory parameter {missing[0]} missing in the call of the model\n"
+                f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
+            ) from None
+        raise AssertionError(
+            f"the model can't be called like this: {error}; forward is forward{signature}"
+        ) from None
+    bound.apply_defaults()
+    return Call(bound)
+
+
+def check_batch(call: Call, counts: Counts) -> None:
+    """Every tensor holds whole micro-batches.
+
+    Raises:
+        Error: an empty tensor
+        AssertionError: dimension 0 is not a multiple of iterations, accumulation and input groups
+    """
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.numel() == 0:
+            raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
+        rows = tensor.shape[0] if tensor.dim() else 1
+        assert rows % counts.product == 0, (
+            f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
+            f" multiple of {counts.product} = deviceIterations {counts.iterations} x input groups of"
+            f" replicationFactor {counts.groups} x Training.gradientAccumulation {counts.accumulation}"
+        )
+
+
+def prepared(call: Call) -> list[Tensor]:
+    """The tensors as the engine takes them: on the host, contiguous, without gradients."""
+    tensors = []
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.requires_grad:
+            logger.warning("input %s requires a gradient, but none flows to a model's inputs: detached", path)
+            tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
+            tensor = tensor.contiguous()
+        tensors.append(tensor)
+    return tensors
+
+
+class Compiled:
+    """What the executor was compiled for, to which later calls are held."""
+
+    def __init__(self, call: Call) -> None:
+        self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
+        self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
+
+    def check(self, call: Call) -> None:
+        """Raises BatchError unless a call has the structure, constants, dtypes and shapes that were compiled."""
+        parameters = call.bound.signature.parameters
+        for name, value in call.bound.arguments.items():
+            expected, found = self._spec[name], describe(value)
+            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                if len(expected.children) != len(found.children):
+                    raise _differs(
+                        "Number of positional arguments mismatch", len(expected.children), len(found.children)
+                    )
+            _compare(expected, found, name)
+        for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
+            if tensor.dtype != dtype:
+                raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
+            if tensor.shape != shape:
+                raise _differs(f"Shape mismatch for {path}", shape, tensor.shape)
+
+
+def _compare(expected: Spec, found: Spec, path: str) -> None:
+    if expected == found:
+        return
+    if expected.type is not found.type:
+        raise _differs(f"Type mismatch for {path}", expected.type, found.type)
+    if expected.keys != found.keys:
+        missing = [str(key) for key in expected.keys if key not in found.keys]
+        unexpected = [str(key) for key in found.keys if key not in expected.keys]
+        words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
+        words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
+        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
+    if len(expected.children) != len(found.children):
+        raise _differs(f"Length mismatch for {path}", len(expected.children), len(found.children))
+    if expected.constant != found.constant:
+        raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
+    steps = [f"[{key!r}]".replace("'", '"') for key in expected.keys or range(len(expected.children))]
+    for step, one, other in zip(steps, expected.children, found.children, strict=True):
+        _compare(one, other, path + step)
+
+
+def _differs(what: str, expected: Any, found: Any) -> BatchError:
+    return BatchError(f"{what}: expected {expected}, got {found}{_HINT}")
+
+
+def sample(tensor: Tensor, counts: Counts) -> Tensor:
+    """One micro-batch of a combined batch; only its shape, strides and dtype are used."""
+    return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
+
+
+def returned(template: Any, outputs: list[Tensor]) -> Any:
+    """The forward's output structure with these tensors."""
+    values = iter(outputs)
+    filled = [next(values) if tensor.is_meta else tensor for tensor in tensors_of(template)]
+    return with_tensors(template, iter(filled))
+
+
+def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
+    """What forward returned, as a structure without contents and the tensors that the graph computes.
+
+    A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
+    """
+    tensors = tensors_of(value)
+    traced = [tensor for tensor in tensors if is_traced(tensor)]
+    if len(traced) < len(tensors):
+        warnings.warn(
+            "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
+        )
+    marks = [torch.empty(0, device="meta") if is_traced(tensor) else tensor.detach() for tensor in tensors]
+    return with_tensors(value, iter(marks)), traced

@@ -1,0 +1,155 @@
+"""Blocks: the marks in a model that say which part belongs together. On plain PyTorch they do nothing."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from popengine.compile.capture import current
+from popengine.errors import Error
+
+T = TypeVar("T")
+_auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
+
+
+def _open(user_id: str | None, ipu_id: int | None) -> None:
+    capture = current()
+    if capture is not None:
+        capture.enter(user_id or str(next(_auto_ids)), ipu_id)
+
+
+class Block(nn.Module):
+    """What runs inside belongs to one block.
+
+        with poptorch.Block("encoder", ipu_id=0):
+            x = self.encoder(x)
+
+    Args:
+        user_id: the name strategies know it by; by default "0", "1", ... in order of entry
+        ipu_id:  the ipu, where the strategy does not name one
+    """
+
+    def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
+        super().__init__()
+        self._user_id, self._ipu_id = user_id, ipu_id
+
+    def __enter__(self) -> None:
+        _open(self._user_id, self._ipu_id)
+
+    def __exit__(self, *_: object) -> None:
+        capture = current()
+        if capture is not None:
+            capture.leave()
+
+    @staticmethod
+    def useAutoId() -> None:
+        """Restart automatic ids at 0."""
+        global _auto_ids
+        _auto_ids = itertools.count()
+
+    @staticmethod
+    def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
+        """Open a block that lasts until the next one."""
+        _open(user_id, ipu_id)
+
+
+class _BeginBlockHook:
+    """A forward pre-hook that opens a block; an automatic id is taken once and kept."""
+
+    def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
+        self.user_id, self.ipu_id = user_id, ipu_id
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if current() is not None:
+            if not self.user_id:
+                self.user_id = str(next(_auto_ids))
+            _open(self.user_id, self.ipu_id)
+
+    def __repr__(self) -> str:
+        return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
+
+
+class LegacyBeginBlockFn:
+    """A function that opens a block and then runs."""
+
+    def __init__(
+        self, layer_to_call: Callable[..., Any], user_id: str | None = None, ipu_id: int | None = None
+    ) -> None:
+        self._layer_to_call = layer_to_call
+        self._hook = _BeginBlockHook(user_id, ipu_id)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._hook(None, args)  # type: ignore[arg-type]
+        return self._layer_to_call(*args, **kwargs)
+
+
+def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
+    """Open a block whenever this layer runs; it lasts until the next one. Returns the same layer.
+
+    Raises:
+        Error: the layer already begins a block, or is neither a module nor a function
+    """
+    if isinstance(layer_to_call, nn.Module):
+        hook = begin_hook(layer_to_call)
+        if hook is not None:
+            raise Error(
+                f"this {type(layer_to_call).__name__} has already been assigned to a block: {hook!r}\n"
+                "  fix: call poptorch.removeBlocks(layer) first, or annotate another layer"
+            )
+        layer_to_call.register_forward_pre_hook(_BeginBlockHook(user_id, ipu_id))
+        return layer_to_call
+    if callable(layer_to_call):
+        return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
+    raise Error(
+        f"poptorch.BeginBlock: {layer_to_call!r} is not an instance of torch.nn.Module or function\n"
+        "  fix: pass a layer of the model: poptorch.BeginBlock(self.layer)"
+    )
+
+
+def begin_hook(module: nn.Module) -> _BeginBlockHook | None:
+    """The mark that BeginBlock left on a module."""
+    return next(
+        (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeginBlockHook)), None
+    )
+
+
+def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[T], T]:
+    """Decorator: the whole call runs inside a block."""
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with Block(user_id, ipu_id):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def removeBlocks(module: nn.Module) -> None:
+    """Take all BeginBlock marks off a module and what is inside it."""
+    assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
+    for child in module.modules():
+        hooks = child._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _BeginBlockHook)]:
+            del hooks[key]
+
+
+def module_repr(module: nn.Module) -> str:
+    """As `repr(module)`, with the blocks that begin in it."""
+    lines = [*filter(None, module.extra_repr().split("\n"))]
+    hook = begin_hook(module)
+    if hook is not None:
+        lines.append(repr(hook))
+    children = [
+        f"({name}): " + module_repr(child).replace("\n", "\n  ") for name, child in module.named_children()
+    ]
+    name = module._get_name()
+    if not children:
+        return f"{name}({', '.join(lines)})"
+    return f"{name}(\n  " + "\n  ".join(lines + children) + "\n)"

@@ -1,0 +1,74 @@
+"""Options -> Settings: the user's words become the engine's values; words that clash are refused here."""
+
+from __future__ import annotations
+
+from popengine.errors import Error
+from popengine.settings import Counts, Optimizer, Settings
+from poptorch.enums import CommGroupType, OutputMode, ReductionType
+from poptorch.options.options import Options
+from poptorch.strategies import PipelinedExecution
+
+_OUTPUTS = {
+    OutputMode.Final: "final",
+    OutputMode.EveryN: "every_n",
+    OutputMode.All: "all",
+    OutputMode.Sum: "sum",
+}
+
+
+def resolved(options: Options, training: bool) -> Options:
+    """The executor's own frozen copy, with an output mode picked.
+
+    Raises:
+        Error: gradient accumulation in inference
+    """
+    own = options.clone()
+    if own.defaultOutputMode():
+        own.outputMode(OutputMode.Final if training else OutputMode.All)
+    accumulation = own.Training.gradient_accumulation
+    if not training and accumulation != 1:
+        pipelined = isinstance(own._execution_strategy, PipelinedExecution)
+        more = ", and raise deviceIterations instead to fill the pipeline" if pipelined else ""
+        raise Error(
+            f"Options().Training.gradientAccumulation is {accumulation}: it must be 1, or left alone, for"
+            " poptorch.inferenceModel()\n"
+            "  why: inference has no gradients to accumulate\n"
+            f"  fix: use options without it{more}"
+        )
+    own._freeze()
+    return own
+
+
+def freeze(options: Options, training: bool, optimizer: Optimizer | None) -> Settings:
+    """The engine's settings.
+
+    Raises:
+        Error: OutputMode.EveryN with a period that does not divide the device iterations
+    """
+    group = options.input_group_size
+    counts = Counts(
+        iterations=options.device_iterations,
+        accumulation=options.Training.gradient_accumulation,
+        replicas=options.replication_factor,
+        groups=options.replication_factor // group,
+        grouping="orthogonal" if options.input_cgt == CommGroupType.Orthogonal else "consecutive",
+        instances=options.Distributed.numProcesses,
+        instance=options.Distributed.processId,
+    )
+    mode, period = OutputMode(options.output_mode), options.output_return_period
+    if mode == OutputMode.EveryN and counts.iterations % period:
+        raise Error(
+            f"OutputMode.EveryN: output_return_period is {period} and must divide deviceIterations, which is"
+            f" {counts.iterations}\n"
+            f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
+        )
+    reduction = ReductionType(options.Training.accumulation_and_replication_reduction_type)
+    return Settings(
+        training=training,
+        counts=counts,
+        strategy=options._execution_strategy.freeze(),
+        outputs=_OUTPUTS[mode],
+        return_period=period,
+        optimizer=optimizer,
+        reduction="mean" if reduction == ReductionType.Mean else "sum",
+    )

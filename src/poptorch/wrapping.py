@@ -1,0 +1,192 @@
+"""Marks a model that trains on devices, so that whoever looks at its weights on the host sees their values.
+
+The model's class becomes a subclass, and so do its parameters and buffers. Whatever reads one of them
+first asks the executor to copy the weights over, if they are stale. Copies and pickles are plain objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from popengine.errors import Error
+
+
+class Owner(Protocol):
+    """An executor, as a marked model sees it."""
+
+    def copyWeightsToHostIfNeeded(self) -> bool: ...
+    def destroy(self) -> None: ...
+
+
+def _ask(owner: weakref.ref[Any] | None) -> Any:
+    """Have the weights copied if they are stale; the owner, if it still lives."""
+    executor = owner() if owner is not None else None
+    if executor is not None:
+        executor.copyWeightsToHostIfNeeded()
+    return executor
+
+
+class _Marked:
+    """What parameters and buffers of a marked model have in common."""
+
+    _owner: weakref.ref[Any] | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, _Marked):
+                    _ask(item.__dict__.get("_owner"))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _ask(self.__dict__.get("_owner"))
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach().clone()  # type: ignore[attr-defined]
+            if isinstance(self, nn.Parameter):
+                plain = nn.Parameter(plain, self.requires_grad)
+        memo[id(self)] = plain
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _ask(self.__dict__.get("_owner"))
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach()  # type: ignore[attr-defined]
+            if isinstance(self, nn.Parameter):
+                plain = nn.Parameter(plain, self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
+
+class PoptorchParameter(_Marked, nn.Parameter):
+    """A parameter whose values are on devices."""
+
+
+class PoptorchBuffer(_Marked, Tensor):
+    """A buffer whose values are on devices."""
+
+
+class _MarkedModel:
+    """Mixed into the class of a marked model."""
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Bring the weights over if the devices have newer ones; whether they had."""
+        owner = self.__dict__["_pando_owner"]()
+        return owner.copyWeightsToHostIfNeeded() if owner is not None else False
+
+    def destroy(self) -> None:
+        """Free the devices; the model is plain again."""
+        owner = self.__dict__["_pando_owner"]()
+        if owner is not None:
+            owner.destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        if isinstance(value, _Marked):
+            _ask(self.__dict__["_pando_owner"])
+        return value
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __copy__(self) -> Any:
+        twin = type(self).__new__(type(self))  # type: ignore[call-overload]
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        reduced = list(super().__reduce_ex__(protocol))
+        plain = plain_class(self)
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle allows __newobj__ for an object's own class only; this makes the same object.
+            reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        else:
+            reduced[0] = plain if reduced[0] is type(self) else reduced[0]
+            reduced[1] = tuple(plain if item is type(self) else item for item in reduced[1])
+        if len(reduced) > 2 and isinstance(reduced[2], dict):
+            reduced[2] = {name: value for name, value in reduced[2].items() if name != "_pando_owner"}
+        return tuple(reduced)
+
+
+def is_marked(model: Any) -> bool:
+    return isinstance(model, _MarkedModel)
+
+
+def plain_class(model: Any) -> type:
+    """The user's class of a model, marked or not."""
+    return type(model).__mro__[2] if is_marked(model) else type(model)
+
+
+def owner_of(model: Any) -> Any:
+    """The training executor that a marked model belongs to, if it lives."""
+    return model.__dict__["_pando_owner"]() if is_marked(model) else None
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raises Error, unless all buffers are plain tensors."""
+    for name, buffer in model.named_buffers():
+        if type(buffer) not in (Tensor, PoptorchBuffer):
+            raise Error(
+                f"All buffers must be an instance of torch.Tensor: {name} is a {type(buffer).__module__}."
+                f"{type(buffer).__qualname__}\n"
+                f"  fix: register_buffer({name.rsplit('.', 1)[-1]!r}, value.data)"
+            )
+
+
+def mark(model: nn.Module, owner: Owner) -> None:
+    """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
+    link = weakref.ref(owner)
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter:  # a parameter class of the user's own stays as it is
+            parameter.__class__ = PoptorchParameter
+            parameter._owner = link  # type: ignore[attr-defined]
+    for buffer in model.buffers():
+        buffer.__class__ = PoptorchBuffer
+        buffer._owner = link  # type: ignore[attr-defined]
+    kind = type(model)
+    model.__dict__["_pando_owner"] = link
+    model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), {"__module__": kind.__module__})
+
+
+def unmark(model: nn.Module) -> None:
+    """Undo `mark`."""
+    if not is_marked(model):
+        return
+    model.__class__ = plain_class(model)
+    del model.__dict__["_pando_owner"]
+    for tensor, kind in [(p, nn.Parameter) for p in model.parameters()] + [
+        (b, Tensor) for b in model.buffers()
+    ]:
+        if isinstance(tensor, _Marked):
+            del tensor.__dict__["_owner"]
+            tensor.__class__ = kind
+
+
+def shallow_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model's top level: its flags and attributes are its own, everything below is shared."""
+    twin = copy.copy(model)
+    unlinked = dict(twin.__dict__)
+    unlinked.pop("_pando_owner", None)
+    plain = object.__new__(plain_class(model))
+    plain.__dict__.update(unlinked)
+    return plain
