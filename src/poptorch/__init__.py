@@ -4,6 +4,7 @@ from popengine.errors import Error, RecoverableError, UnrecoverableError
 
 from . import optim
 from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, removeBlocks
+from .data import AsynchronousDataAccessor, DataLoader
 from .enums import *  # noqa: F403
 from .hooks import registerPostCompileHook, registerPreCompileHook
 from .logs import logger, setLogLevel

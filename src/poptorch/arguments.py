@@ -122,11 +122,9 @@ class Compiled:
         parameters = call.bound.signature.parameters
         for name, value in call.bound.arguments.items():
             expected, found = self._spec[name], describe(value)
-            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                if len(expected.children) != len(found.children):
-                    raise _differs(
-                        "Number of positional arguments mismatch", len(expected.children), len(found.children)
-                    )
+            count, given = len(expected.children), len(found.children)
+            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL and count != given:
+                raise _differs("Number of positional arguments mismatch", count, given)
             _compare(expected, found, name)
         for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
             if tensor.dtype != dtype:

@@ -115,7 +115,7 @@ class _MarkedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _ask(self.__dict__["_pando_owner"])
-        reduced = list(super().__reduce_ex__(protocol))
+        reduced: list[Any] = list(super().__reduce_ex__(protocol))
         plain = plain_class(self)
         if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             # pickle allows __newobj__ for an object's own class only; this makes the same object.
@@ -178,8 +178,8 @@ def unmark(model: nn.Module) -> None:
         (b, Tensor) for b in model.buffers()
     ]:
         if isinstance(tensor, _Marked):
-            del tensor.__dict__["_owner"]
-            tensor.__class__ = kind
+            vars(tensor).pop("_owner")
+            tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:

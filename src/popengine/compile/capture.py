@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from ..errors import CaptureError
 from ..ir import Block, Graph, Result, Slot
 from .losses import LossFinder
-from .recorder import Recorder, user_line
+from .recorder import Recorder, line_of, user_line
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
@@ -146,7 +146,7 @@ def capture(
                 outputs = list(forward(list(inputs)))
             if training:
                 wanted = {name: value for name, value in parameters.items() if value.requires_grad}
-                loss, where = _final_loss(state, recorder)
+                loss = _final_loss(state, recorder)
                 recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
                 state.phase, state.block = "B", _ENDED
                 if scale.dtype != loss.dtype:
@@ -192,13 +192,13 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        _refuse_data_dependence(error.func)
+        raise _reads_a_value(error.func, line_of(error)) from None
 
 
-def _refuse_data_dependence(func: Any) -> None:
-    raise CaptureError(
+def _reads_a_value(func: Any, where: str) -> CaptureError:
+    return CaptureError(
         "the forward reads a value out of a tensor, which has none while the model is compiled\n"
-        f"  {func} at {user_line()}\n"
+        f"  {func} at {where}\n"
         "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
         " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled graph\n"
         "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
@@ -217,8 +217,6 @@ def _in_place_of(module: nn.Module, parameters: dict[str, Any], buffers: dict[st
         for attribute in ("_parameters", "_buffers")
     ]
     try:
-        for _, attribute, before in shelves:
-            pass
         for child, attribute, before in shelves:
             shelf = getattr(child, attribute)
             shelf.update({name: fakes[id(real)] for name, real in before.items() if real is not None})
@@ -264,7 +262,7 @@ def _check_rebound(module: nn.Module, shelves: list[Any], fakes: dict[int, Tenso
             )
 
 
-def _final_loss(state: Capture, recorder: Recorder) -> tuple[Tensor, str]:
+def _final_loss(state: Capture, recorder: Recorder) -> Tensor:
     """The one marked loss that no later marked loss is computed from."""
     if not state.losses:
         raise CaptureError(
@@ -295,7 +293,7 @@ def _final_loss(state: Capture, recorder: Recorder) -> tuple[Tensor, str]:
             '  fix: give the loss reduction="mean" or "sum", or wrap it in'
             ' `poptorch.identity_loss(x, reduction="mean")`'
         )
-    return loss, where
+    return loss
 
 
 # ---- from the record to a functional graph ---------------------------------------------------------------
@@ -388,6 +386,8 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _NOTHING_DONE:
             node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])  # backward transposes what forward transposed
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):

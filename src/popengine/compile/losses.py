@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-LOSSES = frozenset(
-    getattr(functional, name)
-    for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "nll_loss", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "gaussian_nll_loss", "multilabel_soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss", "cosine_embedding_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss", "ctc_loss"]
-)
+_NAMES = """
+    l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
+    nll_loss cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
+    gaussian_nll_loss multilabel_soft_margin_loss multilabel_margin_loss multi_margin_loss
+    cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss ctc_loss
+"""
+LOSSES = frozenset(getattr(functional, name) for name in _NAMES.split())
 
 
 class Marks(Protocol):

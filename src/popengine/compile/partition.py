@@ -38,10 +38,10 @@ def partition(graph: Graph, strategy: Strategy) -> Partition:
     written = {result.key for result in graph.results if result.kind == "buffer"}
     views = _views_of_state(graph, written)
     where = _stages(graph, placement, views)
-    order: list[Where] = [("F", stage) for stage in range(len(placement.ipus))]
-    order += [("B", stage) for stage in reversed(range(len(placement.ipus)))]
-    members: dict[Where, list[fx.Node]] = {place: [] for place in order}
-    needs: dict[Where, dict[str, None]] = {place: {} for place in order}  # ordered sets
+    stages = range(len(placement.ipus))
+    order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
+    members: dict[Where, list[fx.Node]] = {place_: [] for place_ in order}
+    needs: dict[Where, dict[str, None]] = {place_: {} for place_ in order}  # ordered sets
     for node in _calls(graph):
         if node not in views:
             members[where[node]].append(node)

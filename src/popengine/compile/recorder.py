@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,23 @@ def user_line() -> str:
     """`file:line` of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        ours = _ours_by_file.get(file)
-        if ours is None:
-            ours = _ours_by_file[file] = file.startswith(_OURS) or "contextlib" in file
-        if not ours:
-            return f"{file}:{frame.f_lineno}"
+        if not _is_ours(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def line_of(error: BaseException) -> str:
+    """`file:line` of the innermost frame behind an error that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line())
+
+
+def _is_ours(file: str) -> bool:
+    ours = _ours_by_file.get(file)
+    if ours is None:
+        ours = _ours_by_file[file] = file.startswith(_OURS) or "contextlib" in file
+    return ours
 
 
 class Recorder(TorchDispatchMode):

@@ -6,6 +6,7 @@ every layout of stages draws the same numbers, and recomputing a draw gives the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _WITH_GENERATOR = {
     aten.randint.low: aten.randint.low_generator,
     aten.randperm.default: aten.randperm.generator,
 }
-_LIKE = {
+_LIKE: dict[Any, Callable[..., Any]] = {
     aten.rand_like.default: lambda like, g: like.uniform_(generator=g),
     aten.randn_like.default: lambda like, g: like.normal_(generator=g),
     aten.randint_like.default: lambda like, high, g: like.random_(0, high, generator=g),
@@ -48,8 +49,9 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     )
     generator = torch.Generator(device)
     generator.manual_seed(mix(key, place))
-    if func in _LIKE:
-        return _LIKE[func](torch.empty_like(args[0], **kwargs), *args[1:], generator)
+    fill = _LIKE.get(func)
+    if fill is not None:
+        return fill(torch.empty_like(args[0], **kwargs), *args[1:], generator)
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:

@@ -9,7 +9,8 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch.utils.data
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
 
 from popengine.errors import DataError
 from poptorch.data.launch import cause_of_death, start, stop
@@ -164,14 +165,16 @@ def _length(dataset: Any, rebatched_size: int | None) -> int | None:
     """Batches in an epoch, kept as a number: a reference to the dataset could keep its loader alive."""
     try:
         batches = len(dataset)
+        if rebatched_size is None:
+            return batches
+        if not isinstance(dataset, TorchLoader) or dataset.batch_size is None:
+            return batches // rebatched_size  # each is taken for one row
+        if dataset.drop_last:
+            return batches * dataset.batch_size // rebatched_size
+        rows: Any = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
+        return len(rows) // rebatched_size
     except (TypeError, NotImplementedError):
         return None
-    if rebatched_size is None:
-        return batches
-    if not isinstance(dataset, torch.utils.data.DataLoader) or dataset.batch_size is None:
-        return batches // rebatched_size  # each is taken for one row
-    rows = batches * dataset.batch_size if dataset.drop_last else len(dataset.sampler)  # type: ignore[arg-type]
-    return rows // rebatched_size
 
 
 def _opened(skeleton: bytes) -> Any:

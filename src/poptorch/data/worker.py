@@ -121,6 +121,10 @@ def serve(
     except _ConsumerGone:
         pass
     except Exception as error:
+        # torch's handler raises once more for every worker of its loader that died, also while we report it;
+        # and the consumer's SIGTERM would only disturb a process that is on its way out.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = error.message if isinstance(error, DataError) else traceback.format_exc()
         with suppress(OSError):  # nobody may be left to be told
             connection.send(Failed(reason))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from popengine.errors import Error
-from popengine.settings import Counts, Optimizer, Settings
+from popengine.settings import Counts, Optimizer, Outputs, Settings
 from poptorch.enums import CommGroupType, OutputMode, ReductionType
 from poptorch.options.options import Options
 from poptorch.strategies import PipelinedExecution
 
-_OUTPUTS = {
+_OUTPUTS: dict[OutputMode, Outputs] = {
     OutputMode.Final: "final",
     OutputMode.EveryN: "every_n",
     OutputMode.All: "all",
