@@ -10,7 +10,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
 from poptorch.data.launch import cause_of_death, start, stop
@@ -42,7 +42,7 @@ class AsynchronousDataAccessor:
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Iterable[Any] | Dataset,
         buffer_size: int = 3,
         miss_sleep_time_in_ms: float = 0.1,
         load_indefinitely: bool = True,

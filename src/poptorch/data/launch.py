@@ -40,7 +40,7 @@ _GRACE = 3.0  # seconds a worker gets to end its own workers
 class Parcel:
     """What the worker needs to know of this process."""
 
-    dataset: Iterable[Any]
+    dataset: Any  # an iterable, or what `iter()` can index
     parsers: dict[type, ICustomArgParser]
     random: RandomState
     start_method: str  # of this process: a worker's own workers start as they would here
@@ -76,9 +76,7 @@ class PickledFile:
         return parcel()
 
 
-def start(
-    dataset: Iterable[Any], strategy: SharingStrategy, request: Request
-) -> tuple[BaseProcess, Connection]:
+def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[BaseProcess, Connection]:
     """A worker process that reads `dataset`, and our end of the connection to it."""
     context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
     if strategy == SharingStrategy.ForkServer:

@@ -1,0 +1,114 @@
+"""No hang and no process left behind: whatever ends first, the worker, the loader or the program."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rows import FORK, Faulty, Rows, forked
+
+from popengine.errors import DataError, Error
+from poptorch.data import DataLoader
+from poptorch.enums import DataLoaderMode
+from poptorch.options import Options
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> bool:
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def async_loader(dataset, **kwargs) -> DataLoader:
+    return DataLoader(Options(), dataset, mode=DataLoaderMode.Async, async_options=dict(FORK), **kwargs)
+
+
+@pytest.mark.parametrize("ending", ["raise", "kill"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_that_fails_or_is_killed_is_an_error_within_seconds(ending, num_workers):
+    loader = async_loader(Faulty(ending), num_workers=num_workers)
+    start = time.monotonic()
+    with pytest.raises(DataError, match="An error occurred in the data fetcher") as caught:
+        list(loader)
+    assert time.monotonic() - start < 10
+    if (ending, num_workers) != ("kill", 1):  # there, torch has several ways to notice and to say it
+        assert {"raise": "row five is broken", "kill": "killed by SIGKILL"}[ending] in str(caught.value)
+
+
+def test_a_worker_killed_from_outside_is_an_error():
+    accessor = forked(Rows(100))
+    iterator = iter(accessor)
+    next(iterator)
+    os.kill(accessor._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    with pytest.raises(Error, match=r"killed by SIGKILL(.|\n)*out of memory"):
+        list(iterator)
+
+
+def test_deleting_a_loader_ends_its_worker_and_the_workers_of_that():
+    loader = async_loader(Rows(100), num_workers=2)
+    worker = loader._accessor._process.pid  # type: ignore[union-attr]
+    assert worker
+    family = [worker, *children(worker)]
+    assert len(family) == 3
+    next(iter(loader))
+    del loader
+    assert wait_until_gone(*family)
+
+
+def test_terminating_does_not_wait_for_a_dataset_that_sleeps():
+    accessor = forked(Faulty("sleep"))
+    iterator = iter(accessor)
+    for _ in range(5):
+        next(iterator)
+    start = time.monotonic()
+    accessor.terminate()
+    assert time.monotonic() - start < 2
+    assert not is_running(accessor._process.pid)  # type: ignore[arg-type]
+
+
+def test_batches_in_hand_outlive_the_worker():
+    accessor = forked(Rows(4))
+    batch = next(iter(accessor))
+    accessor.terminate()
+    assert batch[0].tolist() == [0, 0]
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+from rows import FORK, Rows
+from test_accessor_lifetime import async_loader, children
+if __name__ == "__main__":
+    loader = async_loader(Rows(1000), num_workers=1)
+    worker = loader._accessor._process.pid
+    print(worker, *children(worker), flush=True)
+    for batch in loader:
+        {ending}
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["break", "raise KeyboardInterrupt", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"],
+)
+def test_a_program_that_ends_leaves_no_process_behind(ending):
+    program = PROGRAM.format(here=str(Path(__file__).parent), ending=ending)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    pids = [int(word) for word in ended.stdout.split()]
+    assert len(pids) == 2, ended.stderr
+    assert wait_until_gone(*pids)

@@ -1,0 +1,182 @@
+"""One batch of the loader is what one call of an executor consumes, in every mode."""
+
+import copy
+import os
+
+import pytest
+import torch
+from rows import FORK, Rows, SizedStream, Stream, numbers, rows_in
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from popengine.errors import DataError, Error
+from poptorch.data import DataLoader
+from poptorch.enums import CommGroupType, DataLoaderMode
+from poptorch.options import Options
+
+MODES = list(DataLoaderMode)
+
+
+def options(iterations: int = 2) -> Options:
+    return Options().deviceIterations(iterations)
+
+
+def loader_of(dataset, mode=DataLoaderMode.Sync, **kwargs) -> DataLoader:
+    return DataLoader(options(), dataset, mode=mode, async_options=dict(FORK), **kwargs)
+
+
+def test_the_combined_batch_is_the_product_of_all_factors():
+    opts = options(3).replicationFactor(4).inputReplicaGrouping(2, CommGroupType.Consecutive)
+    opts.Training.gradientAccumulation(5)
+    loader = DataLoader(opts, Rows(130), batch_size=2)
+    assert loader.combinedBatchSize == loader._combined_batch_size == 2 * 3 * 5 * (4 // 2)
+    assert len(loader) == 2 and [len(batch[0]) for batch in loader] == [60, 60]
+
+
+def test_the_users_options_are_kept_and_frozen():
+    opts = options()
+    loader = DataLoader(opts, Rows(4))
+    assert loader.options is opts
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        opts.deviceIterations(3)
+
+
+def test_anything_but_options_is_refused():
+    with pytest.raises(AssertionError):
+        DataLoader(Rows(4), options())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_all_modes_give_the_same_batches_and_lengths(mode, drop_last):
+    loader = loader_of(Rows(10), mode, batch_size=2, drop_last=drop_last)
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if drop_last else 3]
+    assert len(loader) == len(expected)
+    for _ in range(2):
+        assert numbers(loader) == expected
+
+
+@pytest.mark.parametrize("mode", [DataLoaderMode.Async, DataLoaderMode.AsyncRebatched])
+def test_workers_of_the_worker_keep_the_order(mode):
+    loader = loader_of(Rows(13), mode, batch_size=2, num_workers=2, rebatched_worker_size=3)
+    assert numbers(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_shuffle_is_the_one_that_torch_would_make(mode):
+    torch.manual_seed(5)
+    expected = numbers(torch.utils.data.DataLoader(Rows(8), batch_size=4, shuffle=True))
+    torch.manual_seed(5)
+    assert numbers(loader_of(Rows(8), mode, batch_size=2, shuffle=True)) == expected
+
+
+def test_small_tails_of_each_worker_are_lost_only_without_rebatching():
+    def rows(mode):
+        return rows_in(loader_of(Stream(11), mode, num_workers=2, worker_init_fn=int))
+
+    assert len(rows(DataLoaderMode.Async)) == 2 * (5 // 2 + 6 // 2)
+    assert sorted(rows(DataLoaderMode.AsyncRebatched)) == list(range(10))
+
+
+def test_a_break_starts_a_new_epoch_in_every_mode():
+    for mode in MODES:
+        loader = loader_of(Rows(10), mode)
+        assert next(iter(loader))[1].tolist() == [0, -1]
+        assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_an_incomplete_last_batch_is_announced(caplog):
+    loader_of(Rows(10), batch_size=2, drop_last=False)
+    assert "the last batch will have 2 rows" in caplog.text
+    caplog.clear()
+    loader_of(Rows(8), batch_size=2, drop_last=False)
+    assert not caplog.text
+
+
+def test_complete_batches_come_from_the_dataset_as_they_are():
+    for mode in (DataLoaderMode.Sync, DataLoaderMode.Async):
+        loader = loader_of(Rows(3), mode, batch_size=None)
+        assert loader.combinedBatchSize is None and len(loader) == 3
+        assert [batch[0].tolist() for batch in loader] == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_batches_of_a_batch_sampler_are_combined(mode):
+    sampler = BatchSampler(SequentialSampler(Rows(15)), batch_size=3, drop_last=True)
+    loader = loader_of(Rows(15), mode, batch_sampler=sampler)
+    assert loader.combinedBatchSize == 6 and len(loader) == 2
+    assert numbers(loader) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+def test_the_tail_of_a_batch_sampler_is_kept_only_if_asked(caplog):
+    sampler = [[0, 1], [2, 3], [4, 5]]
+    for mode in MODES:
+        loader = loader_of(Rows(6), mode, batch_sampler=sampler, drop_last=False)
+        assert len(loader) == 2 and numbers(loader) == [[0, 1, 2, 3], [4, 5]]
+    assert "the last combined batch has 1 of 2 micro-batches" in caplog.text
+    caplog.clear()
+    loader_of(Rows(6), batch_sampler=iter(sampler), drop_last=False)
+    assert "may be incomplete" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 2}, {"shuffle": True}])
+def test_a_batch_sampler_excludes_batch_size_and_shuffle(arguments):
+    with pytest.raises(Error, match="mutually exclusive"):
+        loader_of(Rows(6), batch_sampler=[[0]], **arguments)
+
+
+def test_an_iterable_dataset_has_a_length_only_if_it_says_so():
+    assert len(loader_of(SizedStream(9), batch_size=2)) == 2
+    assert len(loader_of(SizedStream(9), DataLoaderMode.AsyncRebatched, batch_size=2, drop_last=False)) == 3
+    with pytest.raises(TypeError):
+        len(loader_of(Stream(9)))
+
+
+def test_workers_that_read_a_whole_iterable_dataset_are_reported(caplog):
+    loader_of(Stream(9), num_workers=2)
+    assert "every element will appear 2 times" in caplog.text
+
+
+def test_more_workers_than_cores_are_capped_with_one_warning(caplog):
+    cores = len(os.sched_getaffinity(0))
+    assert loader_of(Rows(4), num_workers=cores + 1).num_workers == cores
+    assert len(caplog.records) == 1
+
+
+def test_workers_persist_unless_told_otherwise():
+    assert loader_of(Rows(4), num_workers=1).persistent_workers
+    assert not loader_of(Rows(4)).persistent_workers
+    assert not loader_of(Rows(4), num_workers=1, persistent_workers=False).persistent_workers
+
+
+def test_a_worker_batch_is_no_larger_than_the_combined_one():
+    with pytest.raises(AssertionError, match="rebatched_worker_size"):
+        loader_of(Rows(8), DataLoaderMode.AsyncRebatched, rebatched_worker_size=3)
+
+
+def test_the_rebatched_size_is_not_an_async_option():
+    with pytest.raises(AssertionError, match="rebatched_size"):
+        DataLoader(options(), Rows(8), mode=DataLoaderMode.Async, async_options={"rebatched_size": 2})
+
+
+def test_terminate_ends_async_loading_and_nothing_else():
+    loader = loader_of(Rows(4))
+    loader.terminate()
+    assert numbers(loader) == [[0, 1], [2, 3]]
+    loader = loader_of(Rows(4), DataLoaderMode.Async)
+    loader.terminate()
+    loader.terminate()
+    with pytest.raises(AssertionError, match="terminated"):
+        iter(loader)
+
+
+def test_a_copy_of_an_async_loader_loads_by_itself():
+    twin = copy.copy(loader_of(Rows(4), DataLoaderMode.Async))
+    assert not twin.is_asynchronous and numbers(twin) == [[0, 1], [2, 3]]
+
+
+def test_a_broken_collate_function_is_reported_when_the_loader_starts():
+    def broken(rows):
+        raise ValueError("can't collate")
+
+    with pytest.raises(DataError, match=r"failed to start(.|\n)*can't collate"):
+        loader_of(Rows(4), DataLoaderMode.Async, collate_fn=broken)
