@@ -27,7 +27,7 @@ def mix(*numbers: int) -> int:
 
 
 # Factories whose generator is another overload, and look-alikes, which have none.
-_WITH_GENERATOR = {
+_WITH_GENERATOR: dict[Any, Any] = {
     aten.rand.default: aten.rand.generator,
     aten.randn.default: aten.randn.generator,
     aten.randint.default: aten.randint.generator,
