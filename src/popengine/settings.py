@@ -78,6 +78,47 @@ class Optimizer:
     torch_dampening: bool = False  # SGD: the first step is not dampened (torch.optim.SGD's rule)
 
 
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A value that a call keeps beside the outputs that forward returns, with an output mode of its own.
+
+    `source`: an "output" of the graph (key: its position as text), a weight's value at the start of each
+    step ("weight") or after its update ("updated"), once an iteration (key: its canonical name).
+    """
+
+    source: Literal["output", "weight", "updated"]
+    key: str
+    outputs: Outputs
+    return_period: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroups:
+    """A parameter that is not equal on all replicas: on the host it has one row a group.
+
+    `of[replica]` is the replica's row. Gradients are reduced within a group. `all_rows`: the host receives
+    the value of every replica, and not of the first in each group.
+    """
+
+    of: tuple[int, ...]
+    all_rows: bool = False
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        """The replicas that share this one's value, in order."""
+        return tuple(other for other, group in enumerate(self.of) if group == self.of[replica])
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The replicas whose values the host receives, one a row."""
+        if self.all_rows:
+            return tuple(range(len(self.of)))
+        return tuple(self.of.index(group) for group in sorted(set(self.of)))
+
+    def row_for(self, replica: int, rows: int) -> int:
+        """The row that a replica takes from a host value with so many rows."""
+        return replica if self.all_rows and rows == len(self.of) else self.of[replica]
+
+
 @dataclass(frozen=True)
 class Hyper:
     """The rates of one weight update: one dictionary a parameter group, and the loss scale.
@@ -102,4 +143,7 @@ class Settings:
     return_period: int = 1  # device iterations between outputs, for "every_n"
     optimizer: Optimizer | None = None
     reduction: Literal["mean", "sum"] = "mean"
+    recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: str = "cpu"
+    anchors: tuple[Anchor, ...] = ()
+    replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name

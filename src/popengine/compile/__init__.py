@@ -20,7 +20,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     """
     counts, training = settings.counts, settings.training
     check_work(graph.visits, used_visits(graph), settings.strategy, counts, training)
-    parts = partition(graph, settings.strategy)
+    parts = partition(graph, settings.strategy, settings.recompute)
     done("partition")
     order = schedules.pipelined if settings.strategy.mode == "pipelined" else schedules.sharded
     actions = order(parts.ipus, counts.accumulation if training else counts.iterations, training)

@@ -19,6 +19,7 @@ from .emit import emit
 from .placement import Placement, place
 
 Where = tuple[Phase, int]
+CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose result is always kept
 
 
 def used_visits(graph: Graph) -> set[int]:
@@ -27,9 +28,12 @@ def used_visits(graph: Graph) -> set[int]:
     return used or {0}
 
 
-def partition(graph: Graph, strategy: Strategy) -> Partition:
+def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
     """Cut the graph.
 
+    Args:
+        recompute: backward pieces compute again what they need of their stage's forward, from what enters the
+            stage and from checkpoints, instead of having it kept
     Raises:
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
@@ -46,7 +50,11 @@ def partition(graph: Graph, strategy: Strategy) -> Partition:
         if node not in views:
             members[where[node]].append(node)
     for place_ in order:
-        members[place_] = _with_views(members[place_], views, graph)
+        again = views
+        if recompute and place_[0] == "B":
+            forward = set(members["F", place_[1]])
+            again = views | {node for node in forward if str(node.target) != CHECKPOINT}
+        members[place_] = _with_needed(members[place_], again, graph)
         own = set(members[place_])
         for node in members[place_]:
             needs[place_] |= {operand.name: None for operand in node.all_input_nodes if operand not in own}
@@ -85,18 +93,19 @@ def _calls(graph: Graph) -> Iterable[fx.Node]:
 
 def _views_of_state(graph: Graph, written: set[str]) -> set[fx.Node]:
     """Nodes that only look at weights, constants or buffers that nobody writes."""
-    held = {
-        node
-        for node, slot in zip(graph.code.nodes, graph.slots, strict=False)
+    names = {
+        slot.name
+        for slot in graph.slots
         if slot.role in ("parameter", "constant") or (slot.role == "buffer" and slot.key not in written)
     }
+    held = {node for node in graph.code.nodes if node.name in names}
     memory = {_memory(node) for node in held}
     views: set[fx.Node] = set()
     for node in _calls(graph):
         operands = node.all_input_nodes
         if operands and all(n in held or n in views for n in operands) and _memory(node) in memory:
             views.add(node)
-    return views
+    return {node for node in views if node.name not in {result.name for result in graph.results}}
 
 
 def _memory(node: fx.Node) -> int | None:
@@ -104,12 +113,12 @@ def _memory(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if value is not None else None
 
 
-def _with_views(nodes: list[fx.Node], views: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """The nodes and the views they need, in the graph's order."""
+def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
+    """The nodes and those of `again` that they need, in the graph's order."""
     needed, stack = set(nodes), list(nodes)
     while stack:
         for operand in stack.pop().all_input_nodes:
-            if operand in views and operand not in needed:
+            if operand in again and operand not in needed:
                 needed.add(operand)
                 stack.append(operand)
     if len(needed) == len(nodes):

@@ -71,4 +71,5 @@ def freeze(options: Options, training: bool, optimizer: Optimizer | None) -> Set
         return_period=period,
         optimizer=optimizer,
         reduction="mean" if reduction == ReductionType.Mean else "sum",
+        recompute=training and bool(options._Popart.options.get("autoRecomputation", 0)),
     )

@@ -1,0 +1,29 @@
+"""What a plan needs: bytes that each stage holds for one micro-batch between its forward and its backward."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ir import Plan
+
+
+def held_bytes(plan: Plan) -> tuple[int, ...]:
+    """For each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
+
+    Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
+    """
+    partition = plan.partition
+    nodes = {node.name: node for node in partition.graph.code.nodes}
+    flowing = {name for piece in partition.pieces for name in piece.writes}
+    flowing |= {slot.name for slot in partition.graph.slots if slot.role == "input"}
+    held = [0] * partition.stages
+    for piece in partition.pieces:
+        if piece.phase == "B":
+            made_late = {name for other in partition.pieces if other.phase == "B" for name in other.writes}
+            memory: dict[int, int] = {}
+            for name in piece.reads:
+                if name in flowing and name not in made_late:
+                    value: torch.Tensor = nodes[name].meta["val"]
+                    memory[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            held[piece.stage] = sum(memory.values())
+    return tuple(held)
