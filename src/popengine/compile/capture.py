@@ -394,9 +394,19 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
             graph.erase_node(node)
     draws = 0
     for node in graph.nodes:
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op == "call_function" and _draws(node):
             node.meta["draw"] = draws
             draws += 1
     graph.lint()
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0)
+            return bool(given)
+    return True

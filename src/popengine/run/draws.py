@@ -6,6 +6,7 @@ every layout of stages draws the same numbers, and recomputing a draw gives the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +43,15 @@ _LIKE: dict[Any, Callable[..., Any]] = {
 }
 
 
+_default = threading.Lock()  # held while torch's own generator is seeded for one operation
+
+
 def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operation with the numbers that belong to `key` and `place`."""
-    device = next(
-        (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
+    device = torch.device(
+        next(
+            (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
+        )
     )
     generator = torch.Generator(device)
     generator.manual_seed(mix(key, place))
@@ -58,4 +64,24 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
         kept = torch.empty_like(value).bernoulli_(1 - chance, generator=generator)
         return value * kept / (1 - chance), kept.bool()
-    return _WITH_GENERATOR.get(func, func)(*args, generator=generator, **kwargs)
+    func = _WITH_GENERATOR.get(func, func)
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func(*args, generator=generator, **kwargs)
+    return _from_default(generator, func, *args, **kwargs)
+
+
+def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fused kernels and custom operations draw from torch's own generator, and take no other."""
+    device = numbers.device
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        default = torch.cuda.default_generators[index]
+    else:
+        default = torch.default_generator
+    with _default:
+        before = default.get_state()
+        default.set_state(numbers.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            default.set_state(before)

@@ -1,0 +1,109 @@
+"""Trains a model twice: through an executor, and in plain PyTorch with the same accumulation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import parity_models
+import torch
+from torch import Tensor, nn
+
+import poptorch
+
+ACCUMULATION, ROWS = 8, 2  # micro-batches of two rows, eight to a weight update
+
+# The four parts of a model over stages and ipus.
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "two stages": lambda: poptorch.PipelinedExecution(["a", "b"], ["c", "d"]),
+    "four stages": lambda: poptorch.PipelinedExecution("a", "b", "c", "d"),
+    "sharded": lambda: poptorch.ShardedExecution("a", "b", "c", "d"),
+    "wrapped around": lambda: poptorch.PipelinedExecution("a", "b", "c", poptorch.Stage("d").ipu(0)),
+    "sharded, there and back": lambda: poptorch.ShardedExecution(
+        *(poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", (0, 1, 0, 1), strict=True))
+    ),
+}
+
+
+@dataclass
+class Trained:
+    """What a training leaves: the loss of every micro-batch in order, and parameters and buffers."""
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+
+    def differs_from(self, other: "Trained") -> list[str]:
+        """The names of what is not equal, bit by bit."""
+        found = [] if torch.equal(self.losses, other.losses) else ["losses"]
+        assert self.weights.keys() == other.weights.keys()
+        return found + [
+            name for name, value in self.weights.items() if not torch.equal(value, other.weights[name])
+        ]
+
+
+def made(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+def batches(model: Any, updates: int, rows: int = ACCUMULATION * ROWS) -> list[list[Tensor]]:
+    """The rows of every weight update."""
+    torch.manual_seed(1)
+    return [model.data(rows) for _ in range(updates)]
+
+
+def options(
+    strategy: Any = None, accumulation: int = ACCUMULATION, iterations: int = 1, replicas: int = 1
+) -> poptorch.Options:
+    """Options that return the loss of every micro-batch."""
+    options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas).randomSeed(7)
+    options.Training.gradientAccumulation(accumulation)
+    options.outputMode(poptorch.OutputMode.All)
+    options.showCompilationProgressBar(False)
+    if strategy is not None:
+        options.setExecutionStrategy(strategy)
+    return options
+
+
+def trained(
+    model: Callable[[], nn.Module],
+    optimizer: Callable[[Any], Any],
+    strategy: Any = None,
+    updates: int = 20,
+    iterations: int = 2,
+    **more: int,
+) -> Trained:
+    """Train through an executor, `iterations` weight updates a call."""
+    user = made(model)
+    data = batches(user, updates)
+    if strategy is not None:
+        parity_models.annotated(user)
+    executor = poptorch.trainingModel(
+        user, options(strategy, iterations=iterations, **more), optimizer(user.parameters())
+    )
+    losses = []
+    for first in range(0, updates, iterations):
+        call = [torch.cat(values) for values in zip(*data[first : first + iterations], strict=True)]
+        losses.append(executor(*call)[1].reshape(-1))
+    executor.destroy()
+    return Trained(
+        torch.cat(losses), {name: value.detach().clone() for name, value in user.state_dict().items()}
+    )
+
+
+def plain(model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20) -> Trained:
+    """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number."""
+    user = made(model)
+    step, losses = optimizer(user.parameters()), []
+    for rows in batches(user, updates):
+        step.zero_grad()
+        for micro_batch in zip(*(value.split(ROWS) for value in rows), strict=True):
+            _, loss = user(*micro_batch)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in user.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= ACCUMULATION
+        step.step()
+    return Trained(
+        torch.stack(losses), {name: value.detach().clone() for name, value in user.state_dict().items()}
+    )
