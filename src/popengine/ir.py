@@ -10,7 +10,7 @@ constants that the model's code holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -106,9 +106,8 @@ class Partition:
         return len(self.ipus)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Run one phase of one stage on one micro-batch."""
+class Action(NamedTuple):
+    """Run one phase of one stage on one micro-batch. (A tuple, for speed: long schedules have 100,000s.)"""
 
     phase: Phase
     stage: int

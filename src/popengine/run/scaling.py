@@ -1,0 +1,46 @@
+"""Automatic loss scaling: keeps half precision gradients large, but within their range.
+
+After each update the share of gradient elements above an eighth of float16's largest value decides: at most
+1e-7, and the scale doubles; more, and it halves. An update whose gradients overflowed is skipped (our addition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGE = 0.125 * torch.finfo(torch.float16).max
+SHARE = 1e-7
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of some gradients: how many elements, how many are large, and whether all are finite."""
+
+    elements: int = 0
+    large: int = 0
+    finite: bool = True
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.elements + other.elements, self.large + other.large, self.finite and other.finite
+        )
+
+
+def count(gradients: Sequence[Tensor]) -> Count:
+    """Count over scaled gradients, as they are summed, not yet divided by the scale."""
+    total = Count()
+    for gradient in gradients:
+        total += Count(
+            gradient.numel(), int((gradient.abs() > LARGE).sum()), bool(gradient.isfinite().all())
+        )
+    return total
+
+
+def next_factor(factor: float, seen: Count) -> float:
+    """The factor on the user's loss scale for the next update."""
+    fits = seen.finite and seen.large <= SHARE * seen.elements
+    return factor * (2 if fits else 0.5)
