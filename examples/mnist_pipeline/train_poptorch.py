@@ -67,6 +67,7 @@ def mark_blocks(model: Network) -> None:
 
 
 def train(args, model, digits):
+    check_a_call_is_filled(args, digits)
     opts = training_options(args)
     optimizer = poptorch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     training_model = poptorch.trainingModel(model, opts, optimizer)
@@ -78,9 +79,7 @@ def train(args, model, digits):
         mode=poptorch.DataLoaderMode.Async,
         # The digits are three large tensors: shared with the loading process, not copied to it.
         async_options={"sharing_strategy": poptorch.SharingStrategy.SharedMemory, "early_preload": True},
-        generator=torch.Generator().manual_seed(0),
     )
-    check_not_empty(loader, digits)
     seen, seconds, first = 0, 0.0, True
     for epoch in range(1, args.epochs + 1):
         correct = total = 0
@@ -117,11 +116,12 @@ def test(args, model, digits):
     print(f"Accuracy on test set: {correct / total:.2%}")
 
 
-def check_not_empty(loader, digits):
-    if len(loader) == 0:
+def check_a_call_is_filled(args, digits):
+    call = args.batch_size * args.gradient_accumulation * args.device_iterations
+    if len(digits) < call:
         raise SystemExit(
-            f"{len(digits)} digits don't fill one call of {loader.combinedBatchSize}: "
-            "lower --batch-size, --device-iterations or --gradient-accumulation"
+            f"{len(digits)} digits don't fill one call of {call}: "
+            "lower --batch-size, --gradient-accumulation or --device-iterations"
         )
 
 
@@ -129,7 +129,7 @@ def main():
     args = arguments()
     if args.debug:
         poptorch.setLogLevel("DEBUG")
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the first weights, and the order of the digits
     model = Network()
     mark_blocks(model)
     train_digits, test_digits = datasets(args.data_dir)

@@ -50,7 +50,6 @@ def train(args, model, digits):
         batch_size=args.batch_size * args.gradient_accumulation,
         shuffle=True,
         drop_last=True,
-        generator=torch.Generator().manual_seed(0),
     )
     start, seen = time.perf_counter(), 0
     for epoch in range(1, args.epochs + 1):
@@ -75,7 +74,7 @@ def test(args, model, digits):
 
 def main():
     args = arguments()
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the first weights, and the order of the digits
     model = Network()
     train_digits, test_digits = datasets(args.data_dir)
     model.train()

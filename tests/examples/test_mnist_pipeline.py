@@ -121,18 +121,41 @@ def test_a_file_cut_short_is_refused(tmp_path):
         mnist.read_idx(path)
 
 
-def test_the_twin_learns(data_dir):
-    flags = [
-        "--batch-size",
-        "8",
-        "--gradient-accumulation",
-        "7",
-        "--epochs",
-        "5",
-        "--data-dir",
-        str(data_dir),
-    ]
-    assert accuracy(run(EXAMPLE / "train_torch.py", *flags)) > 60
+SMALL = ["--batch-size", "8", "--gradient-accumulation", "7", "--test-batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def twin(data_dir) -> str:
+    return run(EXAMPLE / "train_torch.py", *SMALL, "--epochs", "5", "--data-dir", str(data_dir))
+
+
+def test_the_twin_learns(twin):
+    assert accuracy(twin) > 60
+
+
+def test_the_program_reaches_the_accuracy_of_its_twin(data_dir, twin):
+    flags = ["--epochs", "5", "--device-iterations", "2", "--inference-iterations", "5"]
+    output = run(EXAMPLE / "train_poptorch.py", *SMALL, *flags, "--data-dir", str(data_dir))
+    assert re.search(r"^Time to the first step: \d+\.\d\d s", output, re.MULTILINE)
+    assert re.search(r"^Training: \d+ images per second", output, re.MULTILINE)
+    assert accuracy(output) == pytest.approx(accuracy(twin), abs=1.2)  # one of the 90 digits may differ
+
+
+def test_the_program_runs_sharded_with_its_other_flags(data_dir, tmp_path):
+    flags = ["--epochs", "1", "--device-iterations", "2", "--inference-iterations", "5"]
+    flags += ["--strategy", "sharded", "--offload-optimiser", "--debug"]
+    flags += ["--profile", "--profile-dir", str(tmp_path)]
+    output = run(EXAMPLE / "train_poptorch.py", *SMALL, *flags, "--data-dir", str(data_dir))
+    assert accuracy(output) >= 0
+    assert f"Profiles: {tmp_path}" in output
+    assert any(path.is_file() for path in (tmp_path / "training").iterdir())
+
+
+def test_the_program_says_which_flags_to_lower_when_a_call_holds_more_than_all_digits(data_dir):
+    command = [sys.executable, EXAMPLE / "train_poptorch.py", "--data-dir", str(data_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "448 digits don't fill one call of 4000: lower --batch-size" in done.stderr
 
 
 # The benchmark of the same network, with contenders that need no engine.
