@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import is_traced
+from popengine.compile.capture import is_traced, paused
 from popengine.errors import BatchError, Error
 from popengine.settings import Counts
 from poptorch.logs import logger
@@ -180,5 +180,8 @@ def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
         )
-    marks = [torch.empty(0, device="meta") if is_traced(tensor) else tensor.detach() for tensor in tensors]
+    with paused():
+        marks = [
+            torch.empty(0, device="meta") if is_traced(tensor) else tensor.detach() for tensor in tensors
+        ]
     return with_tensors(value, iter(marks)), traced

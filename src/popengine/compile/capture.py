@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..ir import Block, Graph, Result, Slot
@@ -37,6 +38,13 @@ _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.defaul
 def current() -> Capture | None:
     """The capture that the calling code runs in, or None."""
     return _active.get()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """What runs inside is no part of the model, also while a capture is on."""
+    with _disable_current_modes():
+        yield
 
 
 def is_traced(value: Tensor) -> bool:

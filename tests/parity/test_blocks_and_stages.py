@@ -1,0 +1,225 @@
+"""Models whose data does not simply run from block to block: skips, returns, shared weights, replicas."""
+
+import pytest
+import torch
+from parity_models import Digits
+from parity_runs import LAYOUTS, Trained, batches, options, plain, trained
+from torch import nn
+from torch.nn import functional
+
+import poptorch
+
+SIZE = 6
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def four_stages():
+    return poptorch.PipelinedExecution("a", "b", "c", "d")
+
+
+class Rows(nn.Module):
+    """Four linear layers; subclasses say how data runs through them."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Linear(SIZE, SIZE))
+
+    def through(self, x):
+        raise NotImplementedError
+
+    def forward(self, x, target):
+        output = self.through(x)
+        return output, functional.mse_loss(output, target)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randn(rows, SIZE), torch.randn(rows, SIZE)]
+
+
+class Skips(Rows):
+    def through(self, x):
+        a = torch.tanh(self.a(x))
+        b = torch.relu(self.b(a))
+        c = self.c(a + b)
+        return self.d(c * b) + a + x
+
+
+class UsesOneWeightTwice(Rows):
+    def through(self, x):
+        return self.d(
+            functional.linear(self.c(self.b(torch.tanh(self.a(x)))), self.a.weight) @ self.b.weight.t()
+        )
+
+
+class SumsGradientsOfFourStages(Rows):
+    def through(self, x):
+        parts = [x]
+        for layer in (self.a, self.b, self.c, self.d):
+            parts.append(torch.tanh(layer(sum(parts))))
+        return sum(parts)
+
+
+class WorksBeforeTheFirstBlock(Rows):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(SIZE, SIZE)
+
+    def through(self, x):
+        x = torch.relu(self.first(x * 2))
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class LeavesAWeightUnused(Rows):
+    def through(self, x):
+        return self.d(self.b(self.a(x)).detach() + self.c(x))
+
+
+MODELS = [Skips, UsesOneWeightTwice, SumsGradientsOfFourStages, WorksBeforeTheFirstBlock, LeavesAWeightUnused]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_equals_plain_pytorch_however_its_data_runs(model, layout):
+    assert trained(model, sgd, LAYOUTS[layout](), updates=6).differs_from(plain(model, sgd, updates=6)) == []
+
+
+class OpensABlockTwice(Rows):
+    """Stage "a" runs twice before "b" takes over; with `Block`, since a BeginBlock is a layer's first use."""
+
+    def through(self, x):
+        with poptorch.Block("a"):
+            x = self.a(x)
+        with poptorch.Block("a"):
+            x = torch.relu(self.b(x))
+        poptorch.Block.start("b")
+        return self.d(self.c(x))
+
+
+def test_a_block_opened_twice_returns_to_its_stage():
+    strategy = poptorch.PipelinedExecution("a", "b")
+    user = _model(OpensABlockTwice)
+    executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
+    executor(*OpensABlockTwice.data(16))
+    partition = executor._executable.partition
+    assert partition.names == ("a", "b")
+    expected = plain(OpensABlockTwice, sgd, updates=6)
+    assert _trained_as_marked(OpensABlockTwice, strategy).differs_from(expected) == []
+
+
+class ReturnsToItsFirstIpu(Rows):
+    def through(self, x):
+        for number, layer in enumerate((self.a, self.b, self.c, self.d)):
+            with poptorch.Block("ab"[number % 2], ipu_id=number % 2):
+                x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x, target):
+        output = self.through(x)
+        with poptorch.Block("b"):
+            return output, functional.mse_loss(output, target)
+
+
+def test_sharded_blocks_may_take_turns_on_two_ipus():
+    expected = plain(ReturnsToItsFirstIpu, sgd, updates=6)
+    strategy = poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu)
+    assert _trained_as_marked(ReturnsToItsFirstIpu, strategy).differs_from(expected) == []
+
+
+def test_a_pipeline_refuses_data_that_flows_back_and_names_the_way_out():
+    user = _model(ReturnsToItsFirstIpu)
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.SameAsIpu)
+    executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
+    with pytest.raises(poptorch.Error, match="flows back from stage 1") as caught:
+        executor(*ReturnsToItsFirstIpu.data(16))
+    assert "AutoStage.AutoIncrement" in str(caught.value)
+    assert "test_blocks_and_stages.py:" in str(caught.value)
+
+
+class EntersFourBlocks(Rows):
+    def through(self, x):
+        for number, layer in enumerate((self.a, self.b, self.c, self.d)):
+            poptorch.Block.start(f"block {number}", ipu_id=(0, 1, 2, 0)[number])
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_auto_increment_gives_each_block_a_stage_and_may_return_to_an_ipu():
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
+    user = _model(EntersFourBlocks)
+    executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
+    executor(*EntersFourBlocks.data(16))
+    assert executor._executable.partition.ipus == (0, 1, 2, 0)
+    expected = plain(EntersFourBlocks, sgd, updates=6)
+    assert _trained_as_marked(EntersFourBlocks, strategy).differs_from(expected) == []
+
+
+def test_frozen_parameters_are_read_and_not_updated():
+    def frozen():
+        model = Skips()
+        model.b.weight.requires_grad_(False)
+        return model
+
+    frozen.data = Skips.data
+    found = trained(frozen, sgd, four_stages(), updates=4)
+    assert found.differs_from(plain(frozen, sgd, updates=4)) == []
+
+
+# ---- replicas ---------------------------------------------------------------------------------------------
+
+
+def test_two_replicas_run_to_the_same_bits_every_time():
+    first, second = (
+        trained(Skips, sgd, four_stages(), replicas=2, updates=8, iterations=4) for _ in range(2)
+    )
+    assert first.differs_from(second) == []
+
+
+def test_two_replicas_equal_one_with_twice_the_accumulation_up_to_the_order_of_sums():
+    """A replica adds up its own micro-batches first, then the two sums are added: (1+3+5) + (2+4+6) is not
+    ((1+2)+3)+..., so the last bits may differ. Losses of the first update come before any sum: equal."""
+
+    def run(replicas, accumulation):
+        user = _model(Digits)
+        own = options(accumulation=accumulation, replicas=replicas, iterations=5)
+        executor = poptorch.trainingModel(user, own, torch.optim.SGD(user.parameters(), lr=0.05))
+        torch.manual_seed(1)
+        _, losses = executor(*Digits.data(5 * 8 * 2))
+        executor.destroy()
+        return losses.reshape(5, 8), user.state_dict()
+
+    (one, weights), (two, other) = run(1, 8), run(2, 4)
+    assert torch.equal(one[0], two[0])
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, other, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_draw_different_random_numbers():
+    class Drops(Rows):
+        def through(self, x):
+            return functional.dropout(self.a(x), 0.5)
+
+    user = _model(Drops)
+    own = options(accumulation=1, replicas=2)
+    executor = poptorch.trainingModel(user, own, sgd(user.parameters()))
+    x, target = Drops.data(4)
+    output, _ = executor(x[:2].repeat(2, 1), target)
+    assert not torch.equal(output[:2] == 0, output[2:] == 0)
+
+
+def _model(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def _trained_as_marked(make, strategy):
+    """As `trained`, but the model has blocks of its own."""
+    user = _model(make)
+    data = batches(user, 6)
+    executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
+    losses = torch.cat([executor(*rows)[1] for rows in data])
+    executor.destroy()
+    return Trained(losses, {name: value.clone() for name, value in user.state_dict().items()})
