@@ -14,6 +14,9 @@ from .draws import draw
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
+# Kernels that make the workspace of their backward only where gradients are on.
+_MAKE_WORKSPACE = ("aten.mkldnn_rnn_layer.default",)
+
 
 def build(piece: Piece) -> Code:
     """The function of a piece: takes the list of what it reads, empties it, returns what it writes."""
@@ -21,9 +24,17 @@ def build(piece: Piece) -> Code:
     for position, call in enumerate(piece.calls):
         namespace, operation, overload = call.rsplit("::", 1)[-1].split(".")
         function = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
-        names[f"f{position}"] = function
+        names[f"f{position}"] = _with_gradients_on(function) if call in _MAKE_WORKSPACE else function
     exec(compile(piece.source, _file(piece), "exec"), names)
     return names["piece"]
+
+
+def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch.enable_grad():  # within inference mode nothing is recorded
+            return function(*args)
+
+    return call
 
 
 def user_line(piece: Piece, error: BaseException) -> str:

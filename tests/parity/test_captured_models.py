@@ -1,0 +1,413 @@
+"""Models as they are written: captured by one run of forward, trained as plain PyTorch trains them."""
+
+import copy
+import operator
+
+import pytest
+import torch
+from parity_runs import ACCUMULATION, ROWS, batches, made, options
+from torch import nn
+from torch.nn import functional
+
+import poptorch
+
+IN_FOUR = poptorch.PipelinedExecution("a", "b", "c", "d")
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def assert_trains_as_plain_pytorch(make, strategy=None, updates=4, optimizer=adam):
+    """Losses, parameters and buffers of a few updates are equal bit by bit."""
+    user, twin = made(make), made(make)
+    executor = poptorch.trainingModel(user, options(strategy), optimizer(user.parameters()))
+    step = optimizer(twin.parameters())
+    for rows in batches(user, updates):
+        losses = executor(*rows)
+        step.zero_grad()
+        expected = []
+        for micro_batch in zip(*(value.split(ROWS) for value in rows), strict=True):
+            loss = twin(*micro_batch)
+            loss.backward()
+            expected.append(loss.detach())
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= ACCUMULATION
+        step.step()
+        assert torch.equal(losses, torch.stack(expected))
+    executor.destroy()
+    for name, value in user.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[name]), name
+
+
+# ---- models -----------------------------------------------------------------------------------------------
+
+
+class Bert(nn.Module):
+    """BertForPreTraining with a loss; its decoder is tied to the word embeddings, over the whole pipeline."""
+
+    def __init__(self):
+        from transformers import BertConfig, BertForPreTraining
+
+        super().__init__()
+        config = BertConfig(
+            vocab_size=31,
+            hidden_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.bert = BertForPreTraining(config)
+
+    def forward(self, words, mask, labels, order):
+        found = self.bert(input_ids=words, attention_mask=mask, labels=labels, next_sentence_label=order)
+        return poptorch.identity_loss(found.loss, "none")
+
+    @staticmethod
+    def data(rows):
+        words = torch.randint(0, 31, (rows, 6))
+        mask = torch.ones(rows, 6, dtype=torch.long)
+        mask[:, 4:] = torch.randint(0, 2, (rows, 2))
+        labels = torch.where(torch.rand(rows, 6) < 0.3, words, -100)
+        labels[:, 0] = words[:, 0]
+        return [words, mask, labels, torch.randint(0, 2, (rows,))]
+
+
+@pytest.fixture
+def bert():
+    """BERT over four ipus: embeddings and the first layer, then a layer on each."""
+    pytest.importorskip("transformers")
+
+    def make():
+        user = Bert()
+        layers = user.bert.bert.encoder.layer
+        for ipu, layer in enumerate((user.bert.bert.embeddings, *layers[1:])):
+            poptorch.BeginBlock(layer, f"block {ipu}", ipu_id=ipu)
+        return user
+
+    make.data = Bert.data
+    return make
+
+
+def test_bert_with_a_tied_decoder_over_four_ipus_trains_as_plain_pytorch(bert):
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.SameAsIpu)
+    assert_trains_as_plain_pytorch(bert, strategy, updates=3)
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = poptorch.BeginBlock(nn.Embedding(11, 6), "a")
+        self.b = poptorch.BeginBlock(nn.LSTM(6, 5, num_layers=2, batch_first=True, bidirectional=True), "b")
+        self.c = poptorch.BeginBlock(nn.GRU(10, 4, batch_first=True), "c")
+        self.d = poptorch.BeginBlock(nn.Linear(4, 3), "d")
+
+    def forward(self, words, labels):
+        states, _ = self.c(self.b(self.a(words))[0])
+        return functional.cross_entropy(self.d(states[:, -1]), labels)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randint(0, 11, (rows, 7)), torch.randint(0, 3, (rows,))]
+
+
+class Unet(nn.Module):
+    """Down, down, up, up: each level's features skip to the same level on the other side."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = poptorch.BeginBlock(nn.Conv2d(1, 4, 3, padding=1), "a")
+        self.b = poptorch.BeginBlock(nn.Conv2d(4, 8, 3, padding=1, stride=2), "b")
+        self.c = poptorch.BeginBlock(nn.ConvTranspose2d(8, 4, 2, stride=2), "c")
+        self.d = poptorch.BeginBlock(nn.Conv2d(9, 2, 3, padding=1), "d")
+
+    def forward(self, image, classes):
+        a = torch.relu(self.a(image))
+        b = torch.relu(self.b(a))
+        c = torch.relu(self.c(b))
+        return functional.cross_entropy(self.d(torch.cat([image, a, c], 1)), classes)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randn(rows, 1, 8, 8), torch.randint(0, 2, (rows, 8, 8))]
+
+
+class Cube(torch.autograd.Function):
+    """x³ with a derivative of its own: 2x², so that a test sees which one was used."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * x * x
+
+
+class OwnFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, poptorch.BeginBlock(nn.Linear(5, 5), name))
+
+    def forward(self, x, target):
+        x = Cube.apply(self.b(torch.tanh(self.a(x))))
+        return functional.mse_loss(self.d(self.c(x)), target)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randn(rows, 5), torch.randn(rows, 5)]
+
+
+class InPlace(OwnFunction):
+    """Operations in place on values, on slices of them, and through views."""
+
+    def forward(self, x, target):
+        x = self.a(x)
+        x += 1
+        x = functional.relu(self.b(x), inplace=True)
+        y = self.c(x).mul_(2)
+        y[:, 1:3] = y[:, 1:3] * 3
+        y[0].add_(1)
+        half = y.view(-1)[:2]
+        half.neg_()
+        return functional.mse_loss(self.d(y), target)
+
+
+class Counts(OwnFunction):
+    """Buffers that the forward writes: each micro-batch sees what the one before left."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("scale", torch.full((5,), 0.5))
+
+    def forward(self, x, target):
+        x = self.a(x) * self.scale
+        self.seen += 1
+        x = x + self.seen * 0.01
+        x = self.c(self.b(x))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.mean[0] = 7
+        return functional.mse_loss(self.d(x) + self.mean, target)
+
+
+class Frozen(OwnFunction):
+    """Parts without gradients."""
+
+    def forward(self, x, target):
+        with torch.no_grad():
+            x = self.a(x)
+        x = x + self.b(x).detach()
+        return functional.mse_loss(self.d(self.c(x)), target)
+
+
+class Attends(OwnFunction):
+    """Multi-head attention with a mask made in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = poptorch.BeginBlock(nn.MultiheadAttention(5, 1, batch_first=True), "b")
+
+    def forward(self, x, target):
+        x = self.a(x)
+        mask = torch.triu(torch.full((4, 4), float("-inf")), diagonal=1)
+        x, _ = self.b(x, x, x, attn_mask=mask)
+        positions = torch.arange(4, dtype=x.dtype)[None, :, None] / 4
+        return functional.l1_loss(self.d(self.c(x + positions)), target)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randn(rows, 4, 5), torch.randn(rows, 4, 5)]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["unsplit", "four stages"])
+@pytest.mark.parametrize("model", [Lstm, Unet, OwnFunction, InPlace, Counts, Frozen, Attends])
+def test_a_model_trains_as_plain_pytorch(model, split):
+    def whole():
+        user = model()
+        poptorch.removeBlocks(user)
+        return user
+
+    whole.data = model.data
+    assert_trains_as_plain_pytorch(model if split else whole, IN_FOUR if split else None)
+
+
+# ---- what capture leaves alone ----------------------------------------------------------------------------
+
+
+class Watched(OwnFunction):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.hooked = [], []
+        self.b.register_forward_pre_hook(lambda module, inputs: self.hooked.append("before"))
+        self.b.register_forward_hook(lambda module, inputs, output: self.hooked.append("after"))
+
+    def forward(self, x, target):
+        self.calls.append(poptorch.isRunningOnIpu())
+        print("in forward")
+        return super().forward(x, target)
+
+
+def test_forward_runs_once_however_often_the_executor_is_called(capsys):
+    user = Watched()
+    executor = poptorch.trainingModel(user, options(IN_FOUR, iterations=2), adam(user.parameters()))
+    for _ in range(3):
+        executor(*Watched.data(2 * ACCUMULATION * ROWS))
+    assert user.calls == [True]
+    assert user.hooked == ["before", "after"]
+    assert capsys.readouterr().out == "in forward\n"
+    assert not poptorch.isRunningOnIpu()
+
+
+def test_the_users_module_is_the_same_after_compilation():
+    user = Counts()
+    parameters, buffers = dict(user.named_parameters()), dict(user.named_buffers())
+    values = copy.deepcopy(user.state_dict())
+    executor = poptorch.trainingModel(user, options(IN_FOUR), adam(user.parameters()))
+    executor.compile(*Counts.data(ACCUMULATION * ROWS))
+    assert all(map(operator.is_, user.parameters(), parameters.values()))
+    assert all(map(operator.is_, user.buffers(), buffers.values()))
+    assert all(parameter.grad is None for parameter in user.parameters())
+    for name, value in user.state_dict().items():
+        assert torch.equal(value, values[name])
+
+
+def test_a_model_that_ran_eagerly_before_keeps_its_gradients():
+    user = OwnFunction()
+    user(*OwnFunction.data(ROWS)).backward()
+    before = {name: parameter.grad.clone() for name, parameter in user.named_parameters()}
+    executor = poptorch.trainingModel(user, options(IN_FOUR), adam(user.parameters()))
+    executor(*OwnFunction.data(ACCUMULATION * ROWS))
+    assert all(torch.equal(parameter.grad, before[name]) for name, parameter in user.named_parameters())
+
+
+def test_a_value_that_forward_leaves_on_the_module_does_not_break_it():
+    class Keeps(OwnFunction):
+        def forward(self, x, target):
+            self.last = self.a(x)
+            return functional.mse_loss(self.last, target)
+
+    user = Keeps()
+    poptorch.removeBlocks(user)
+    executor = poptorch.trainingModel(user, options(), adam(user.parameters()))
+    executor(*Keeps.data(ACCUMULATION * ROWS))
+    executor(*Keeps.data(ACCUMULATION * ROWS))
+    executor.destroy()
+    assert user(*Keeps.data(2)).shape == ()
+
+
+def test_the_flags_of_the_top_level_are_those_at_wrapping_and_of_children_those_at_compilation():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return functional.dropout(x, 0.5, self.training), self.child(x)
+
+    user = Drops().eval()
+    executor = poptorch.inferenceModel(user, poptorch.Options().showCompilationProgressBar(False))
+    user.train()
+    own, child = executor(torch.ones(4, 64))
+    assert torch.equal(own, torch.ones(4, 64))
+    assert not torch.equal(child, torch.ones(4, 64))
+
+
+def test_random_numbers_are_fresh_in_every_micro_batch_and_call():
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x + torch.rand(2, 8), torch.randn_like(x), torch.randperm(50), torch.bernoulli(x + 0.5)
+
+    own = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3).randomSeed(1)
+    executor = poptorch.inferenceModel(Draws(), own)
+    x = torch.zeros(6, 8)
+    first, second = executor(x), executor(x)
+    for one, two in zip(first, second, strict=True):
+        parts = [*one.chunk(3), *two.chunk(3)]
+        assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
+    again = poptorch.inferenceModel(Draws(), own.clone())(x)
+    assert all(map(torch.equal, first, again))
+
+
+# ---- what capture refuses ---------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("y", torch.ones(3))
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        return self.layer(x)
+
+
+def test_a_rebound_buffer_is_refused_with_the_way_to_write_it():
+    def rebind(model):
+        model.y = model.y + 1
+
+    user = Buffered(rebind)
+    before = user.y
+    executor = poptorch.inferenceModel(user)
+    with pytest.raises(poptorch.Error, match="Buffer y is reassigned within the model") as caught:
+        executor(torch.zeros(2, 3))
+    assert "self.y.copy_(src)" in str(caught.value)
+    assert user.y is before
+
+
+def test_a_removed_buffer_is_refused():
+    user = Buffered(lambda model: delattr(model, "y"))
+    executor = poptorch.inferenceModel(user)
+    with pytest.raises(poptorch.Error, match="Buffer y is removed from the model"):
+        executor(torch.zeros(2, 3))
+    assert torch.equal(user.y, torch.ones(3))
+
+
+def test_a_buffer_of_a_child_is_named_in_full():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Buffered(lambda model: setattr(model, "y", model.y * 2))
+
+        def forward(self, x):
+            return self.child(x)
+
+    with pytest.raises(poptorch.Error, match=r"Buffer child\.y is reassigned"):
+        poptorch.inferenceModel(Parent())(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.unique(x),
+        lambda x: functional.one_hot(x.long()),
+    ],
+    ids=["item", "tolist", "if", "mask", "nonzero", "unique", "one_hot"],
+)
+def test_a_value_read_out_of_a_tensor_is_refused_at_the_users_line(read):
+    class Reads(nn.Module):
+        def forward(self, x):
+            read(x)
+            return x
+
+    executor = poptorch.inferenceModel(Reads())
+    with pytest.raises(poptorch.Error) as caught:
+        executor(torch.ones(2, 2))
+    line = read.__code__.co_firstlineno
+    assert f"{__file__}:{line}" in str(caught.value)
+    assert "poptorch.cond" in str(caught.value)
