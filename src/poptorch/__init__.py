@@ -2,14 +2,37 @@
 
 from popengine.errors import Error, RecoverableError, UnrecoverableError
 
-from . import optim
+from . import optim, profiling, testing
 from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, removeBlocks
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import *  # noqa: F403
 from .hooks import registerPostCompileHook, registerPreCompileHook
 from .logs import logger, setLogLevel
 from .model import PoplarExecutor, inferenceModel, trainingModel
-from .ops import identity_loss, isRunningOnIpu
+from .ops import (
+    CPU,
+    Attribute,
+    MultiConv,
+    NameScope,
+    cond,
+    ctc_beam_search_decoder,
+    custom_op,
+    dynamic_slice,
+    dynamic_update,
+    for_loop,
+    fps,
+    identity_loss,
+    ipu_print_tensor,
+    isRunningOnIpu,
+    nearest,
+    nop,
+    recomputationCheckpoint,
+    registerCustomOp,
+    serializedMatMul,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
 from .options import ConfigFileError, Options, TensorLocationSettings
 from .strategies import (
     ParallelPhasedExecution,

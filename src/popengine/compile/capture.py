@@ -27,11 +27,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..ir import Block, Graph, Result, Slot
 from .losses import LossFinder
+from .mixed import MixedPrecision
 from .recorder import Recorder, line_of, user_line
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
 _ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
+_KEPT = ("phase", "block", "where", "scope", "attributes", "group")  # of a node's meta, when it's replayed
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -47,9 +49,36 @@ def paused() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def suspended() -> Iterator[Any]:
+    """Nothing is recorded inside; gives the mode under which tensors stay fake."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with _disable_current_modes():
+        yield fake
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[Any]:
+    """As `suspended`, and no capture is current: for code of the user's that isn't a part of the graph."""
+    token = _active.set(None)
+    try:
+        with suspended() as fake, torch._C.DisableTorchFunction():
+            yield fake
+    finally:
+        _active.reset(token)
+
+
 def is_traced(value: Tensor) -> bool:
     """Whether a capture made this tensor."""
     return isinstance(value, FakeTensor)
+
+
+@dataclass
+class Group:
+    """Convolutions that belong together, and what was asked for them."""
+
+    properties: dict[str, Any]
+    convolutions: int = 0
 
 
 @dataclass
@@ -65,6 +94,10 @@ class Capture:
     # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
     starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     lines: list[tuple[int, str]] = field(default_factory=list)
+    # What scopes in the user's code say about the operations inside; recorded in the nodes of the forward.
+    scopes: list[str] = field(default_factory=list)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    group: Group | None = None
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block: what runs from now on belongs to it."""
@@ -93,7 +126,7 @@ class Capture:
                     "  fix: move it into a block, or open the next one before it"
                 )
             self.lines.append((torch.autograd._get_sequence_nr(), where))  # pyright: ignore
-            return {"phase": "F", "block": self.block, "where": where}
+            return {"phase": "F", "block": self.block, "where": where, **self._annotations(func)}
         node = torch._C._current_autograd_node()
         if node is None:  # the sum of two gradients: autograd's own
             return {"phase": "B", "block": None, "where": "?"}
@@ -102,6 +135,17 @@ class Capture:
         line = bisect.bisect_right(self.lines, number, key=lambda line: line[0])
         where = self.lines[min(line, len(self.lines) - 1)][1] if self.lines else "?"
         return {"phase": "B", "block": block, "where": where}
+
+    def _annotations(self, func: Any) -> dict[str, Any]:
+        meta: dict[str, Any] = {}
+        if self.scopes:
+            meta["scope"] = "_".join(self.scopes)
+        if self.attributes:
+            meta["attributes"] = self.attributes
+        if self.group is not None and func is aten.convolution.default:
+            meta["group"] = self.group
+            self.group.convolutions += 1
+        return meta
 
 
 def capture(
@@ -150,7 +194,7 @@ def capture(
     token = _active.set(state)
     try:
         with _tracing(training), fake, _in_place_of(module, parameters, buffers), recorder, _explained():
-            with LossFinder(state):
+            with LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
             if training:
                 wanted = {name: value for name, value in parameters.items() if value.requires_grad}
@@ -368,7 +412,7 @@ def _functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTen
         for node in graph.nodes:
             if node.op == "call_function":
                 meta.clear()
-                meta.update({key: node.meta[key] for key in ("phase", "block", "where") if key in node.meta})
+                meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
                 env[node] = node.target(*args, **kwargs)
         return tuple(env[node] for node in output.args[0])

@@ -47,7 +47,9 @@ def user_line() -> str:
 def line_of(error: BaseException) -> str:
     """`file:line` of the innermost frame behind an error that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line())
+    return next(
+        (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line()
+    )
 
 
 def _is_ours(file: str) -> bool:
@@ -86,16 +88,20 @@ class Recorder(TorchDispatchMode):
     def node(self, value: Tensor) -> fx.Node:
         """The node of a tensor; one that the graph has not made becomes a constant."""
         known = self._node_of.get(id(value))
-        if known is not None:
-            return known
-        name = f"constant_{len(self.constants)}"
+        return known if known is not None else self.stranger(value, "constant")
+
+    def stranger(self, value: Tensor, role: str) -> fx.Node:
+        """A placeholder for a tensor from outside."""
+        name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
-            return self.placeholder(name, value, role="constant", key=name)
+            return self.placeholder(name, value, role=role, key=name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not func._schema.returns and not func._schema.is_mutable:  # an order to the compiler, no operation
+            return func(*args, **kwargs)
         func = _SAID_IN_PLACE.get(func, func) if args[3:4] != (None,) else func
         meta = self._describe(func)
         out = func(*args, **kwargs)
@@ -110,7 +116,9 @@ class Recorder(TorchDispatchMode):
         as_nodes = tree_map(
             lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
-        node = self.graph.call_function(func, *as_nodes)
+        scope = meta.get("scope")
+        name = f"{scope}_{func.overloadpacket.__name__}" if scope else None
+        node = self.graph.create_node("call_function", func, *as_nodes, name=name)
         node.meta.update(meta)
         if isinstance(out, Tensor):
             node.meta["val"] = out

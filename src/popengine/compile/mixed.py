@@ -1,0 +1,97 @@
+"""Lets a layer take an input of another float type than its weights: they are cast to it where they are used.
+
+So a half input through float32 weights gives a half output, and the weights keep their own type. Stock
+PyTorch refuses. Everything else follows PyTorch's own promotion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+# The function, and the position of the tensor whose type decides.
+_LAYERS: dict[Any, int] = {
+    getattr(functional, name): 0
+    for name in [
+        "linear",
+        "bilinear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "layer_norm",
+        "group_norm",
+        "rms_norm",
+        "prelu",
+        "multi_head_attention_forward",
+        "scaled_dot_product_attention",
+    ]
+}
+_LAYERS |= {
+    getattr(torch, name): 0 for name in ["matmul", "mm", "bmm", "mv", "dot", "layer_norm", "group_norm"]
+}
+_LAYERS |= {getattr(Tensor, name): 0 for name in ["matmul", "__matmul__", "mm", "bmm", "mv", "dot"]}
+_LAYERS |= {getattr(torch, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm"]}
+_LAYERS |= {getattr(Tensor, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm"]}
+_STATISTICS = (functional.batch_norm, functional.instance_norm)
+
+
+class MixedPrecision(TorchFunctionMode):
+    """Casts weights to their input's type while it is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            position = _LAYERS.get(func)
+        except TypeError:  # not hashable
+            position = None
+        if position is not None:
+            return _cast_to(_first(position, args, kwargs), func, args, kwargs)
+        if func in _STATISTICS:
+            return _with_statistics(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _first(position: int, args: Any, kwargs: Any) -> Any:
+    return args[position] if position < len(args) else next(iter(kwargs.values()), None)
+
+
+def _cast_to(like: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(like, Tensor) or not like.is_floating_point():
+        return func(*args, **kwargs)
+
+    def cast(value: Any) -> Any:
+        wrong = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != like.dtype
+        return value.to(like.dtype) if wrong else value
+
+    args, kwargs = tree_map(cast, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _with_statistics(
+    func: Any,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Norms that update running statistics: computed in float32, and the statistics keep their type."""
+    given = [value for value in (input, running_mean, running_var, weight, bias) if value is not None]
+    if len({value.dtype for value in given}) <= 1:
+        return func(input, running_mean, running_var, weight, bias, *args, **kwargs)
+    wide = [None if v is None else v.float() for v in (input, running_mean, running_var, weight, bias)]
+    result = func(*wide, *args, **kwargs)
+    for kept, new in zip((running_mean, running_var), wide[1:3], strict=True):
+        if kept is not None and new is not None and new is not kept:
+            kept.copy_(new)
+    return result.to(input.dtype)

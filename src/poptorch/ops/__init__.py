@@ -1,0 +1,44 @@
+"""Operations for a model's forward: marks for the compiler, control flow, host code and a few algorithms.
+
+One concept a file. Outside compilation each computes its true result, or is the identity.
+"""
+
+from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*
+from .control import cond, for_loop
+from .custom import custom_op, registerCustomOp
+from .host import CPU
+from .losses import identity_loss, isRunningOnIpu
+from .marks import nop, recomputationCheckpoint, set_available_memory
+from .matmul import serializedMatMul
+from .multi_conv import MultiConv
+from .overlap import set_overlap_for_input, set_overlap_for_output
+from .points import fps, nearest
+from .printing import ipu_print_tensor
+from .scopes import Attribute, NameScope
+from .search import ctc_beam_search_decoder
+from .slices import dynamic_slice, dynamic_update
+
+__all__ = [
+    "CPU",
+    "Attribute",
+    "MultiConv",
+    "NameScope",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "ipu_print_tensor",
+    "isRunningOnIpu",
+    "nearest",
+    "nop",
+    "recomputationCheckpoint",
+    "registerCustomOp",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]

@@ -1,0 +1,133 @@
+"""Control flow decided while the model runs: `cond` and `for_loop`. In inference only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.body import Body
+from popengine.compile.capture import Capture, current
+from popengine.compile.subgraph import trace
+from popengine.errors import Error
+
+
+def cond(
+    condition: Tensor,
+    then_body: Callable[..., Any],
+    then_inps: list[Tensor],
+    else_body: Callable[..., Any],
+    else_inps: list[Tensor],
+) -> list[Tensor]:
+    """`then_body(*then_inps) if condition else else_body(*else_inps)`; only the chosen body runs.
+
+    Both bodies return the same number of tensors, of the same shapes and types. They may use tensors of the
+    forward around them. What they change in place changes for themselves alone.
+
+    Args:
+        condition: a bool tensor with one element
+    Returns: a list, also of one tensor
+    """
+    _check_list("then_inps", then_inps)
+    _check_list("else_inps", else_inps)
+    capture = current()
+    if capture is None:
+        chosen, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
+        return _outputs("cond", chosen(*_copies(given)))
+    _check_inference(capture, "cond")
+    if not isinstance(condition, Tensor) or condition.numel() != 1:
+        found = tuple(condition.shape) if isinstance(condition, Tensor) else type(condition).__name__
+        raise Error(f"poptorch.cond() takes a bool tensor with one element as condition; found {found}")
+    bodies, inputs = [], []
+    for body, given in ((then_body, then_inps), (else_body, else_inps)):
+        traced, outer = trace(capture, _flat("cond", body), given)
+        bodies.append(traced)
+        inputs.append([*given, *outer])
+    if bodies[0].outputs != bodies[1].outputs:
+        raise Error(
+            "the bodies of poptorch.cond() must return the same number of tensors, of the same shapes and types\n"
+            f"  then_body returns {_listed(bodies[0])}\n  else_body returns {_listed(bodies[1])}"
+        )
+    library = torch.ops.popengine
+    run = library.cond_that_draws if any(body.draws for body in bodies) else library.cond
+    return list(run(condition, bodies[0].packed(), inputs[0], bodies[1].packed(), inputs[1]))
+
+
+def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """Run `inputs = body(*inputs)` `count` times.
+
+    The body returns as many tensors as it takes, of the same shapes and types. It gets them by value: what it
+    changes in place changes for itself alone.
+
+    Returns: a list, also of one tensor
+    """
+    _check_list("inputs", inputs)
+    if not isinstance(count, int) or count < 0:
+        raise Error(
+            f"poptorch.for_loop() takes a count of turns that is known at compile time; found {count!r}"
+        )
+    for index, value in enumerate(inputs):
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"(Object is not tensor) poptorch.for_loop: inputs index {index} is not torch.tensor"
+            )
+    capture = current()
+    if capture is None:
+        state = list(inputs)
+        for _ in range(count):
+            state = _outputs("for_loop", body(*_copies(state)))
+        return state
+    _check_inference(capture, "for_loop")
+    if not inputs:
+        raise Error(
+            "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
+        )
+    traced, outer = trace(capture, _flat("for_loop", body), inputs)
+    expected = tuple((tuple(value.shape), value.dtype) for value in inputs)
+    if traced.outputs != expected:
+        raise Error(
+            "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
+            f" fed to the next turn\n  it takes {_listed(expected)}\n  it returns {_listed(traced)}"
+        )
+    run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
+    return list(run(count, traced.packed(), list(inputs), outer))
+
+
+def _check_list(name: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise ValueError(
+            f"(Object is not list) {name} must be a list of tensors; found {type(value).__name__}"
+        )
+
+
+def _check_inference(capture: Capture, name: str) -> None:
+    if capture.training:
+        raise Error(
+            f"poptorch.{name}() is only supported in inference.\n"
+            "  why: it has no gradient\n"
+            "  fix: torch.where over both results, or a Python loop, which is unrolled"
+        )
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _flat(name: str, body: Callable[..., Any]) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda values: _outputs(name, body(*values))
+
+
+def _outputs(name: str, result: Any) -> list[Tensor]:
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
+    if not all(isinstance(value, Tensor) for value in values):
+        raise Error(
+            f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors; found {result!r}"
+        )
+    return values
+
+
+def _listed(outputs: Body | Sequence[Any]) -> str:
+    pairs = outputs.outputs if isinstance(outputs, Body) else outputs
+    return ", ".join(f"{dtype} {shape}" for shape, dtype in pairs) or "nothing"

@@ -1,0 +1,173 @@
+"""Custom operations: a name in the model, an implementation in Python.
+
+A library of C++ operators for IPUs has nothing to run here, so the name is looked up among those that
+`registerCustomOp` was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.compile.capture import current
+from popengine.errors import Error
+
+from .host import host_call
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+
+
+_registered: dict[tuple[str, str, int], _Implementation] = {}
+
+
+def registerCustomOp(
+    name: str,
+    domain: str,
+    version: int,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Say what `custom_op(..., name, domain, version, ...)` computes.
+
+    Both functions run on the host, on CPU tensors, each time the graph runs.
+
+    Args:
+        forward:  `forward(*inputs, **attributes)` returns a tensor or several
+        backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
+            by default forward is differentiated by autograd
+    """
+    _registered[name, domain, version] = _Implementation(forward, backward)
+
+
+def custom_op(
+    inputs: Sequence[Tensor],
+    name: str,
+    domain: str,
+    domain_version: int,
+    example_outputs: Sequence[Tensor],
+    attributes: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    """Run a custom operation.
+
+    Args:
+        example_outputs: tensors of the shapes and types that it returns
+        attributes: floats, integers, strings, or lists of one of them; given to the implementation by name
+    Raises:
+        Error: nothing is registered under this name, and the model is being compiled
+    """
+    attributes = {} if attributes is None else attributes
+    _check(attributes)
+    found = _registered.get((name, domain, domain_version))
+    if current() is None:
+        if found is None:
+            return [torch.zeros_like(example) for example in example_outputs]
+        return _as_list(found.forward(*inputs, **attributes))
+    if found is None:
+        known = ", ".join(f"{d}.{n} {v}" for n, d, v in sorted(_registered)) or "none"
+        raise Error(
+            f"the custom operation {domain}.{name}, version {domain_version}, has no implementation here\n"
+            f"  why: operators compiled for IPUs can't run on this hardware; registered are: {known}\n"
+            f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
+            " computes the outputs with torch"
+        )
+    like = [(tuple(example.shape), example.dtype) for example in example_outputs]
+    return list(_HostFunction.apply(f"{domain}.{name}", found, attributes, like, *inputs))
+
+
+class _HostFunction(torch.autograd.Function):
+    """Two host calls in a graph: one forward, one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.name, ctx.op, ctx.attributes = name, op, attributes
+        ctx.save_for_backward(*inputs)
+        examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
+        return tuple(
+            host_call(name, lambda *given: _as_list(op.forward(*given, **attributes)), inputs, examples)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        count, op, attributes = len(gradients), ctx.op, ctx.attributes
+
+        def run(*given: Tensor) -> list[Tensor]:
+            sums, values = list(given[:count]), list(given[count:])
+            if op.backward is None:
+                return _differentiated(op.forward, attributes, sums, values, wanted)
+            made = _as_list(op.backward(sums, values, **attributes))
+            return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
+
+        like = [inputs[i] for i in wanted]
+        made = dict(
+            zip(wanted, host_call(f"{ctx.name}, backward", run, [*gradients, *inputs], like), strict=True)
+        )
+        return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
+
+
+def _differentiated(
+    forward: Callable[..., Any],
+    attributes: dict[str, Any],
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    wanted: list[int],
+) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(_as_list(forward(*leaves, **attributes)), gradients, strict=True)
+            if output.requires_grad
+        ]
+        outputs, passed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return list(
+            torch.autograd.grad(
+                outputs, [leaves[i] for i in wanted], passed, allow_unused=True, materialize_grads=True
+            )
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check(attributes: dict[str, Any]) -> None:
+    for key, value in attributes.items():
+        if not isinstance(key, str):
+            raise ValueError(f"attribute names must be strings; found {key!r}")
+        _check_ascii(key)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        wrong = next((item for item in items if not isinstance(item, (float, int, str))), None)
+        if wrong is not None:
+            raise ValueError(
+                f"attribute {key!r} must be a float, an int, a string, or a list of them; found"
+                f" {type(wrong).__name__}"
+            )
+        if len({type(item) for item in items}) > 1:
+            raise ValueError(f"the values of attribute {key!r} must all be the same type; found {value!r}")
+        for item in items:
+            if isinstance(item, str):
+                _check_ascii(item)
+            elif isinstance(item, float) and abs(item) > _LARGEST and abs(item) != float("inf"):
+                raise Error(
+                    f"{item} is too {'high' if item > 0 else 'low'} for a float attribute ({key!r}): 32 bits hold"
+                    f" ±{_LARGEST:.3e}"
+                )
+
+
+def _check_ascii(text: str) -> None:
+    if not text.isascii():
+        raise ValueError(f"{text} contains non-ASCII characters.")

@@ -1,0 +1,132 @@
+"""Python on the host in the middle of a compiled graph: one operation, whose handle finds the function.
+
+A function can't be a part of a graph, nor be saved with one; the graph holds a number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from popengine.compile.capture import current, hidden
+from popengine.errors import Error
+
+from .library import LIBRARY
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """What to call, and the shape and type of each tensor that it returns."""
+
+    name: str
+    function: Callable[..., Sequence[Tensor]]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+_calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
+_handles = itertools.count()
+
+
+def host_call(
+    name: str, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], like: Sequence[Tensor]
+) -> list[Tensor]:
+    """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`."""
+    handle = next(_handles)
+    _calls[handle] = HostCall(name, function, tuple((tuple(value.shape), value.dtype) for value in like))
+    return list(torch.ops.poptorch.host_call(list(inputs), handle))
+
+
+def _find(handle: int) -> HostCall:
+    if handle not in _calls:
+        raise Error(
+            "this graph calls a Python function on the host, and was compiled by another process, which had it\n"
+            "  why: poptorch.CPU, custom_op and the search operations can't be saved in an executable\n"
+            "  fix: compile in this process: don't load the executable, or switch its caching off"
+        )
+    return _calls[handle]
+
+
+def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
+    call = _find(handle)
+    device = inputs[0].device if inputs else torch.device("cpu")
+    # Ordinary copies: the function may change them, keep them or give them to numpy.
+    with torch.inference_mode(False), torch.no_grad():
+        made = [
+            value.to(device) for value in call.function(*(value.to("cpu", copy=True) for value in inputs))
+        ]
+    found = tuple((tuple(value.shape), value.dtype) for value in made)
+    if found != call.outputs:
+        raise Error(
+            f"{call.name} returned {_listed(found)}; the graph was compiled for {_listed(call.outputs)}\n"
+            "  fix: return the same shapes and types at every call"
+        )
+    return [value.contiguous() for value in made]
+
+
+def _listed(outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> str:
+    return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
+
+
+def _pretend(inputs: list[Tensor], handle: int) -> list[Tensor]:
+    device = inputs[0].device if inputs else "cpu"
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _find(handle).outputs]
+
+
+LIBRARY.define("host_call(Tensor[] inputs, int handle) -> Tensor[]")
+LIBRARY.impl("host_call", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("poptorch::host_call", _pretend, lib=LIBRARY)
+
+
+class CPU:
+    """A function or layer that runs on the host at every execution of the graph. In inference only.
+
+        self.log = poptorch.CPU(self.count_zeros, "count")
+
+    The call returns a tensor, or a list or tuple of tensors, whose shapes and types depend on nothing but those
+    of its inputs. While the model is compiled it runs once, on zeros, to learn them.
+    """
+
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+        self._layer, self._name = layer_to_call, ID
+        if isinstance(layer_to_call, nn.Module):
+            layer_to_call.requires_grad_(False)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        capture = current()
+        if capture is None:
+            return self._layer(*inputs)
+        if capture.training:
+            raise Error(
+                f"poptorch.CPU ({self._name!r}) is only supported in inference\n"
+                "  why: it has no gradient\n  fix: poptorch.registerCustomOp, with a backward of your own"
+            )
+        wrong = [type(value).__name__ for value in inputs if not isinstance(value, Tensor)]
+        if wrong:
+            raise Error(f"poptorch.CPU ({self._name!r}) takes tensors; found {', '.join(wrong)}")
+        example = self._example(inputs)
+        many = isinstance(example, (list, tuple))
+        made = host_call(
+            f"poptorch.CPU {self._name!r}",
+            lambda *given: _as_list(self._layer(*given)),
+            inputs,
+            _as_list(example),
+        )
+        return type(example)(made) if many else made[0]
+
+    def _example(self, inputs: Sequence[Tensor]) -> Any:
+        """What the layer returns, by its shape: on fake tensors, or, where it needs values, on zeros."""
+        with hidden() as fake, torch.no_grad():
+            try:
+                with fake:  # a part of the model has fake weights now
+                    return self._layer(*(torch.empty_like(value) for value in inputs))
+            except Exception:
+                return self._layer(*(torch.zeros(value.shape, dtype=value.dtype) for value in inputs))
+
+
+def _as_list(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

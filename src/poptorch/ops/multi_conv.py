@@ -1,0 +1,115 @@
+"""MultiConv: convolutions that an IPU may run as one parallel group. Validated and recorded; results are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from popengine.compile.capture import Group, current
+from popengine.errors import Error
+
+from ..enums import MultiConvPlanType
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class MultiConv:
+    """All convolutions inside form one group.
+
+        with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
+            a, b = self.left(x), self.right(y)
+
+    Each property is one value for all, a list with one for each convolution, or None to leave it open.
+    """
+
+    def __init__(self) -> None:
+        self._properties: dict[str, Any] = {}
+
+    def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
+        """The proportion of tile memory each convolution might use."""
+        valid = _all(value, _is_number)
+        assert valid, f"Invalid available memory proportion! A number or a list of them; found {value!r}"
+        return self._with("available_memory_proportions", value)
+
+    def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
+        """The type of partial sums: torch.float or torch.half."""
+        if not _all(value, lambda dtype: dtype in (torch.float32, torch.float16)):
+            raise ValueError(
+                f"Invalid partials types: torch.float, torch.half or a list of them; found {value!r}"
+            )
+        return self._with("partials_types", value)
+
+    def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
+        """Whether a convolution's start tile is spread."""
+        if not _all(value, lambda flag: isinstance(flag, bool)):
+            raise ValueError(f"Invalid convolution dithering: a bool or a list of them; found {value!r}")
+        return self._with("conv_dithering", value)
+
+    def planType(self, value: MultiConvPlanType | None) -> MultiConv:
+        """Parallel or serial."""
+        valid = value is None or isinstance(value, MultiConvPlanType)
+        assert valid, f"Invalid plan type! One of poptorch.MultiConvPlanType's; found {value!r}"
+        return self._with("plan_type", value)
+
+    def perConvReservedTiles(self, value: int | None) -> MultiConv:
+        """Tiles that each convolution is sure to get."""
+        valid = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        assert valid, f"Invalid reserved tiles! An integer; found {value!r}"
+        return self._with("per_conv_reserved_tiles", value)
+
+    def cycleBackOff(self, value: float | None) -> MultiConv:
+        """The share of cycles that a plan may lose to the best."""
+        assert value is None or isinstance(value, float), f"Invalid cycle back-off! A float; found {value!r}"
+        return self._with("cycle_back_off", value)
+
+    def _with(self, name: str, value: Any) -> MultiConv:
+        if value is None:
+            self._properties.pop(name, None)
+        else:
+            self._properties[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+        return self
+
+    def __enter__(self) -> None:
+        capture = current()
+        if capture is None:
+            return
+        if capture.group is not None:
+            raise Error(
+                "Nested poptorch.MultiConv is not supported: a convolution is in one group\n"
+                "  fix: end the outer `with` before the inner begins"
+            )
+        capture.group = Group(dict(self._properties))
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        capture = current()
+        if capture is None or capture.group is None:
+            return
+        group, capture.group = capture.group, None
+        if kind is not None:
+            return
+        if group.convolutions == 0:
+            raise Error(
+                "Unexpected end_multi_conv: there is no convolution in this poptorch.MultiConv\n"
+                "  fix: call the convolutions inside the `with`"
+            )
+        wrong = {
+            name: len(value)
+            for name, value in group.properties.items()
+            if isinstance(value, tuple) and len(value) != group.convolutions
+        }
+        if wrong:
+            raise Error(
+                f"this poptorch.MultiConv has {group.convolutions} convolutions, but "
+                + ", ".join(f"{name} has {length} values" for name, length in wrong.items())
+                + "\n  fix: one value for each convolution, or a single value for all"
+            )
+
+
+def _all(value: Any, valid: Callable[[Any], bool]) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(valid(item) for item in value)
+    return value is None or valid(value)

@@ -1,0 +1,82 @@
+"""The operations of this package under their old names in `torch.ops.poptorch`, called so by programs.
+
+The marks are registered where they are defined.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from popengine.compile.capture import current
+from popengine.errors import Error
+
+from . import custom, losses, scopes, search, slices
+from .library import shorthand
+
+_CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
+_REDUCTIONS = ("sum", "mean", "none")
+
+
+def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
+    if dtype not in _CASTS:
+        raise Error(f"internal_cast: the type must be one of {', '.join(_CASTS)}; found {dtype!r}")
+    return tensor.to(_CASTS[dtype])
+
+
+def _begin_ipu_block(stage: int, phase: int, ipu: int) -> None:
+    capture = current()
+    if capture is not None:
+        capture.enter(str(stage), ipu)
+
+
+def _end_ipu_block() -> None:
+    capture = current()
+    if capture is not None:
+        capture.leave()
+
+
+def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
+    assert 0 <= reduction < len(_REDUCTIONS), f"Unsupported reduction type! found {reduction}"
+    return losses.identity_loss(tensor, _REDUCTIONS[reduction])
+
+
+def _custom_operation(
+    inputs: list[Tensor], name: str, domain: str, version: int, outputs: list[Tensor], attributes: str
+) -> list[Tensor]:
+    given = json.loads(attributes) if attributes else None
+    return custom.custom_op(inputs, name, domain, version, outputs, given)
+
+
+def _optimizer_group(group: int, tensors: list[Tensor]) -> None:
+    """Nothing to do: which group a parameter is in comes from the optimizer."""
+
+
+shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
+shorthand("push_name_scope(str name) -> ()", scopes.push_name_scope)
+shorthand("pop_name_scope() -> ()", scopes.pop_name_scope)
+shorthand("set_attribute(str attribute, str key, str value) -> ()", scopes.set_attribute)
+shorthand("clear_attribute(str attribute, str key) -> ()", scopes.clear_attribute)
+shorthand("begin_ipu_block(int stage, int phase, int ipu) -> ()", _begin_ipu_block)
+shorthand("end_ipu_block() -> ()", _end_ipu_block)
+shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
+shorthand(
+    "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor", slices.dynamic_slice
+)
+shorthand(
+    "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor",
+    slices.dynamic_update,
+)
+shorthand(
+    "ctc_beam_search_decoder(Tensor probs, Tensor lengths, int blank, int width, int top_paths) ->"
+    " (Tensor, Tensor, Tensor)",
+    lambda *arguments: tuple(search.ctc_beam_search_decoder(*arguments)),
+)
+shorthand(
+    "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes) ->"
+    " Tensor[]",
+    _custom_operation,
+)
+shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", _optimizer_group)

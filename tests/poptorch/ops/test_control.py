@@ -1,0 +1,172 @@
+"""Control flow at run time: a branch runs only the chosen body, a loop its body as often as it says."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+X = torch.tensor([1.0, 2.0])
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def test_cond_decides_while_the_model_runs():
+    def forward(condition, x):
+        return poptorch.cond(condition, lambda a: a + 1, [x], lambda a: a * 10, [x])
+
+    model = poptorch.inferenceModel(forward)
+    for condition in (YES, NO):
+        assert torch.equal(model(condition, X)[0], forward(condition, X)[0])
+    assert isinstance(model(YES, X), list)
+    assert torch.equal(poptorch.inferenceModel(forward)(NO[None], X)[0], X * 10)
+
+
+def test_only_the_chosen_body_runs():
+    ran = []
+
+    def noted(name):
+        return poptorch.CPU(lambda x: (ran.append(name), x + 1)[1], name)
+
+    left, right = noted("left"), noted("right")
+    model = poptorch.inferenceModel(lambda c, x: poptorch.cond(c, left, [x], right, [x]))
+    model(YES, X)
+    ran.clear()
+    model(NO, X)
+    assert ran == ["right"]
+
+
+def test_bodies_use_the_model_around_them():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, condition, x):
+            y = x * 3
+            constant = torch.tensor([5.0, 6.0])
+
+            def then_body(a):
+                return self.layer(a) + y, y + constant
+
+            return poptorch.cond(condition, then_body, [x], lambda: (x - y, constant + 1), [])
+
+    module = Model()
+    model = poptorch.inferenceModel(module)
+    for condition in (YES, NO):
+        for found, expected in zip(model(condition, X), module(condition, X), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_what_a_body_changes_in_place_changes_for_itself_alone():
+    def forward(condition, x):
+        y = x + 0
+
+        def body(a):
+            a += 1
+            y.mul_(2)
+            return a + y
+
+        y += 1
+        return *poptorch.cond(condition, body, [x], body, [x]), x, y
+
+    first, x, y = poptorch.inferenceModel(forward)(YES, X)
+    assert torch.equal(first, (X + 1) + (X + 1) * 2)
+    assert torch.equal(x, X)
+    assert torch.equal(y, X + 1)
+
+
+def test_branches_and_loops_nest():
+    scale = torch.tensor(2.0)
+
+    def forward(condition, x):
+        offset = x * 0 + 1
+
+        def turn(a):
+            return poptorch.cond(condition, lambda b: b * scale + offset, [a], lambda b: b - offset, [a])[0]
+
+        return poptorch.for_loop(3, turn, [x])[0]
+
+    model = poptorch.inferenceModel(forward)
+    assert torch.equal(model(YES, X), ((X * 2 + 1) * 2 + 1) * 2 + 1)
+    assert torch.equal(model(NO, X), X - 3)
+
+
+def test_a_loop_feeds_a_turn_to_the_next():
+    def forward(x, y):
+        def body(a, b):
+            b += a
+            return [b, a]
+
+        return (*poptorch.for_loop(5, body, [x, y]), x, y)
+
+    expected = forward(X, X * 2)
+    found = poptorch.inferenceModel(forward)(X, X * 2)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(found[2], X)
+    assert poptorch.for_loop(0, lambda a: a, [X])[0] is X
+
+
+def test_random_numbers_in_a_body_are_those_of_the_seed():
+    def forward(x):
+        return poptorch.for_loop(2, lambda a: a + torch.rand(4), [x])[0]
+
+    options = poptorch.Options().randomSeed(3)
+    x = torch.zeros(4)
+    one, other = (poptorch.inferenceModel(forward, options) for _ in range(2))
+    first = one(x)
+    assert torch.equal(first, other(x))
+    assert not torch.equal(first, one(x))
+    assert 0 < first.min() < first.max() < 2
+
+
+def test_a_body_may_run_in_a_later_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, condition, x):
+            poptorch.Block.start("a", ipu_id=0)
+            y = self.a(x)
+            poptorch.Block.start("b", ipu_id=1)
+            return poptorch.cond(condition, lambda: self.b(y), [], lambda: y + 0, [])[0]
+
+    module, options = Model(), poptorch.Options()
+    model = poptorch.inferenceModel(module, options.deviceIterations(2))
+    condition = torch.tensor([True, False])
+    x = torch.randn(2, 2)
+    expected = torch.cat([module(condition[i : i + 1], x[i : i + 1]) for i in range(2)])
+    torch.testing.assert_close(model(condition, x), expected)
+
+
+def test_training_is_refused():
+    class Model(nn.Module):
+        def __init__(self, forward):
+            super().__init__()
+            self.layer, self.run = nn.Linear(2, 2), forward
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.run(self.layer(x))[0], "sum")
+
+    loop = Model(lambda x: poptorch.for_loop(2, lambda a: a + 1, [x]))
+    branch = Model(lambda x: poptorch.cond(YES, lambda a: a, [x], lambda a: a, [x]))
+    with pytest.raises(poptorch.Error, match=r"poptorch.for_loop\(\) is only supported in inference\."):
+        poptorch.trainingModel(loop)(X[None])
+    with pytest.raises(poptorch.Error, match=r"poptorch.cond\(\) is only supported in inference\."):
+        poptorch.trainingModel(branch)(X[None])
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"\(Object is not list\)"):
+        poptorch.cond(YES, lambda a: a, (X,), lambda a: a, [X])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(Object is not list\)"):
+        poptorch.for_loop(2, lambda a: a, X)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"index 1 is not torch.tensor"):
+        poptorch.for_loop(2, lambda a, b: (a, b), [X, 1])  # type: ignore[list-item]
+    with pytest.raises(poptorch.Error, match="same number of tensors"):
+        poptorch.inferenceModel(
+            lambda c, x: poptorch.cond(c, lambda: x + 1, [], lambda: x.sum(), []),
+        )(YES, X)
+    with pytest.raises(poptorch.Error, match="shapes and types of its inputs"):
+        poptorch.inferenceModel(lambda x: poptorch.for_loop(2, lambda a: a.sum(), [x]))(X)

@@ -1,0 +1,126 @@
+"""Python on the host in the middle of a graph: CPU layers and custom operations."""
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+
+
+def compiled(forward, *inputs):
+    return poptorch.inferenceModel(forward)(*inputs)
+
+
+def test_a_cpu_function_runs_at_every_execution():
+    seen = []
+
+    def count(x):
+        seen.append(x.numpy().sum())
+        return torch.from_numpy(numpy.clip(x.numpy(), 0, None))
+
+    layer = poptorch.CPU(count, "clip")
+    model = poptorch.inferenceModel(lambda x: layer(x * 2) + layer(x), poptorch.Options().deviceIterations(2))
+    model.compile(X)
+    seen.clear()
+    assert torch.equal(model(X), X.clamp(min=0) * 3)
+    assert len(seen) == 4
+    assert torch.equal(layer(X), X.clamp(min=0))
+
+
+def test_a_cpu_layer_may_be_a_part_of_the_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2)
+            self.host = poptorch.CPU(self.second, "second")
+
+        def forward(self, x):
+            return self.host(self.first(x))
+
+    module = Model()
+    assert not module.second.weight.requires_grad
+    torch.testing.assert_close(compiled(module, X), module(X))
+
+
+def test_a_cpu_function_keeps_the_kind_of_its_result():
+    layer = poptorch.CPU(lambda x: (x + 1, poptorch.isRunningOnIpu() * x), "two")
+    first, second = compiled(lambda x: layer(x), X)
+    assert torch.equal(first, X + 1)
+    assert torch.equal(second, X * 0)
+
+
+def test_cpu_is_refused_in_training_and_its_failure_is_reported():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.host = nn.Linear(2, 2), poptorch.CPU(torch.neg, "negate")
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.host(self.layer(x)), "sum")
+
+    with pytest.raises(poptorch.Error, match="only supported in inference"):
+        poptorch.trainingModel(Model())(X)
+    grows = []
+    layer = poptorch.CPU(lambda x: torch.zeros(len(grows)), "grows")
+    model = poptorch.inferenceModel(lambda x: layer(x))
+    model.compile(X)
+    grows.append(1)
+    with pytest.raises(poptorch.Error, match="'grows' returned"):
+        model(X)
+
+
+class Cube(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(X.clone())
+
+    def forward(self, x):
+        (y,) = poptorch.custom_op(
+            [self.weight * x], "Cube", "test.ops", 1, [x], {"scale": 2.0, "tags": ["a"]}
+        )
+        return poptorch.identity_loss(y, "sum")
+
+
+def cube(x, scale, tags):
+    assert tags == ["a"]
+    return x**3 * scale
+
+
+def test_an_unregistered_custom_operation_is_an_error_that_shows_what_to_write():
+    with pytest.raises(
+        poptorch.Error, match=r"poptorch.registerCustomOp\('Unknown', 'test.ops', 1, forward\)"
+    ):
+        compiled(lambda x: poptorch.custom_op([x], "Unknown", "test.ops", 1, [x]), X)
+    assert torch.equal(poptorch.custom_op([X], "Unknown", "test.ops", 1, [X])[0], X * 0)
+
+
+@pytest.mark.parametrize(
+    "backward", [None, lambda gradients, inputs, scale, tags: [gradients[0] * 3 * scale * inputs[0] ** 2]]
+)
+def test_a_registered_custom_operation_runs_and_trains(backward):
+    poptorch.registerCustomOp("Cube", "test.ops", 1, cube, backward)
+    module = Cube()
+    trainer = poptorch.trainingModel(module, optimizer=poptorch.optim.SGD(module.parameters(), lr=0.01))
+    loss = trainer(torch.ones(2, 2))
+    assert loss == (2 * X**3).sum()
+    torch.testing.assert_close(module.weight.detach(), X - 0.01 * 6 * X**2)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "words"),
+    [
+        ({1: 2}, ValueError, "names must be strings"),
+        ({"a": X}, ValueError, "float, an int, a string"),
+        ({"a": [1, 2.0]}, ValueError, "must all be the same"),
+        ({"a": "é"}, ValueError, "é contains non-ASCII characters."),
+        ({"ü": 1}, ValueError, "ü contains non-ASCII characters."),
+        ({"a": 1e39}, poptorch.Error, "too high"),
+        ({"a": -1e39}, poptorch.Error, "too low"),
+    ],
+)
+def test_attributes_are_checked(attributes, error, words):
+    with pytest.raises(error, match=words):
+        poptorch.custom_op([X], "Cube", "test.ops", 1, [X], attributes)
