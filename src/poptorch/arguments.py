@@ -13,6 +13,7 @@ from torch import Tensor
 
 from popengine.compile.capture import is_traced, paused
 from popengine.errors import BatchError, Error
+from popengine.ir import Graph
 from popengine.settings import Counts
 from poptorch.logs import logger
 from poptorch.structure import Spec, describe, paths_of, tensors_of, with_tensors
@@ -96,18 +97,34 @@ def check_batch(call: Call, counts: Counts) -> None:
         )
 
 
-def prepared(call: Call) -> list[Tensor]:
-    """The tensors as the engine takes them: on the host, contiguous, without gradients."""
-    tensors = []
+def warn_about(call: Call) -> None:
+    """Tell, once a compilation, what is surprising about the arguments."""
+    for name, value in call.bound.arguments.items():
+        kind = call.bound.signature.parameters[name].kind
+        if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
+            logger.warning(
+                "argument %s is a dictionary: its keys are fixed by the compilation, their order is irrelevant",
+                name,
+            )
+            break
     for tensor, path in zip(call.tensors, call.paths, strict=True):
         if tensor.requires_grad:
             logger.warning("input %s requires a gradient, but none flows to a model's inputs: detached", path)
-            tensor = tensor.detach()
         if not tensor.is_contiguous():
             logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
-            tensor = tensor.contiguous()
-        tensors.append(tensor)
-    return tensors
+
+
+def prepared(call: Call) -> list[Tensor]:
+    """The tensors as the engine takes them: contiguous, without gradients."""
+    return [tensor.detach().contiguous() for tensor in call.tensors]
+
+
+def write_back(call: Call, graph: Graph, values: dict[int, Tensor]) -> None:
+    """Give the caller's tensors what forward wrote into them; `values` by position of the graph's result."""
+    with torch.no_grad():
+        for position, value in values.items():
+            tensor = call.tensors[int(graph.results[position].key)]
+            tensor.copy_(value.reshape(tensor.shape))
 
 
 class Compiled:
@@ -115,16 +132,15 @@ class Compiled:
 
     def __init__(self, call: Call) -> None:
         self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
+        self._positional = len(call.bound.args)
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
 
     def check(self, call: Call) -> None:
         """Raises BatchError unless a call has the structure, constants, dtypes and shapes that were compiled."""
-        parameters = call.bound.signature.parameters
+        if len(call.bound.args) != self._positional:  # only `*args` can differ
+            raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))
         for name, value in call.bound.arguments.items():
             expected, found = self._spec[name], describe(value)
-            count, given = len(expected.children), len(found.children)
-            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL and count != given:
-                raise _differs("Number of positional arguments mismatch", count, given)
             _compare(expected, found, name)
         for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
             if tensor.dtype != dtype:

@@ -155,6 +155,7 @@ def check_buffers(model: nn.Module) -> None:
 
 def mark(model: nn.Module, owner: Owner) -> None:
     """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
+    unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter:  # a parameter class of the user's own stays as it is

@@ -17,16 +17,17 @@ class Meeting(Protocol):
 
 
 def reduce_over_replicas(
-    sums: list[Tensor], replica: int, replicas: int, name: Any, channels: Meeting
+    sums: list[Tensor], replica: int, members: Sequence[int], name: Any, channels: Meeting
 ) -> None:
-    """Replace each replica's gradient sums by the total: replica 0 + 1 + 2 ..., added up by replica 0."""
-    if replicas == 1:
+    """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ..."""
+    first, *others = members
+    if not others:
         return
-    if replica == 0:
-        for other in range(1, replicas):
+    if replica == first:
+        for other in others:
             torch._foreach_add_(sums, channels.receive((name, other)))
         total = [value.clone() for value in sums]  # the sums themselves are written to again at once
-        for other in range(1, replicas):
+        for other in others:
             channels[name, "total", other].put(total)
     else:
         channels[name, replica].put(sums)

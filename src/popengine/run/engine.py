@@ -92,7 +92,7 @@ class Engine:
                 value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
                 for value in inputs
             ],
-            Results(self.plan.partition.graph.results, self.settings),
+            Results(self.plan.partition.graph, self.settings),
             hyper,
             counts.iterations if training else 1,
             self.step,
@@ -106,6 +106,8 @@ class Engine:
                     self._channels[channel, replica].put(())
         for store in self.stores.values():
             store.begin()
+        if recorder is not None:
+            recorder.begin_call()
         failure, unfinished = None, len(self._workers)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # some libraries keep one number for the process
@@ -128,6 +130,8 @@ class Engine:
             torch.set_num_threads(threads)
         if self.plan.credits or failure is not None:
             self._channels = Channels()
+        if recorder is not None:
+            recorder.end_call(run.steps, failed=failure is not None)
         if failure is not None:
             for store in self.stores.values():
                 store.restore()
@@ -140,35 +144,56 @@ class Engine:
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica."""
         with torch.no_grad():
-            for store in self.stores.values():
+            for (replica, _), store in self.stores.items():
                 for key, value in store.held(weights).items():
-                    store.state[store.slot[key]] = torch.empty_like(value).copy_(weights[key])
+                    weight = self._row(key, weights[key], replica)
+                    store.state[store.slot[key]] = torch.empty_like(value).copy_(weight)
 
     def read(self) -> dict[str, Tensor]:
-        """References to replica 0's parameters and buffers, by canonical name: copy what you keep."""
+        """References to replica 0's parameters and buffers, by canonical name: copy what you keep.
+
+        A parameter with replica groups has one row a group."""
         found: dict[str, Tensor] = {}
         for ipu in self.plan.programs:
-            store = self.stores[0, ipu]
             for name in self.plan.state[ipu]:
-                if self._slots[name].role in ("parameter", "buffer"):
-                    found[self._slots[name].key] = store.state[name]
+                slot = self._slots[name]
+                if slot.role in ("parameter", "buffer"):
+                    values = [self.stores[replica, ipu].state[name] for replica in self._rows(slot.key)]
+                    found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
         return found
 
     def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of replica 0's optimizer state, by parameter."""
-        return {
-            key: {name: value.clone() for name, value in state.items()}
-            for ipu in self.plan.programs
-            for key, state in self.stores[0, ipu].states.items()
-        }
+        """Copies of replica 0's optimizer state, by parameter; one row a group where there are groups."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for ipu in self.plan.programs:
+            for key, state in self.stores[0, ipu].states.items():
+                rows = [self.stores[replica, ipu].states[key] for replica in self._rows(key)]
+                found[key] = {
+                    name: torch.stack([row[name] for row in rows]) if self._is_grouped(key) else value.clone()
+                    for name, value in state.items()
+                }
+        return found
 
     def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy optimizer state into every replica; what is not given stays."""
-        for store in self.stores.values():
+        for (replica, _), store in self.stores.items():
             for key, state in store.states.items():
                 for name, value in states.get(key, {}).items():
                     dtype = state[name].dtype if name in state else value.dtype
-                    state[name] = value.detach().to(dtype).clone()
+                    state[name] = self._row(key, value, replica).detach().to(dtype).clone()
+
+    def _is_grouped(self, key: str) -> bool:
+        return key in self.settings.replica_groups
+
+    def _rows(self, key: str) -> tuple[int, ...]:
+        """The replicas whose values the host receives."""
+        return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
+
+    def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
+        """A replica's share of a host value."""
+        if not self._is_grouped(key):
+            return value
+        return value[self.settings.replica_groups[key].row_for(replica, len(value))]
 
 
 def _close(workers: list[Worker]) -> None:

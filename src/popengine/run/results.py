@@ -6,79 +6,133 @@ For each output tensor the chosen (iteration, accumulation, replica) stand after
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from ..ir import Result
-from ..settings import Settings
+from ..ir import Graph, Result
+from ..settings import Anchor, Counts, Outputs, Settings
 
 # Devices have no 64-bit types in this model; what returns to the user is narrower.
 RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
-class Results:
-    """Result tensors of one call, allocated before it."""
+class Rows:
+    """The values of one tensor that a mode asks for, and when each began and ended to arrive."""
 
-    def __init__(self, results: Sequence[Result], settings: Settings) -> None:
-        self._settings = settings
-        counts = settings.counts
-        period = settings.return_period
-        self._copies = {
+    def __init__(
+        self, counts: Counts, mode: Outputs, period: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._counts, self._mode, self._period = counts, mode, period
+        copies = {
             "all": counts.iterations * counts.accumulation * counts.replicas,
             "final": counts.replicas,
             "sum": counts.replicas,
             "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
-        }[settings.outputs]
-        self._rows: dict[int, Tensor] = {}  # position -> [copies, *shape]
-        for position, result in enumerate(results):
-            if result.kind == "output":
-                dtype = RETURNED.get(result.dtype, result.dtype)
-                make = torch.zeros if settings.outputs == "sum" else torch.empty
-                self._rows[position] = make((self._copies, *result.shape), dtype=dtype)
-            elif result.kind == "input":  # forward wrote into it: every micro-batch's value goes back
-                every = (counts.iterations, counts.accumulation, counts.groups)
-                self._rows[position] = torch.empty((*every, *result.shape), dtype=result.dtype)
+        }[mode]
+        make = torch.zeros if mode == "sum" else torch.empty
+        self.values = make((copies, *shape), dtype=RETURNED.get(dtype, dtype))
+        self.started, self.finished = [0.0] * copies, [0.0] * copies
 
-        self._kinds = [result.kind for result in results]
+    def put(self, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
+        """Copy one micro-batch's value to its row, if the mode wants it."""
+        row = self._row(iteration, accumulation, replica)
+        if row is None:
+            return
+        self.started[row] = perf_counter()
+        if self._mode == "sum":
+            self.values[row].add_(value)
+        else:
+            self.values[row].copy_(value)
+        self.finished[row] = perf_counter()
+
+    def _row(self, iteration: int, accumulation: int, replica: int) -> int | None:
+        counts = self._counts
+        if self._mode == "sum":
+            return replica
+        if self._mode == "final":
+            last = (counts.iterations - 1, counts.accumulation - 1)
+            return replica if (iteration, accumulation) == last else None
+        if self._mode == "every_n":
+            if (iteration + 1) % self._period:
+                return None
+            iteration //= self._period
+        return (iteration * counts.accumulation + accumulation) * counts.replicas + replica
+
+    @property
+    def joined(self) -> Tensor:
+        """[copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
+        if self.values.dim() == 1:
+            return self.values.reshape(()) if len(self.values) == 1 else self.values
+        return self.values.flatten(0, 1)
+
+
+class Results:
+    """Result tensors of one call, allocated before it."""
+
+    def __init__(self, graph: Graph, settings: Settings) -> None:
+        counts = self._counts = settings.counts
+        self._results: Sequence[Result] = graph.results
+        self._rows: dict[int, Rows] = {}  # of outputs, by position
+        self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
+        self._anchors: dict[tuple[str, str], Rows] = {}
+        modes: dict[int, tuple[Outputs, int]] = {
+            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if a.source == "output"
+        }
+        for position, result in enumerate(graph.results):
+            if result.kind == "output":
+                mode, period = modes.get(position, (settings.outputs, settings.return_period))
+                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype)
+            elif result.kind == "input":  # every micro-batch's value goes back
+                every = (counts.iterations, counts.accumulation, counts.groups)
+                self._written[position] = torch.empty((*every, *result.shape), dtype=result.dtype)
+        weights = {slot.key: slot for slot in graph.slots if slot.role in ("parameter", "buffer")}
+        for anchor in settings.anchors:
+            if anchor.source != "output":
+                slot, once = weights[anchor.key], replace(counts, accumulation=1)
+                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype)
+                self._anchors[anchor.source, anchor.key] = rows
+        start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
+        inputs = sum(slot.role == "input" for slot in graph.slots)
+        self.loaded = [[start] * loads for _ in range(inputs)]  # by input: when each micro-batch was staged
+        self.load_started = [[start] * loads for _ in range(inputs)]
+
+    def load(self, key: int, iteration: int, accumulation: int, replica: int, started: float) -> None:
+        """Note that an input's micro-batch has been staged."""
+        counts = self._counts
+        row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
+        self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
     def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Copy one micro-batch's value to its place, if its mode wants it."""
-        counts, mode = self._settings.counts, self._settings.outputs
-        rows = self._rows[position]
-        if self._kinds[position] == "input":
-            rows[iteration, accumulation, counts.group_of(replica)].copy_(value)
-            return
-        if mode == "sum":
-            rows[replica].add_(value)
-            return
-        if mode == "final":
-            if iteration == counts.iterations - 1 and accumulation == counts.accumulation - 1:
-                rows[replica].copy_(value)
-            return
-        if mode == "every_n":
-            if (iteration + 1) % self._settings.return_period:
-                return
-            iteration //= self._settings.return_period
-        row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
-        rows[row].copy_(value)
+        """Take one micro-batch's value of a result."""
+        if position in self._written:
+            group = self._counts.group_of(replica)
+            self._written[position][iteration, accumulation, group].copy_(value)
+        else:
+            self._rows[position].put(iteration, accumulation, replica, value)
+
+    def put_anchor(self, source: str, key: str, iteration: int, replica: int, value: Tensor) -> None:
+        """Take a weight's value, if somebody asked for it."""
+        rows = self._anchors.get((source, key))
+        if rows is not None:
+            rows.put(iteration, 0, replica, value)
+
+    def anchored(self, anchor: Anchor) -> Tensor:
+        """What an anchor has kept, joined as outputs are."""
+        if anchor.source == "output":
+            return self._rows[int(anchor.key)].joined
+        return self._anchors[anchor.source, anchor.key].joined
 
     def outputs(self) -> list[Tensor]:
-        """The outputs in the forward's order: [copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
-        found = []
-        for position, kind in enumerate(self._kinds):
-            if kind == "output":
-                rows = self._rows[position]
-                if rows.dim() == 1:
-                    found.append(rows.reshape(()) if self._copies == 1 else rows)
-                else:
-                    found.append(rows.flatten(0, 1))
-        return found
+        """The outputs in the forward's order, then those made for anchors."""
+        return [rows.joined for rows in self._rows.values()]
+
+    def arrivals(self) -> list[tuple[list[float], list[float]]]:
+        """For each output, when its values began to arrive and when they were there (host clock, seconds)."""
+        return [(rows.started, rows.finished) for rows in self._rows.values()]
 
     def inputs(self) -> dict[int, Tensor]:
         """The new values of inputs that the forward wrote into, by position of the result."""
-        return {
-            position: self._rows[position].flatten(0, 3)
-            for position, kind in enumerate(self._kinds)
-            if kind == "input"
-        }
+        return {position: rows.flatten(0, 3) for position, rows in self._written.items()}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -90,7 +91,6 @@ class Worker:
         self.run: Run
         self.step = 0
         pieces = plan.partition.pieces
-        self._places = [(piece.phase, piece.stage) for piece in pieces]
         self._code = {i: build(p) for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
         handlers: dict[type, Callable[[Any], None]] = {
             ir.Load: self._load,
@@ -104,6 +104,14 @@ class Worker:
             ir.Update: self._update,
         }
         self._program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
+        homes: dict[str, int] = {}
+        for other, names in plan.state.items():
+            for name in names:
+                homes.setdefault(name, other)
+        self._anchored: dict[str, list[str]] = {}  # source -> keys of weights that live here
+        for anchor in settings.anchors:
+            if anchor.source != "output" and homes.get(store.slot[anchor.key]) == ipu:
+                self._anchored.setdefault(anchor.source, []).append(anchor.key)
         self.inbox: SimpleQueue[Run | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"ipu {ipu} replica {replica}", daemon=True)
         self._thread.start()
@@ -131,15 +139,22 @@ class Worker:
         program, recorder = self._program, run.recorder
         for step in range(run.steps):
             self.step = step
+            self._anchor("weight")
             if run.hyper is not None:
                 self.store.set_loss_scale(run.hyper.loss_scaling)
             if recorder is None:
                 for handle, instruction in program:
                     handle(instruction)
             else:
-                for handle, instruction in program:
-                    number = run.first_step + step
-                    recorder.timed(handle, instruction, self.ipu, self.replica, number, self._places)
+                recorder.step(self, program, run.first_step + step)
+
+    def _anchor(self, source: str) -> None:
+        """Hand out the weights that somebody wants to see at this moment of the step."""
+        for key in self._anchored.get(source, ()):
+            value, results = self.store.state[self.store.slot[key]], self.run.results
+            steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
+            for iteration in steps:
+                results.put_anchor(source, key, iteration, self.replica, value)
 
     # ---- the instructions --------------------------------------------------------------------------------
 
@@ -148,7 +163,9 @@ class Worker:
         place = self._iteration(instruction.micro_batch)
         group = self.settings.counts.group_of(self.replica)
         for name, key in zip(instruction.names, instruction.keys, strict=True):
+            started = perf_counter()
             frame[name] = self.run.inputs[int(key)][place][group]
+            self.run.results.load(int(key), *place, self.replica, started)
 
     def _iteration(self, micro_batch: int) -> tuple[int, int]:
         """Device iteration and accumulation step: in inference a step is the whole call."""
@@ -227,11 +244,13 @@ class Worker:
         assert optimizer is not None and hyper is not None
         sums = [self.store.sums[key] for key in instruction.keys]
         counts, channels = self.settings.counts, self.run.channels
-        reduce_over_replicas(sums, self.replica, counts.replicas, ("sums", self.ipu), channels)
-        divisor = hyper.loss_scaling
-        if self.settings.reduction == "mean":
-            divisor *= counts.accumulation * counts.global_replicas
-        average(sums, divisor)
+        for members, keys in self._by_members(instruction.keys).items():
+            shared = [self.store.sums[key] for key in keys]
+            reduce_over_replicas(shared, self.replica, members, ("sums", self.ipu, members), channels)
+            divisor = hyper.loss_scaling
+            if self.settings.reduction == "mean":
+                divisor *= counts.accumulation * len(members) * counts.instances
+            average(shared, divisor)
         if optimizer.max_grad_norm != float("inf"):
             norms = dict(zip(instruction.keys, self.rules.norms(sums), strict=True))
             total = total_norm(norms, self.ipu, self.replica, self._updating(), channels)
@@ -247,6 +266,17 @@ class Worker:
                     [self.store.sums[key] for key in keys],
                     [self.store.states[key] for key in keys],
                 )
+
+        self._anchor("updated")
+
+    def _by_members(self, keys: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+        """Parameters by the replicas that have the same value of them."""
+        everyone, groups = tuple(range(self.settings.counts.replicas)), self.settings.replica_groups
+        found: dict[tuple[int, ...], list[str]] = {}
+        for key in keys:
+            members = groups[key].members(self.replica) if key in groups else everyone
+            found.setdefault(members, []).append(key)
+        return found
 
     def _updating(self) -> list[int]:
         """The ipus that update weights."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from popengine.errors import Error
-from popengine.settings import Counts, Optimizer, Outputs, Settings
+from popengine.settings import Counts, Optimizer, Outputs, ReplicaGroups, Settings
 from poptorch.enums import CommGroupType, OutputMode, ReductionType
 from poptorch.options.options import Options
 from poptorch.strategies import PipelinedExecution
 
-_OUTPUTS: dict[OutputMode, Outputs] = {
+OUTPUTS: dict[OutputMode, Outputs] = {
     OutputMode.Final: "final",
     OutputMode.EveryN: "every_n",
     OutputMode.All: "all",
@@ -39,7 +39,12 @@ def resolved(options: Options, training: bool) -> Options:
     return own
 
 
-def freeze(options: Options, training: bool, optimizer: Optimizer | None) -> Settings:
+def freeze(
+    options: Options,
+    training: bool,
+    optimizer: Optimizer | None,
+    groups: dict[str, ReplicaGroups] | None = None,
+) -> Settings:
     """The engine's settings.
 
     Raises:
@@ -67,9 +72,10 @@ def freeze(options: Options, training: bool, optimizer: Optimizer | None) -> Set
         training=training,
         counts=counts,
         strategy=options._execution_strategy.freeze(),
-        outputs=_OUTPUTS[mode],
+        outputs=OUTPUTS[mode],
         return_period=period,
         optimizer=optimizer,
         reduction="mean" if reduction == ReductionType.Mean else "sum",
+        replica_groups=groups or {},
         recompute=training and bool(options._Popart.options.get("autoRecomputation", 0)),
     )

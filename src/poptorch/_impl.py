@@ -1,0 +1,27 @@
+"""Two functions that integrations take from PopTorch's inside: a wrapped model as a plain one for a while."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from . import wrapping
+
+_owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of models that are unwrapped
+
+
+def unwrapModelIfNecessary(model: Any) -> None:
+    """Make a model that is wrapped for training plain, with its newest weights; others stay as they are."""
+    owner = wrapping.owner_of(model)
+    if owner is not None:
+        owner.copyWeightsToHostIfNeeded()
+        _owners[model] = weakref.ref(owner)
+        wrapping.unmark(model)
+
+
+def rewrapModelIfNecessary(model: Any) -> None:
+    """Undo `unwrapModelIfNecessary`."""
+    link = _owners.pop(model, None)
+    owner = link() if link is not None else None
+    if owner is not None:
+        wrapping.mark(model, owner)

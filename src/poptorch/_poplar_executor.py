@@ -1,0 +1,5 @@
+"""PopTorch's own path to the executor's class; programs import it from here for type checks."""
+
+from .model import PoplarExecutor
+
+__all__ = ["PoplarExecutor"]

@@ -1,0 +1,128 @@
+"""When an executor holds devices: from `attachToDevice` (or the first call) to `detachFromDevice` or `destroy`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from popengine import profile
+from popengine.compile import update
+from popengine.compile.schedule import draw
+from popengine.errors import Error
+from popengine.run.engine import Engine
+
+from . import wrapping
+from .counters import Counters
+from .enums import ConnectionType
+from .optim import Optimizer as PoptorchOptimizer
+from .optimizing import OptimizerOwner
+from .weights import HostWeights
+
+
+class DeviceOwner(HostWeights, OptimizerOwner):
+    """The part of an executor that takes and releases devices."""
+
+    def attachToDevice(self) -> None:
+        """Take the devices: start their threads, upload weights, optimizer state and the random state."""
+        executable = self._need_executable()
+        if self._engine is not None:
+            raise Error("Device is already attached")
+        assert self._options.connection_type != ConnectionType.Never, (
+            "Trying to attach a model to an offline device (ConnectionType.Never)"
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            self._engine = Engine(
+                executable.plan, executable.settings, self._host_weights(), update, self._seed()
+            )
+        if self._kept_rng is not None:
+            self._engine.seed, self._engine.step = self._kept_rng
+        if self._kept_state is not None:
+            self._engine.write_optimizer(self._kept_state)
+        self._stale = False
+        self._link_optimizer()
+        trainer = wrapping.owner_of(self._user_model)
+        self._seen_version = trainer._host_weights_version if trainer is not None else None
+
+    def detachFromDevice(self) -> None:
+        """Release the devices; weights, optimizer state and the random state stay on the host."""
+        self._need_executable()
+        if self._engine is None:
+            raise Error("Device is not attached")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        assert self._engine is not None
+        if self._training:
+            self.copyWeightsToHostIfNeeded()
+            self._kept_state = self._engine.read_optimizer()
+        self._kept_rng = self._engine.seed, self._engine.step
+        self._save_profile()
+        self._engine.close()
+        self._engine = None
+
+    def destroy(self) -> None:
+        """Free the devices and the compiled program; the user's model is plain again, with its weights."""
+        if self._executable is None:
+            return
+        if self._engine is not None:
+            self._let_go()
+        if isinstance(self._optimizer, PoptorchOptimizer):
+            self._optimizer._release()
+        self._executable = self._synthetic = None
+        self._counters, self._anchored = Counters(), {}
+        self._unmark()
+
+    def _unmark(self) -> None:
+        # While an executor dies its model sees no owner any more.
+        if self._training and wrapping.owner_of(self._user_model) in (self, None):
+            wrapping.unmark(self._user_model)
+
+    def __del__(self) -> None:
+        # Nobody can ask for newer weights from now on: leave them with the model. At the interpreter's exit
+        # parts of torch may be gone already.
+        with contextlib.suppress(Exception):
+            self.destroy()
+            self._unmark()
+
+    # ---- random numbers ----------------------------------------------------------------------------------
+
+    def _seed(self) -> int:
+        return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
+
+    @property
+    def rng_state(self) -> list[int]:
+        """[seed, steps run]: with the same state a model draws the same random numbers."""
+        self._need_executable()
+        if self._engine is not None:
+            return [self._engine.seed, self._engine.step]
+        return list(self._kept_rng or (self._seed(), 0))
+
+    @rng_state.setter
+    def rng_state(self, state: list[int]) -> None:
+        self._need_executable()
+        self._kept_rng = state[0], state[1]
+        if self._engine is not None:
+            self._engine.seed, self._engine.step = self._kept_rng
+
+    # ---- profile -----------------------------------------------------------------------------------------
+
+    def _save_profile(self) -> None:
+        directory, executable = self._options._profile_directory(self._training), self._executable
+        if directory is None or executable is None or self._recorder is None:
+            return
+        partition, counts = executable.plan.partition, executable.settings.counts
+        facts = {
+            "iterations": counts.iterations,
+            "accumulation": counts.accumulation,
+            "replicas": counts.replicas,
+            "compile_seconds": self._compilation_seconds,
+        }
+        profile.Profile(
+            self._training,
+            partition.ipus,
+            partition.names,
+            draw(executable.plan.schedule),
+            tuple(self._recorder.events),
+            facts,
+        ).save(directory / "profile.pop")

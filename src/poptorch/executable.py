@@ -1,0 +1,125 @@
+"""Compilation of a model for the arguments of one call, and what it gives: a value that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from popengine.compile import compile_graph
+from popengine.compile.capture import capture, current
+from popengine.errors import Error
+from popengine.ir import Graph, Plan
+from popengine.settings import Settings
+
+from . import hooks
+from .anchors import Anchors, Request, resolve
+from .arguments import Call, Compiled, sample, traced_outputs
+from .enums import OutputMode
+from .options import Options
+from .options.freeze import OUTPUTS
+from .replicas import one_row_each
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled model, without weights and state.
+
+    `template` is what forward returned, with marks where tensors were; `outputs` how many of those the
+    graph computes.
+    """
+
+    plan: Plan
+    settings: Settings
+    inputs: Compiled
+    template: Any
+    outputs: int
+    anchors: Anchors
+
+    def without_code(self) -> Executable:
+        """The part that runs: the captured graph itself is only read by compilation, and can't be pickled."""
+        partition = self.plan.partition
+        graph = replace(partition.graph, code=None)
+        return replace(self, plan=replace(self.plan, partition=replace(partition, graph=graph)))
+
+
+def compile_model(
+    model: nn.Module, call: Call, options: Options, settings: Settings, done: Callable[[str], None]
+) -> Executable:
+    """Capture and lower a model; `done` is told the name of each finished pass.
+
+    Raises:
+        Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
+    """
+    requests = _requests(options)
+    asked = {request.long_name for request in requests.values()}
+    samples = [sample(tensor, settings.counts) for tensor in call.tensors]
+    template: Any = None
+    returned, traced = 0, {}
+
+    def forward(tensors: list[Tensor]) -> list[Tensor]:
+        nonlocal template, returned
+        template, outputs = traced_outputs(call.given_to(model, tensors))
+        returned = len(outputs)
+        for name, value in {**dict(zip(call.paths, tensors, strict=True)), **_losses()}.items():
+            traced[name] = len(outputs) if name in asked else -1
+            outputs += [value] if name in asked else []
+        return outputs
+
+    hooks.before_compilation()
+    options._execution_strategy.onStartTracing()
+    try:
+        with one_row_each(model, settings.replica_groups):
+            graph = capture(model, forward, samples, training=settings.training)
+    finally:
+        options._execution_strategy.onEndTracing()
+        hooks.after_compilation()
+    done("capture")
+    if settings.counts.replicas > 1 and options.broadcast_buffers:
+        _check_buffers(graph, settings.counts.replicas)
+    graph, anchors = resolve(graph, traced, requests, settings.training)
+    settings = replace(settings, anchors=anchors.wanted)
+    plan = compile_graph(graph, settings, done)
+    return Executable(plan, settings, Compiled(call), template, returned, anchors)
+
+
+def _losses() -> dict[str, Tensor]:
+    """The losses that the forward has computed so far, by the names that anchors have for them."""
+    state = current()
+    assert state is not None
+    losses = {f"loss:{index}": value for index, (value, *_) in enumerate(state.losses)}
+    return {**losses, "loss": state.losses[-1][0]} if losses else {}
+
+
+def _requests(options: Options) -> dict[str, Request]:
+    """What `Options.anchorTensor` asked for."""
+    found = {}
+    for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
+        if use_default:
+            mode, period = options.output_mode, options.output_return_period
+        if mode == OutputMode.EveryN and options.device_iterations % period:
+            raise Error(
+                f"anchorTensor({short!r}, ...): output_return_period {period} must divide deviceIterations,"
+                f" which is {options.device_iterations}"
+            )
+        found[short] = Request(long_name, OUTPUTS[OutputMode(mode)], period)
+    return found
+
+
+def _check_buffers(graph: Graph, replicas: int) -> None:
+    """Replicas whose buffers drift apart can't be meant to be equal."""
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    changed = [
+        result.key
+        for result in graph.results
+        if result.kind == "buffer" and result.key.rsplit(".", 1)[-1] not in statistics
+    ]
+    if changed:
+        raise Error(
+            f"PopTorch does not support broadcasting buffers that forward updates ({', '.join(changed)})"
+            f" on {replicas} replicas\n"
+            "  why: each replica sees other data, so its buffers become its own\n"
+            "  fix: options.broadcastBuffers(False), if the model tolerates that; the host gets replica 0's"
+        )

@@ -1,0 +1,73 @@
+"""The executor's side of an optimizer: takes its rates at `setOptimizer`, keeps its state on the devices."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from popengine.errors import Error
+
+from .logs import logger
+from .optim import Optimizer as PoptorchOptimizer
+from .optim.state import rate_entries, state_entries, states_of
+from .state import ExecutorState
+
+
+class OptimizerOwner(ExecutorState):
+    """The part of a training executor that talks to optimizers."""
+
+    def setOptimizer(self, optimizer: Any) -> None:
+        """Use this optimizer's rates, as they are now, from the next call on.
+
+        Raises:
+            Error: something changed that is compiled in, or the model is for inference
+        """
+        if not self._training:
+            raise Error(
+                "setOptimizer needs a model that trains, and this one is for inference\n"
+                "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
+            )
+        parameters = list(nn.Module.named_parameters(self._user_model))
+        names = {id(parameter): name for name, parameter in parameters}
+        frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
+        if not self.isCompiled():
+            self._optimizer_settings = frozen
+            with torch._C.DisableTorchFunctionSubclass():
+                lost = [name for name, p in parameters if p.requires_grad and name not in frozen.group_of]
+            if lost:
+                logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
+        if optimizer is self._optimizer:
+            return
+        if isinstance(self._optimizer, PoptorchOptimizer):
+            self._optimizer._release()
+        self._optimizer = optimizer
+        self._link_optimizer()
+
+    def _link_optimizer(self) -> None:
+        """A poptorch optimizer reads its state from the devices of the executor it belongs to."""
+        if isinstance(self._optimizer, PoptorchOptimizer) and self._engine is not None:
+            link = weakref.ref(self)
+            self._optimizer._state_reader = lambda: ((own := link()) and own._read_state()) or (None, None)
+
+    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        assert self._hyper is not None
+        states = self._engine.read_optimizer() if self._engine is not None else self._kept_state or {}
+        frozen = self._optimizer_settings
+        return state_entries(frozen.kind, states), rate_entries(frozen, self._hyper)
+
+    def _upload_pending_state(self) -> None:
+        """Take over what the user loaded into the optimizer."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
+            assert self._engine is not None
+            loaded = states_of(self._optimizer_settings.kind, optimizer._pending_state[0] or {})
+            missing = sorted(set(self._engine.read_optimizer()) - set(loaded))
+            if missing:
+                logger.warning(
+                    "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
+                )
+            self._engine.write_optimizer(loaded)
+            optimizer._pending_state = None

@@ -1,0 +1,74 @@
+"""What an executor knows: its fields, declared in one place for the files that its methods are spread over."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from popengine import settings
+from popengine.errors import Error
+from popengine.run.engine import Engine
+from popengine.run.recorder import Recorder
+
+from .counters import Counters
+from .executable import Executable
+from .optim.guard import OptimizerGuard
+from .options import Options
+from .replicas import Grouping
+
+
+class ExecutorState:
+    """The fields of `PoplarExecutor`."""
+
+    _user_model: nn.Module
+    _model: nn.Module  # the user's model with its top level's flags and attributes as they were at wrapping
+    _signature: inspect.Signature
+    _options: Options
+    _training: bool
+    _executable: Executable | None  # None: not compiled
+    _engine: Engine | None  # None: not attached
+    _compilation_seconds: float | None
+    per_replica_params: dict[str, Grouping]
+
+    _stale: bool  # the devices have newer weights than the host
+    _host_weights_version: int
+    _seen_version: int | None  # the trainer's, when an inference executor uploaded last
+    _kept_rng: tuple[int, int] | None  # while detached
+    _kept_state: dict[str, dict[str, Tensor]] | None  # of the optimizer, while detached
+
+    _guard: OptimizerGuard
+    _optimizer: Any
+    _optimizer_settings: settings.Optimizer
+    _hyper: settings.Hyper | None
+
+    _recorder: Recorder | None
+    _counters: Counters  # of the latest call
+    _anchored: dict[str, Tensor]  # of the latest call
+    _synthetic: list[Tensor] | None
+    _has_run: bool
+
+    def isCompiled(self) -> bool:
+        return self._executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._engine is not None
+
+    def _need_executable(self) -> Executable:
+        if self._executable is None:
+            raise Error(
+                "the model has not been compiled or has been destroyed\n"
+                "  fix: call it, or model.compile(*inputs)"
+            )
+        return self._executable
+
+    def _need_engine(self) -> Engine:
+        self._need_executable()
+        if self._engine is None:
+            raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
+        return self._engine

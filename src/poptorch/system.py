@@ -1,0 +1,15 @@
+"""What programs ask about the machine. Every ipu here is a thread of this process, and there is always one more."""
+
+from __future__ import annotations
+
+_GENERATION = 2  # programs ask for it to choose between the memory sizes of two generations
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """True: emulated ipus count, and as many as a model names can be had."""
+    return num_ipus >= 0
+
+
+def ipuHardwareVersion() -> int:
+    """The generation of ipus that programs should prepare for: 2."""
+    return _GENERATION

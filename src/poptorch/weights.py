@@ -1,0 +1,99 @@
+"""The two copies of the weights: the user's on the host, and the executor's on its devices.
+
+Training makes the host's copy stale. Whoever looks at it there first causes one copy; what the user changes
+there reaches the devices only when asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.errors import Error
+
+from . import wrapping
+from .state import ExecutorState
+
+
+class HostWeights(ExecutorState):
+    """The part of an executor that moves weights."""
+
+    def _host_weights(self) -> dict[str, Tensor]:
+        """The user's parameters and buffers, by canonical name, without asking for newer values."""
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def copyWeightsToHost(self) -> None:
+        """Copy the devices' weights and buffers into the user's model."""
+        engine = self._need_engine()
+        self._stale = False
+        host = self._host_weights()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name, value in engine.read().items():
+                if host[name].shape == value.shape:
+                    host[name].copy_(value)
+                else:  # a per-replica parameter of which the host receives every replica's value
+                    host[name].data = value.clone()
+        self._host_weights_version += 1
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copy the weights to the host if the devices have newer ones; whether they had."""
+        if not self._stale or self._engine is None:
+            return False
+        self._stale = False
+        self.copyWeightsToHost()
+        return True
+
+    def copyWeightsToDevice(self) -> None:
+        """Upload the user's weights; training done since they were last copied to the host is discarded."""
+        engine = self._need_engine()
+        self._stale = False
+        with torch._C.DisableTorchFunctionSubclass():
+            engine.write(self._host_weights())
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""
+        names = self._updatable_buffers()
+        if not names:
+            raise Error(
+                "No named buffers marked as updatable\n"
+                "  fix: options.updatableNamedBuffers(['name']) before wrapping"
+            )
+        buffers = dict(self._model.named_buffers())
+        with torch._C.DisableTorchFunctionSubclass():
+            self._need_engine().write({name: buffers[name] for name in names})
+
+    def _updatable_buffers(self) -> list[str]:
+        """Raises Error, where the options name a buffer that the model has not got."""
+        names = self._options._Popart.options.get("updatableNamedBuffers", [])
+        known = dict(self._model.named_buffers())
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise Error(
+                f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
+                f" {', '.join(known) or 'none'}"
+            )
+        return names
+
+    def _refresh_from_trainer(self) -> None:
+        """On a model that is also wrapped for training, validate with the newest weights."""
+        trainer = wrapping.owner_of(self._user_model)
+        if trainer is None:
+            return
+        self._user_model.copyWeightsToHostIfNeeded()  # type: ignore[operator]
+        if trainer._host_weights_version != self._seen_version:
+            self._seen_version = trainer._host_weights_version
+            self.copyWeightsToDevice()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user model's, with the newest weights."""
+        return self._user_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
+        self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
+        keys = self._user_model.load_state_dict(state_dict, strict)
+        if self._engine is not None:
+            self.copyWeightsToDevice()
+        return keys

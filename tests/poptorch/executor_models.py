@@ -1,0 +1,63 @@
+"""Small models and wrappers that the executor's tests share. Importable, so that they can be pickled."""
+
+import torch
+from torch import nn
+
+import poptorch
+
+
+class Trained(nn.Module):
+    """A linear layer with a loss; gives (output, loss), or the output alone without a target."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, target=None):
+        output = self.layer(x)
+        if target is None:
+            return output
+        return output, nn.functional.mse_loss(output, target)
+
+
+class Counting(nn.Module):
+    """Counts its micro-batches in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen += 1
+        return x + self.seen
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return poptorch.identity_loss(nn.functional.dropout(self.layer(x), 0.5), "mean")
+
+
+def options(*, iterations=1, accumulation=1, replicas=1, mode=None):
+    found = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
+    found.showCompilationProgressBar(False)
+    found.Training.gradientAccumulation(accumulation)
+    if mode is not None:
+        found.outputMode(mode)
+    return found
+
+
+def trainer(model=None, opts=None, lr=0.1):
+    """A training wrapper with SGD, and its model."""
+    torch.manual_seed(1)
+    model = Trained() if model is None else model
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=lr)
+    return poptorch.trainingModel(model, opts or options(), optimizer), model
+
+
+def batch(rows=2):
+    torch.manual_seed(2)
+    return torch.randn(rows, 3), torch.randn(rows, 2)

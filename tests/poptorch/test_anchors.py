@@ -1,0 +1,109 @@
+"""Anchored tensors: which names there are, when their values are taken, and how modes join them."""
+
+import pytest
+import torch
+from executor_models import Trained, batch, options, trainer
+
+import poptorch
+from poptorch import OutputMode
+
+
+def anchored(opts, **names):
+    for short, long_name in names.items():
+        opts.anchorTensor(short, long_name)
+    return opts
+
+
+def gradient_of(model, x, target):
+    """Of the layer's weight, by plain PyTorch."""
+    twin = Trained()
+    twin.load_state_dict(model.state_dict())
+    twin(x, target)[1].backward()
+    assert twin.layer.weight.grad is not None
+    return twin.layer.weight.grad
+
+
+def test_a_gradient_and_the_weight_before_and_after_its_update():
+    names = {"grad": "Gradient___layer.weight", "new": "UpdatedVar___layer.weight", "old": "layer.weight"}
+    executor, model = trainer(opts=anchored(options(), **names))
+    before, expected = model.layer.weight.detach().clone(), gradient_of(model, *batch())
+    executor(*batch())
+    assert torch.equal(executor.getAnchoredTensor("old"), before)
+    torch.testing.assert_close(executor.getAnchoredTensor("grad"), expected)
+    assert torch.equal(executor.getAnchoredTensor("new"), model.layer.weight)
+    torch.testing.assert_close(model.layer.weight, before - 0.1 * expected)
+
+
+def test_gradients_are_without_the_loss_scaling():
+    opts = anchored(options(), grad="Gradient___layer.weight", scale="finalLossScale")
+    model = Trained()
+    expected = gradient_of(model, *batch())
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=64.0)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    _, loss = executor(*batch())
+    torch.testing.assert_close(executor.getAnchoredTensor("grad"), expected)
+    assert executor.getAnchoredTensor("scale") == 64.0
+    assert loss < 64
+
+
+def test_losses_and_inputs_have_names():
+    opts = anchored(options(mode=OutputMode.Sum), loss="loss", first="loss:0", x="x")
+    executor, _ = trainer(opts=opts)
+    x, target = batch()
+    _, loss = executor(x, target)
+    assert executor.getAnchoredTensor("loss") == executor.getAnchoredTensor("first") == loss
+    assert torch.equal(executor.getAnchoredTensor("x"), x)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gradients", "updates"), [("All", 4 * 2, 4), ("Final", 1, 1), ("Sum", 1, 1), ("EveryN", 4, 2)]
+)
+def test_an_anchor_has_a_mode_of_its_own(mode, gradients, updates):
+    opts = options(iterations=4, accumulation=2)  # the outputs' mode is Final
+    for short, name in (("grad", "Gradient___layer.weight"), ("new", "UpdatedVar___layer.weight")):
+        opts.anchorTensor(short, name, OutputMode[mode], 2)
+    executor, model = trainer(opts=opts)
+    output, _ = executor(*batch(8))
+    assert output.shape == (1, 2)
+    assert executor.getAnchoredTensor("grad").shape == (gradients * 2, 3)
+    new = executor.getAnchoredTensor("new")
+    assert new.shape == (updates * 2, 3)  # there is one update an iteration
+    if mode != "Sum":
+        assert torch.equal(new[-2:], model.layer.weight)
+
+
+def test_anchors_change_no_result():
+    plain, one = trainer(opts=options(iterations=2, accumulation=2))
+    names = {"grad": "Gradient___layer.weight", "old": "layer.weight", "x": "x"}
+    watched, other = trainer(opts=anchored(options(iterations=2, accumulation=2), **names))
+    plain(*batch(4))
+    watched(*batch(4))
+    assert torch.equal(one.layer.weight, other.layer.weight)
+
+
+def test_names_can_be_listed_once_compiled():
+    executor, _ = trainer()
+    with pytest.raises(AssertionError, match="needs a compiled model"):
+        executor.getTensorNames()
+    executor.compile(*batch())
+    assert executor.getTensorNames() == [
+        *("x", "target", "loss:0", "loss", "layer.weight", "layer.bias"),
+        *("Gradient___layer.weight", "Gradient___layer.bias"),
+        *("UpdatedVar___layer.weight", "UpdatedVar___layer.bias", "finalLossScale"),
+    ]
+
+
+def test_an_unknown_name_is_an_error_that_knows_the_right_one():
+    executor, _ = trainer(opts=anchored(options(), grad="Gradient___layer.wieght"))
+    with pytest.raises(poptorch.Error, match="did you mean 'Gradient___layer.weight'"):
+        executor(*batch())
+
+
+def test_a_tensor_is_found_after_the_first_call_only():
+    executor = poptorch.inferenceModel(Trained(), anchored(options(), w="layer.weight"))
+    with pytest.raises(AssertionError, match="No tensor with name w found"):
+        executor.getAnchoredTensor("w")
+    executor(batch()[0])
+    assert executor.getAnchoredTensor("w").shape == (2, 3)
+    with pytest.raises(AssertionError, match="No tensor with name v found"):
+        executor.getAnchoredTensor("v")
