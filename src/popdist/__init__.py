@@ -1,0 +1,128 @@
+"""Several processes that train one model: which of them this is, and how they meet.
+
+    import popdist
+
+    if popdist.isPopdistEnvSet():
+        popdist.init()
+        opts = popdist.poptorch.Options(ipus_per_replica=4)
+
+Without a launcher everything says: one instance, one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .environment import is_set as _is_set
+from .environment import read as _read
+
+
+def isPopdistEnvSet() -> bool:
+    """Whether poprun started this process."""
+    return _is_set()
+
+
+def getNumTotalReplicas() -> int:
+    """Replicas in all instances."""
+    return _read().total_replicas
+
+
+def getNumLocalReplicas() -> int:
+    """Replicas in this instance."""
+    return _read().local_replicas
+
+
+def getNumIpusPerReplica() -> int:
+    return _read().ipus_per_replica
+
+
+def checkNumIpusPerReplica(num_ipus: int) -> bool:
+    """Whether a model that uses `num_ipus` fits what was declared at launch."""
+    return num_ipus == getNumIpusPerReplica()
+
+
+def getNumInstances() -> int:
+    """Processes that train together."""
+    return _read().instances
+
+
+def getInstanceIndex() -> int:
+    return _read().instance
+
+
+def getLocalInstanceIndex() -> int:
+    """Index of this instance among those of its host."""
+    return _read().local_instance
+
+
+def getReplicaIndexOffset() -> int:
+    """Index, over all instances, of this instance's first replica."""
+    return _read().replica_offset
+
+
+def getDeviceId(ipus_per_replica: int = 0) -> int:
+    """The id of the first device of this instance on its host."""
+    launch = _read()
+    return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
+
+
+def init() -> None:
+    """Meet the other instances. Call once, before any collective; one instance alone has nobody to meet.
+
+    The address comes from MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+    """
+    launch = _read()
+    if launch.instances == 1:
+        return
+    import torch.distributed as dist  # loads torch, which programs that only ask for their index don't need
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=launch.instance, world_size=launch.instances)
+
+
+def isBackendInitialized() -> bool:
+    """Whether `init` was called; alone there is nothing to wait for."""
+    if getNumInstances() == 1:
+        return True
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def synchronize() -> None:
+    """Wait until all instances are here."""
+    if getNumInstances() > 1:
+        import torch.distributed as dist
+
+        dist.barrier(group=_group)
+
+
+_group: Any = None  # the instances that collectives involve, inside execute_on_instances
+
+
+def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `fn` on these instances only; the others return None at once. Inside, `synchronize` waits for them only."""
+    global _group
+    chosen = sorted(set(instances))
+    if getNumInstances() == 1:
+        return fn(*args, **kwargs) if 0 in chosen else None
+    import torch.distributed as dist
+
+    group = dist.new_group(chosen)  # every instance takes part in making a group
+    if getInstanceIndex() not in chosen:
+        return None
+    before, _group = _group, group
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _group = before
+
+
+def __getattr__(name: str) -> Any:
+    """`popdist.poptorch` loads PopTorch only when it's asked for."""
+    if name == "poptorch":
+        import importlib
+
+        return importlib.import_module("popdist.poptorch")
+    raise AttributeError(f"module 'popdist' has no attribute {name!r}")

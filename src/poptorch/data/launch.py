@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch.multiprocessing
@@ -33,6 +34,16 @@ _START_METHODS = {
     SharingStrategy.SharedMemory: "spawn",
     SharingStrategy.FileSystem: "spawn",
 }
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+# torch would send a generator's state through shared memory that is gone before the worker opens it.
+ForkingPickler.register(
+    torch.Generator, lambda g: (_generator, (str(g.device), g.get_state().numpy().tobytes()))
+)
 _GRACE = 3.0  # seconds a worker gets to end its own workers
 
 
@@ -122,7 +133,7 @@ def cause_of_death(process: BaseProcess) -> str:
     if code >= 0:
         return (
             f"the worker process ended with exit code {code}: see its output above\n"
-            f'  fix: a script that starts processes needs `if __name__ == "__main__":` around its main part'
+            f'  often a script that starts processes lacks `if __name__ == "__main__":` around its main part'
         )
     name = signal.Signals(-code).name
     hints = {

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
-from poptorch.enums import CommGroupType, DataLoaderMode
+from poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy
 from poptorch.options import Options
 
 MODES = list(DataLoaderMode)
@@ -67,6 +67,29 @@ def test_a_shuffle_is_the_one_that_torch_would_make(mode):
     expected = numbers(torch.utils.data.DataLoader(Rows(8), batch_size=4, shuffle=True))
     torch.manual_seed(5)
     assert numbers(loader_of(Rows(8), mode, batch_size=2, shuffle=True)) == expected
+
+
+@pytest.mark.parametrize("strategy", [SharingStrategy.SharedMemory, SharingStrategy.ForkServer])
+def test_a_generator_of_the_users_own_goes_to_the_worker(strategy):
+    # Its state used to be gone from shared memory before a spawned worker opened it.
+    rows = torch.arange(12)
+    sync, asynchronous = (
+        DataLoader(
+            Options(),
+            rows,
+            batch_size=3,
+            shuffle=True,
+            mode=mode,
+            generator=torch.Generator().manual_seed(5),
+            **more,
+        )
+        for mode, more in (
+            (DataLoaderMode.Sync, {}),
+            (DataLoaderMode.Async, {"async_options": {"sharing_strategy": strategy}}),
+        )
+    )
+    assert [batch.tolist() for batch in asynchronous] == [batch.tolist() for batch in sync]
+    asynchronous.terminate()
 
 
 def test_small_tails_of_each_worker_are_lost_only_without_rebatching():

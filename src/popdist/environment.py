@@ -1,0 +1,88 @@
+"""What a launcher tells a process, as a value: how many replicas there are, and which are its own.
+
+Standard library only: `poprun` writes these variables, `popdist` reads them, and they are named here once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TOTAL = "POPDIST_NUM_TOTAL_REPLICAS"
+LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
+IPUS = "POPDIST_NUM_IPUS_PER_REPLICA"
+OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
+UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One instance (a process) among those that train together; without a launcher, the only one."""
+
+    total_replicas: int = 1
+    local_replicas: int = 1
+    ipus_per_replica: int = 1
+    replica_offset: int = 0
+    local_instance: int = 0
+    instances: int = 1
+    instance: int = 0
+
+    def variables(self) -> dict[str, str]:
+        """The environment that describes this instance: popdist's names, MPI's and torchrun's."""
+        return {
+            TOTAL: str(self.total_replicas),
+            LOCAL: str(self.local_replicas),
+            IPUS: str(self.ipus_per_replica),
+            OFFSET: str(self.replica_offset),
+            UNIFORM: "1",
+            LOCAL_INSTANCE: str(self.local_instance),
+            "OMPI_COMM_WORLD_SIZE": str(self.instances),
+            "OMPI_COMM_WORLD_RANK": str(self.instance),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_instance),
+            "WORLD_SIZE": str(self.instances),
+            "RANK": str(self.instance),
+            "LOCAL_RANK": str(self.local_instance),
+        }
+
+
+def is_set(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process."""
+    return TOTAL in environment
+
+
+def read(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The launch that the environment describes.
+
+    Raises:
+        ValueError: a variable is missing or no number, or the replicas don't divide
+    """
+    if not is_set(environment):
+        return Launch()
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise ValueError(
+                f"the environment variable {name} is {text!r}, and must be a number when {TOTAL} is set\n"
+                "  fix: start the program with poprun, which sets all of them"
+            ) from None
+
+    total, local = number(TOTAL), number(LOCAL, 1)
+    if local < 1 or total % local:
+        raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
+    offset = number(OFFSET, 0)
+    return Launch(
+        total_replicas=total,
+        local_replicas=local,
+        ipus_per_replica=number(IPUS, 1),
+        replica_offset=offset,
+        local_instance=number(LOCAL_INSTANCE, 0),
+        instances=number("OMPI_COMM_WORLD_SIZE", total // local),
+        instance=number("OMPI_COMM_WORLD_RANK", offset // local),
+    )

@@ -1,0 +1,65 @@
+"""`popdist.poptorch.Options`: PopTorch's options with what the launcher decided filled in."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import poptorch
+from poptorch.options import Distributed
+
+from .environment import read
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"Cannot call `{name}` with popdist.poptorch.Options\n"
+        "  why: poprun decides how many replicas there are and where they run\n"
+        "  fix: leave the call out and use poprun's options, or poptorch.Options without poprun"
+    )
+
+
+class _Distributed(Distributed):
+    def disable(self) -> NoReturn:
+        _refuse("Distributed.disable")
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> NoReturn:
+        _refuse("Distributed.setEnvVarNames")
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
+        _refuse("Distributed.configureProcessId")
+
+
+class Options(poptorch.Options):
+    """Options of one instance among several.
+
+    Args:
+        ipus_per_replica: as the model uses them; by default, and always in agreement with, poprun's
+    Raises:
+        RuntimeError: another number of ipus a replica than poprun was told
+    """
+
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        super().__init__()
+        launch = read()
+        if ipus_per_replica is not None and launch.total_replicas > 1 and ipus_per_replica > 1:
+            declared = launch.ipus_per_replica
+            if declared not in (1, ipus_per_replica):
+                raise RuntimeError(
+                    f"the model uses {ipus_per_replica} ipus a replica, but poprun was told {declared}\n"
+                    f"  fix: poprun --ipus-per-replica {ipus_per_replica}"
+                )
+        self._declare(_ipus_per_replica=ipus_per_replica or launch.ipus_per_replica)
+        distributed = _Distributed()
+        distributed._place(launch.instance, launch.instances)
+        self._distributed = distributed
+        self.set(replication_factor=launch.local_replicas)
+
+    @property
+    def ipus_per_replica(self) -> int:
+        return self._ipus_per_replica
+
+    def replicationFactor(self, replication_factor: int) -> Any:
+        _refuse("replicationFactor")
+
+    def useIpuId(self, ipu_id: int) -> Any:
+        _refuse("useIpuId")

@@ -1,0 +1,76 @@
+"""One process without a launcher, and a process as poprun would start it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import popdist
+import poptorch
+from popdist import environment
+
+LAUNCHED = environment.Launch(
+    total_replicas=8, local_replicas=2, ipus_per_replica=4, replica_offset=6, instances=4, instance=3
+)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    for name, value in LAUNCHED.variables().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_there_is_one_instance_with_one_replica():
+    assert not popdist.isPopdistEnvSet()
+    assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (1, 1)
+    assert (popdist.getNumInstances(), popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()) == (
+        1,
+        0,
+        0,
+    )
+    popdist.init()
+    popdist.synchronize()
+    assert popdist.execute_on_instances({0}, lambda x: x + 1, 1) == 2
+    assert popdist.execute_on_instances({1}, lambda: 1) is None
+
+
+def test_a_launched_process_knows_its_place(launched):
+    assert popdist.isPopdistEnvSet()
+    assert environment.read() == LAUNCHED
+    assert popdist.getNumTotalReplicas() == 8
+    assert popdist.getInstanceIndex() == 3
+    assert popdist.getReplicaIndexOffset() == 6
+    assert popdist.checkNumIpusPerReplica(4) and not popdist.checkNumIpusPerReplica(2)
+
+
+def test_options_take_replicas_and_place_from_the_launcher(launched):
+    opts = popdist.poptorch.Options(ipus_per_replica=4)
+    assert isinstance(opts, poptorch.Options)
+    assert opts.replication_factor == 2
+    assert (opts.Distributed.processId, opts.Distributed.numProcesses) == (3, 4)
+    assert opts.clone().Distributed.numProcesses == 4
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("replicationFactor", lambda opts: opts.replicationFactor(2)),
+        ("useIpuId", lambda opts: opts.useIpuId(1)),
+        ("Distributed.disable", lambda opts: opts.Distributed.disable()),
+        ("Distributed.setEnvVarNames", lambda opts: opts.Distributed.setEnvVarNames("A", "B")),
+        ("Distributed.configureProcessId", lambda opts: opts.Distributed.configureProcessId(0, 1)),
+    ],
+)
+def test_what_the_launcher_decides_can_not_be_set(name, call):
+    with pytest.raises(RuntimeError, match=rf"Cannot call `{name}` with popdist.poptorch.Options"):
+        call(popdist.poptorch.Options())
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="POPDIST_NUM_LOCAL_REPLICAS is 'two'"):
+        environment.read({environment.TOTAL: "4", environment.LOCAL: "two"})
+
+
+def test_asking_for_the_index_loads_no_torch():
+    program = "import popdist, sys; popdist.getInstanceIndex(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
