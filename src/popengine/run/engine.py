@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from .recorder import Recorder
 from .results import Results
 from .store import Store
 from .worker import Channels, Run, Worker
+
+_PATIENCE = 0.2  # seconds; an interrupt that comes without a signal wakes nobody who waits
 
 
 class Engine:
@@ -108,24 +111,15 @@ class Engine:
             store.begin()
         if recorder is not None:
             recorder.begin_call()
-        failure, unfinished = None, len(self._workers)
+        failure: BaseException | None = None
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # some libraries keep one number for the process
-        for worker in self._workers:
-            worker.inbox.put(run)
         try:
-            while unfinished:
-                _, error = run.finished.get()
-                unfinished -= 1
-                if error is not None and failure is None:
-                    failure = error
-                    self._channels.stop()
+            torch.set_num_threads(1)  # some libraries keep one number for the process
+            failure = self._await(run)
         except BaseException as interrupt:  # Ctrl-C arrives here, in the main thread
             failure = interrupt
             self._channels.stop()
-            while unfinished:
-                run.finished.get()
-                unfinished -= 1
+            self._settle()
         finally:
             torch.set_num_threads(threads)
         if self.plan.credits or failure is not None:
@@ -138,6 +132,35 @@ class Engine:
             raise failure
         self.step += run.steps
         return run.results
+
+    def _await(self, run: Run) -> BaseException | None:
+        """Hand the run to all workers and wait for them; the first failure."""
+        failure, unfinished = None, len(self._workers)
+        for worker in self._workers:
+            worker.inbox.put(run)
+        while unfinished:
+            try:
+                _, error = run.finished.get(timeout=_PATIENCE)
+            except Empty:
+                continue
+            unfinished -= 1
+            if error is not None and failure is None:
+                failure = error
+                self._channels.stop()
+        return failure
+
+    def _settle(self) -> None:
+        """Wait until no worker runs. They answer in turn, so all that they were told before has ended."""
+        while True:
+            answers: SimpleQueue[None] = SimpleQueue()
+            try:
+                for worker in self._workers:
+                    worker.inbox.put(answers)
+                for _ in self._workers:
+                    answers.get()
+                return
+            except KeyboardInterrupt:  # a second one: it is stopping already
+                continue
 
     # ---- weights and state -------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Worker:
         for anchor in settings.anchors:
             if anchor.source != "output" and homes.get(store.slot[anchor.key]) == ipu:
                 self._anchored.setdefault(anchor.source, []).append(anchor.key)
-        self.inbox: SimpleQueue[Run | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"ipu {ipu} replica {replica}", daemon=True)
         self._thread.start()
 
@@ -122,6 +122,9 @@ class Worker:
     def _serve(self) -> None:
         torch.set_num_threads(1)  # the ipus are the threads
         while (run := self.inbox.get()) is not None:
+            if not isinstance(run, Run):  # somebody asks whether the runs before are over
+                run.put(None)
+                continue
             self.run, failure = run, None
             try:
                 with torch.inference_mode():
@@ -188,6 +191,8 @@ class Worker:
         self.run.channels[instruction.channel, self.replica].put(values)
 
     def _compute(self, instruction: ir.Compute) -> None:
+        if self.run.channels.stopped:
+            raise Stopped
         piece = self.plan.partition.pieces[instruction.piece]
         frame = self.frames.setdefault(instruction.micro_batch, {})
         state, held = self.store.state, instruction.held

@@ -1,0 +1,416 @@
+"""Mistakes and failures: each a clear error, and afterwards weights as before and an executor that works."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from parity_models import Digits, annotated
+from parity_runs import options
+from torch import Tensor, nn
+from torch.nn import functional
+
+import poptorch
+
+ROWS, SIZE = 2, 4
+
+
+@torch.library.custom_op("parity_tests::fragile", mutates_args=())
+def fragile(x: Tensor) -> Tensor:
+    """The identity, but for values above 100."""
+    if x.max() > 100:
+        raise ValueError("too large")
+    return x.clone()
+
+
+@fragile.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+fragile.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Fragile(nn.Module):
+    """Four stages; the third may fail."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, poptorch.BeginBlock(nn.Linear(SIZE, SIZE), name))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, target):
+        size = x.abs().max()
+        self.seen += 1
+        x = self.c(self.b(self.a(x.clamp(-1, 1))))
+        x = x + fragile(size) * 0
+        return functional.mse_loss(self.d(x), target)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def four_stages():
+    return poptorch.PipelinedExecution("a", "b", "c", "d")
+
+
+def fragile_executor(**more):
+    torch.manual_seed(0)
+    model = Fragile()
+    own = options(four_stages(), **more).broadcastBuffers(False)
+    return poptorch.trainingModel(model, own, adam(model))
+
+
+def batch(micro_batches):
+    return torch.randn(micro_batches * ROWS, SIZE), torch.randn(micro_batches * ROWS, SIZE)
+
+
+# ---- failures while the model runs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_failing_operation_names_its_place_and_leaves_everything_as_before(replicas):
+    failing, twin = (fragile_executor(iterations=3, replicas=replicas) for _ in range(2))
+    good, later = batch(3 * 8 * replicas), batch(3 * 8 * replicas)
+    failing(*good), twin(*good)
+    before = copy.deepcopy(failing.state_dict())
+    bad = (later[0].clone(), later[1])
+    bad[0][2 * 8 * replicas * ROWS + 5] = 1000  # in the third device iteration, after two weight updates
+    with pytest.raises(poptorch.Error) as caught:
+        failing(*bad)
+    message = str(caught.value)
+    assert "forward of stage 2 (blocks c) failed on ipu 2" in message
+    assert "ValueError: too large" in message
+    assert "test_bad_input.py:" in message
+    failing.copyWeightsToHost()
+    for name, value in failing.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(failing(*later), twin(*later))
+    for name, value in failing.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[name]), name
+
+
+def test_a_failure_of_the_first_call_leaves_the_initial_weights():
+    executor = fragile_executor()
+    before = copy.deepcopy(executor.model.state_dict())
+    x, target = batch(8)
+    with pytest.raises(poptorch.Error, match="too large"):
+        executor(x * 1000, target)
+    executor.copyWeightsToHost()
+    assert all(torch.equal(value, before[name]) for name, value in executor.model.state_dict().items())
+    assert executor(x, target).shape == (8,)
+
+
+def test_an_index_out_of_range_names_the_line_of_the_embedding():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(3, 2)
+
+        def forward(self, words):
+            return self.embedding(words)
+
+    executor = poptorch.inferenceModel(Words())
+    with pytest.raises(poptorch.Error, match="index out of range") as caught:
+        executor(torch.tensor([0, 7]))
+    line = Words.forward.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in str(caught.value)
+    assert executor(torch.tensor([0, 2])).shape == (2, 2)
+
+
+def test_many_failures_in_a_row_leave_no_trace():
+    executor = fragile_executor()
+    x, target = batch(8)
+    for row in range(16):
+        bad = x.clone()
+        bad[row] = 1000
+        with pytest.raises(poptorch.Error, match="too large"):
+            executor(bad, target)
+    assert torch.equal(executor(x, target), fragile_executor()(x, target))
+
+
+SLEEPER = """
+    import _thread, os, signal, sys, threading, time, torch
+    from torch import nn
+    import poptorch
+
+    @torch.library.custom_op("parity_tests::slow", mutates_args=())
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 100:
+            time.sleep(0.05)
+        return x.clone()
+
+    slow.register_fake(torch.empty_like)
+    slow.register_autograd(lambda ctx, gradient: gradient)
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for i in range(4):
+                    setattr(self, "abcd"[i], poptorch.BeginBlock(nn.Linear(2, 2), "abcd"[i], ipu_id=ipus[i]))
+
+        def forward(self, x):
+            y = self.c(self.b(self.a(x.clamp(-1, 1)))) + slow(x.abs().max()) * 0
+            return poptorch.identity_loss(self.d(y), "mean")
+
+    ipus = eval(sys.argv[1])
+    interrupt = {"signal": lambda: os.kill(os.getpid(), signal.SIGINT), "function": _thread.interrupt_main}[sys.argv[2]]
+    model = Slow()
+    options = poptorch.Options().deviceIterations(50).showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(8)
+    executor = poptorch.trainingModel(model, options)
+    x = torch.randn(400, 2)
+    executor(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    started = time.time()
+    threading.Timer(0.5, interrupt).start()
+    try:
+        executor(x + 1000)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print("interrupted", time.time() - started < 2)
+    executor.copyWeightsToHost()
+    print("as before", all(torch.equal(value, before[name]) for name, value in model.state_dict().items()))
+    executor(x)
+    print("usable", not torch.equal(model.a.weight, before["a.weight"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ipus", "interrupt"), [("0, 1, 2, 3", "signal"), ("0, 0, 0, 0", "signal"), ("0, 0, 1, 1", "function")]
+)
+def test_ctrl_c_ends_a_call_at_once_and_leaves_a_usable_executor(ipus, interrupt):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SLEEPER), ipus, interrupt],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ,
+    )
+    assert done.stdout.splitlines() == ["interrupted True", "as before True", "usable True"], done.stderr
+
+
+def test_more_ipus_than_cores_take_turns():
+    class Long(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                poptorch.BeginBlock(nn.Linear(SIZE, SIZE), ipu_id=ipu) for ipu in range(24)
+            )
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return poptorch.identity_loss(x, "sum")
+
+    model = Long()
+    executor = poptorch.trainingModel(model, options(accumulation=47), adam(model))
+    assert executor(batch(47)[0]).shape == (47,)
+
+
+def test_an_executor_that_is_gone_leaves_no_threads():
+    import gc
+    import threading
+    import time
+
+    executor = fragile_executor()
+    executor(*batch(8))
+    names = [thread.name for thread in threading.enumerate()]
+    assert "ipu 3 replica 0" in names
+    before = len(names)
+    del executor
+    gc.collect()
+    deadline = time.time() + 5
+    while len(threading.enumerate()) > before - 4 and time.time() < deadline:
+        time.sleep(0.01)
+    assert len(threading.enumerate()) <= before - 4
+
+
+# ---- models and options that don't fit together -----------------------------------------------------------
+
+
+def digits_executor(strategy, **more):
+    torch.manual_seed(0)
+    model = annotated(Digits())
+    return poptorch.trainingModel(model, options(strategy, **more), adam(model))
+
+
+def assert_unchanged_and_usable(executor):
+    """A compilation that failed has touched nothing; the same model trains with options that fit."""
+    torch.manual_seed(0)
+    fresh = Digits().state_dict()
+    model = executor.model
+    assert all(torch.equal(value, fresh[name]) for name, value in model.state_dict().items())
+    assert not executor.isCompiled()
+    poptorch.removeBlocks(model)
+    assert executor(*Digits.data(16))[1].shape == (8,)
+
+
+def test_a_block_that_the_strategy_does_not_know_is_named_with_those_it_knows():
+    executor = digits_executor(poptorch.PipelinedExecution("a", "b", "c"))
+    with pytest.raises(AssertionError, match="Unknown Block 'd'") as caught:
+        executor(*Digits.data(16))
+    assert isinstance(caught.value, poptorch.Error)
+    assert "'a', 'b', 'c'" in str(caught.value)
+    assert "parity_models.py:" in str(caught.value)
+    assert_unchanged_and_usable(executor)
+
+
+def test_a_block_without_an_ipu_under_same_as_ipu_is_refused():
+    executor = digits_executor(None)
+    with pytest.raises(AssertionError, match=r"AutoStage.SameAsIpu.*no IPU was specified.*'a'"):
+        executor(*Digits.data(16))
+    assert_unchanged_and_usable(executor)
+
+
+def test_an_operation_behind_a_with_block_is_refused_at_its_line():
+    class Outside(nn.Module):
+        def forward(self, x):
+            with poptorch.Block("a", ipu_id=0):
+                x = x + 1
+            return x * 2
+
+    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block") as caught:
+        poptorch.inferenceModel(Outside())(torch.zeros(2))
+    assert f"{__file__}:{Outside.forward.__code__.co_firstlineno + 3}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needed"),
+    [
+        (lambda: poptorch.PipelinedExecution("a", "b", "c", "d"), 7),
+        (lambda: poptorch.PipelinedExecution(["a", "b"], ["c", "d"]), 3),
+        (lambda: poptorch.PipelinedExecution("a", "b", poptorch.Stage("c", "d").ipu(0)), 5),
+        (lambda: poptorch.PipelinedExecution(*(poptorch.Stage(b).ipu(0) for b in "abcd")), 1),
+        (
+            lambda: poptorch.PipelinedExecution(
+                *(poptorch.Stage(b).ipu(i) for b, i in zip("abcd", (1, 2, 3, 4), strict=True))
+            ),
+            9,
+        ),
+        (lambda: poptorch.ShardedExecution("a", "b", "c", "d"), 1),
+    ],
+)
+def test_a_pipeline_needs_two_micro_batches_for_each_forward_stage_less_one(strategy, needed):
+    if needed > 1:
+        executor = digits_executor(strategy(), accumulation=needed - 1)
+        with pytest.raises(poptorch.Error, match=rf"number of pipeline stages \({needed}\)") as caught:
+            executor(*Digits.data(2 * (needed - 1)))
+        message = str(caught.value)
+        assert "Training.gradientAccumulation" in message
+        assert "must be greater than or equal to" in message
+        assert "PipelinedExecution" in message
+        forward = (needed + 1) // 2
+        assert f"{forward} forward stages bring {forward - 1} more in training" in message
+    assert digits_executor(strategy(), accumulation=needed)(*Digits.data(2 * needed))[1].numel() == needed
+
+
+def test_a_pipeline_in_inference_needs_a_device_iteration_for_each_stage():
+    def executor(iterations):
+        own = poptorch.Options().deviceIterations(iterations).setExecutionStrategy(four_stages())
+        return poptorch.inferenceModel(annotated(Digits()), own.showCompilationProgressBar(False))
+
+    with pytest.raises(poptorch.Error, match=r"deviceIterations .* number of pipeline stages \(4\)"):
+        executor(3)(*Digits.data(6))
+    assert executor(4)(*Digits.data(8))[1].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (lambda y, t: y, "Couldn't find a loss in graph!"),
+        (
+            lambda y, t: (functional.mse_loss(y, t), functional.l1_loss(y, t)),
+            "Multiple independent losses found in graph",
+        ),
+        (
+            lambda y, t: functional.mse_loss(y, t) + functional.l1_loss(y, t),
+            "Multiple independent losses found in graph",
+        ),
+        (lambda y, t: functional.mse_loss(y, t, reduction="none"), "training needs a scalar"),
+    ],
+    ids=["none", "two", "a sum of two", "not a scalar"],
+)
+def test_training_needs_exactly_one_final_scalar_loss(outcome, words):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x, target):
+            return outcome(self.layer(x), target)
+
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    executor = poptorch.trainingModel(model, options(accumulation=1), adam(model))
+    with pytest.raises(poptorch.Error, match=words) as caught:
+        executor(*batch(1))
+    assert "poptorch.identity_loss" in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_losses_joined_by_identity_loss_are_one():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x, target):
+            y = self.layer(x)
+            one, two = functional.mse_loss(y, target), functional.l1_loss(y, target)
+            return one, two, poptorch.identity_loss(one + two, "none")
+
+    model = Model()
+    executor = poptorch.trainingModel(model, options(accumulation=1), adam(model))
+    one, two, both = executor(*batch(1))
+    assert torch.equal(one + two, both)
+
+
+# ---- batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda x, t: (x[:-8], t),
+            r"Shape mismatch for x: expected torch.Size\(\[16, 4\]\), got torch.Size\(\[8, 4\]\)",
+        ),
+        (lambda x, t: (x.double(), t), "Data type mismatch for x: expected torch.float32, got torch.float64"),
+        (lambda x, t: (x, t.int()), "Data type mismatch for target: expected torch.float32, got torch.int32"),
+        (lambda x, t: (x, None), "Type mismatch for target"),
+        (lambda x, t: (x[:, :2], t), "Shape mismatch for x"),
+    ],
+    ids=["size", "dtype", "integers", "None", "columns"],
+)
+def test_a_batch_of_another_kind_is_refused_and_the_executor_goes_on(change, words):
+    executor, twin = fragile_executor(), fragile_executor()
+    x, target = batch(8)
+    executor(x, target), twin(x, target)
+    with pytest.raises(poptorch.Error, match=words):
+        executor(*change(x, target))
+    assert torch.equal(executor(x, target), twin(x, target))
+
+
+def test_a_first_batch_that_does_not_divide_is_refused_with_its_factors():
+    executor = fragile_executor(iterations=3)
+    with pytest.raises(AssertionError, match="Invalid batch dimension") as caught:
+        executor(*batch(20))
+    for word in ("multiple of 24", "deviceIterations 3", "gradientAccumulation 8", "(40, 4)"):
+        assert word in str(caught.value)
+    assert executor(*batch(24)).shape == (24,)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(poptorch.Error, match="Zero-sized tensors are unsupported"):
+        fragile_executor()(torch.zeros(0, SIZE), torch.zeros(0, SIZE))
+
+
+def test_output_backward_is_refused():
+    with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):
+        fragile_executor()(*batch(8)).backward()
