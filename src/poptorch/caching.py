@@ -27,6 +27,7 @@ from .arguments import Call
 from .executable import Executable
 from .fingerprint import Unstable, fingerprint
 from .logs import logger
+from .ops.host import calls_host
 from .options import Options
 
 # What does not change what is compiled.
@@ -54,7 +55,12 @@ class Cache:
         return replace(found, settings=settings)
 
     def store(self, executable: Executable) -> None:
-        if self._path is not None:
+        if self._path is not None and calls_host(executable.plan):
+            logger.warning(
+                "enableExecutableCaching: this model is not cached: it calls Python on the host (poptorch.CPU,"
+                " custom_op), which a file can't hold"
+            )
+        elif self._path is not None:
             saving.write(self._path, executable.without_code())
             logger.info("compiled model kept in the cache: %s", self._path)
 

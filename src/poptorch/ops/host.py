@@ -6,6 +6,7 @@ A function can't be a part of a graph, nor be saved with one; the graph holds a 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from popengine.compile.capture import current, hidden
 from popengine.errors import Error
+from popengine.ir import Plan
 
-from .library import LIBRARY
+from .library import computed
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class HostCall:
 
 
 _calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
-_handles = itertools.count()
+# From a random number on, so that a graph that another process has saved never meets a function of this one.
+_handles = itertools.count(secrets.randbits(40) << 20)
 
 
 def host_call(
@@ -45,8 +48,8 @@ def _find(handle: int) -> HostCall:
     if handle not in _calls:
         raise Error(
             "this graph calls a Python function on the host, and was compiled by another process, which had it\n"
-            "  why: poptorch.CPU, custom_op and the search operations can't be saved in an executable\n"
-            "  fix: compile in this process: don't load the executable, or switch its caching off"
+            "  why: poptorch.CPU and custom_op can't be saved in an executable\n"
+            "  fix: compile the model in this process, instead of loading an executable"
         )
     return _calls[handle]
 
@@ -77,9 +80,13 @@ def _pretend(inputs: list[Tensor], handle: int) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _find(handle).outputs]
 
 
-LIBRARY.define("host_call(Tensor[] inputs, int handle) -> Tensor[]")
-LIBRARY.impl("host_call", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("poptorch::host_call", _pretend, lib=LIBRARY)
+computed("host_call(Tensor[] inputs, int handle) -> Tensor[]", _run, _pretend)
+
+
+def calls_host(plan: Plan) -> bool:
+    """Whether a compiled model needs functions of this process; also those in the bodies of its branches."""
+    name = "poptorch.host_call"
+    return any(name in text for piece in plan.partition.pieces for text in (piece.source, *piece.calls))
 
 
 class CPU:

@@ -1,7 +1,7 @@
 """How an operation becomes one of `torch.ops.poptorch.*`, and so a node of its own in a captured graph.
 
-Two kinds: a mark is the identity and stays in the graph under its name; a shorthand is traced through, so
-that the graph holds what it calls.
+Three kinds: a mark is the identity and stays in the graph under its name; a computed operation stays there
+too, and is opaque; a shorthand is traced through, so that the graph holds what it calls.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def mark(
     qualified = f"poptorch::{name}"
     torch.library.register_fake(qualified, lambda first, *_: first.view_as(first), lib=LIBRARY)
     torch.library.register_autograd(qualified, backward, setup_context=keep_settings, lib=LIBRARY)
+
+
+def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
+    """Register an operation without a gradient; `pretend` returns empty tensors of its result's shapes."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
 
 
 def shorthand(schema: str, function: Callable[..., Any]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current
 from popengine.errors import Error
 
-from .host import host_call
+from .library import computed
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
@@ -36,22 +35,20 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
         raise Error(f"fps: ptr must rise from 0 to at most {len(src)}, the number of points; found {ptr}")
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
-    clouds = list(itertools.pairwise(ptr))
-    counts = [math.ceil(ratio * (end - begin)) for begin, end in clouds]
     # Drawn here and not inside, so that the model's own random numbers decide.
-    draws = torch.rand(len(clouds), device=src.device) if random_start else torch.zeros(len(clouds))
+    make = torch.rand if random_start else torch.zeros
+    return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
 
-    def sample(points: Tensor, starts: Tensor) -> list[Tensor]:
-        chosen = [
-            begin + _farthest(points[begin:end].flatten(1), count, int(start * (end - begin)))
-            for (begin, end), count, start in zip(clouds, counts, starts.tolist(), strict=True)
-        ]
-        return [torch.cat(chosen)]
 
-    if current() is None:
-        return sample(src, draws)[0]
-    like = torch.empty(sum(counts), dtype=torch.int64, device="meta")
-    return host_call("fps", sample, [src, draws], [like])[0]
+def _counts(ptr: list[int], ratio: float) -> list[int]:
+    return [math.ceil(ratio * (end - begin)) for begin, end in itertools.pairwise(ptr)]
+
+
+def _sample(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
+    chosen = []
+    for begin, end, count, start in zip(ptr, ptr[1:], _counts(ptr, ratio), starts.tolist(), strict=False):
+        chosen.append(begin + _farthest(src[begin:end].flatten(1), count, int(start * (end - begin))))
+    return torch.cat(chosen)
 
 
 def _farthest(points: Tensor, count: int, start: int) -> Tensor:
@@ -62,6 +59,13 @@ def _farthest(points: Tensor, count: int, start: int) -> Tensor:
         distance = torch.minimum(distance, (points - points[start]).float().square().sum(1))
         start = int(distance.argmax())
     return chosen.to(points.device)
+
+
+computed(
+    "fps(Tensor src, int[] ptr, float ratio, Tensor starts) -> Tensor",
+    _sample,
+    lambda src, ptr, ratio, starts: src.new_empty(sum(_counts(ptr, ratio)), dtype=torch.int64),
+)
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> Tensor:

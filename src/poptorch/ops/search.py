@@ -7,10 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current
 from popengine.errors import Error
 
-from .host import host_call
+from .library import computed
 
 _NEVER = -math.inf
 Path = tuple[int, ...]
@@ -41,23 +40,24 @@ def ctc_beam_search_decoder(
         raise Error(
             f"ctc_beam_search_decoder: top_paths must be from 1 to beam_width; found {top_paths}, {beam_width}"
         )
-    if current() is None:
-        return _decode(probs, lengths, blank, beam_width, top_paths)
+    return list(torch.ops.poptorch.ctc_beam_search_decoder(probs, lengths, blank, beam_width, top_paths))
+
+
+def _shapes(
+    probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
+) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
-    like = [
-        torch.empty(batch, top_paths, dtype=probs.dtype, device="meta"),
-        torch.empty(batch, top_paths, dtype=torch.int32, device="meta"),
-        torch.empty(batch, top_paths, steps, dtype=torch.int32, device="meta"),
-    ]
-    return host_call(
-        "ctc_beam_search_decoder",
-        lambda values, counts: _decode(values, counts, blank, beam_width, top_paths),
-        [probs, lengths],
-        like,
+    counts = probs.new_empty((batch, top_paths), dtype=torch.int32)
+    return (
+        torch.empty_like(counts, dtype=probs.dtype),
+        counts,
+        counts.new_empty((batch, top_paths, steps)),
     )
 
 
-def _decode(probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int) -> list[Tensor]:
+def _decode(
+    probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
+) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
     scores = torch.full((batch, top_paths), _NEVER, dtype=probs.dtype)
     counts = torch.zeros(batch, top_paths, dtype=torch.int32)
@@ -67,7 +67,7 @@ def _decode(probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_pat
         for rank, (path, score) in enumerate(_beams(rows, blank, beam_width)[:top_paths]):
             scores[sample, rank], counts[sample, rank] = score, len(path)
             paths[sample, rank, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    return [scores, counts, paths]
+    return scores.to(probs.device), counts.to(probs.device), paths.to(probs.device)
 
 
 def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
@@ -103,3 +103,11 @@ def _sum(one: float, other: float) -> float:
     """log(exp(one) + exp(other))"""
     high, low = max(one, other), min(one, other)
     return high if low == _NEVER else high + math.log1p(math.exp(low - high))
+
+
+computed(
+    "ctc_beam_search_decoder(Tensor probs, Tensor lengths, int blank=0, int beam_width=100, int top_paths=1) ->"
+    " (Tensor, Tensor, Tensor)",
+    _decode,
+    _shapes,
+)

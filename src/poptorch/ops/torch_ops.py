@@ -1,6 +1,6 @@
 """The operations of this package under their old names in `torch.ops.poptorch`, called so by programs.
 
-The marks are registered where they are defined.
+Marks and computed operations are registered where they are defined.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from popengine.compile.capture import current
 from popengine.errors import Error
 
-from . import custom, losses, scopes, search, slices
+from . import custom, losses, scopes, slices
 from .library import shorthand
 
 _CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
@@ -68,11 +68,6 @@ shorthand(
 shorthand(
     "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor",
     slices.dynamic_update,
-)
-shorthand(
-    "ctc_beam_search_decoder(Tensor probs, Tensor lengths, int blank, int width, int top_paths) ->"
-    " (Tensor, Tensor, Tensor)",
-    lambda *arguments: tuple(search.ctc_beam_search_decoder(*arguments)),
 )
 shorthand(
     "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes) ->"

@@ -1,0 +1,97 @@
+"""ipu_print_tensor: what it prints, and when."""
+
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from poptorch.ops.layout import Layout
+
+X = torch.tensor([[0.25, 1.5], [2.5, 3.25]])
+
+
+def test_a_row_is_a_line_indented_by_its_depth():
+    layout = Layout(separator=" ", open_bracket="{", close_bracket="}", digits=8)
+    assert layout.text(X, "title") == dedent("""\
+        title: {
+         {0.25 1.5}
+         {2.5 3.25}
+        }""")
+    assert Layout().text(torch.arange(8).reshape(2, 2, 2), "t") == dedent("""\
+        t: (
+         (
+          (0, 1)
+          (2, 3)
+         )
+         (
+          (4, 5)
+          (6, 7)
+         )
+        )""")
+
+
+@pytest.mark.parametrize(
+    ("float_format", "digits", "expected"),
+    [
+        ("auto", 8, "(1.4962566)"),
+        ("fixed", 8, "(1.4962566)"),
+        ("scientific", 8, "(1.4962566e+00)"),
+        ("auto", 4, "(1.496)"),
+        ("fixed", 4, "(1.496)"),
+        ("none", 4, "(1.4962566)"),
+        ("auto", 0, "(1.4962566)"),
+    ],
+)
+def test_digits_are_significant_ones(float_format, digits, expected):
+    value = torch.tensor([1.4962566])
+    assert Layout(float_format=float_format, digits=digits).text(value, "") == expected
+
+
+def test_long_rows_break_and_large_tensors_are_shortened():
+    row = torch.arange(10)
+    assert Layout(max_line_width=12, separator=",").text(row, "") == "(0,1,2,3,4,\n  5,6,7,8,9)"
+    assert Layout(max_line_width=0, summarise_threshold=0).text(row, "").count("\n") == 0
+    assert Layout(summarise_threshold=9, edge_items=2).text(row, "") == "(0, 1, ..., 8, 9)"
+    table = Layout(summarise_threshold=9, edge_items=1).text(torch.arange(12).reshape(4, 3), "")
+    assert table == "(\n (0, ..., 2)\n ...\n (9, ..., 11)\n)"
+
+
+def test_values_are_printed_at_every_execution_and_their_gradients_too(capfd):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(X.clone())
+
+        def forward(self, x):
+            return poptorch.identity_loss(poptorch.ipu_print_tensor(self.weight * x, "y"), "sum")
+
+    model = Model()
+    trainer = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), lr=0.1))
+    trainer(torch.ones(2, 2))
+    printed = capfd.readouterr().err
+    assert "y: (\n (0.25, 1.5)\n (2.5, 3.25)\n)" in printed
+    assert "y_gradient: (\n (1, 1)\n (1, 1)\n)" in printed
+    model(torch.ones(2, 2))
+    assert capfd.readouterr().err == ""
+
+
+def test_the_gradient_can_be_left_out_and_formats_are_checked(capfd):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(X.clone())
+
+        def forward(self):
+            y = poptorch.ipu_print_tensor(
+                self.weight * 1, "y", print_gradient=False, float_format="scientific"
+            )
+            return poptorch.identity_loss(y, "sum")
+
+    poptorch.trainingModel(Model())()
+    printed = capfd.readouterr().err
+    assert "2.500e-01" in printed
+    assert "gradient" not in printed
+    with pytest.raises(KeyError, match="fancy"):
+        poptorch.ipu_print_tensor(X, float_format="fancy")
