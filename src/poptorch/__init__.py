@@ -2,7 +2,8 @@
 
 from popengine.errors import Error, RecoverableError, UnrecoverableError
 
-from . import optim, profiling, testing
+from . import autocasting, optim, profiling, testing
+from .autocasting import autocast
 from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, removeBlocks
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import *  # noqa: F403
@@ -34,6 +35,14 @@ from .ops import (
     set_overlap_for_output,
 )
 from .options import ConfigFileError, Options, TensorLocationSettings
+from .plumbing import (
+    accessAttributes,
+    attributes_lists,
+    getIpuTensorId,
+    importPoptorchMetadataFromFile,
+    poptorchAtExit,
+)
+from .poptorch_core import createPoptorchError
 from .strategies import (
     ParallelPhasedExecution,
     Phase,
