@@ -1,0 +1,96 @@
+"""Imports run downwards only: the doors see the face, the face the engine, the engine its values."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+# Rooms by the prefix of their modules, and the rooms that each may import beside itself.
+VALUES = {
+    "popengine",
+    "popengine.ir",
+    "popengine.settings",
+    "popengine.profile",
+    "popengine.errors",
+    "popengine.body",
+}
+ENGINE = {"popengine.compile", "popengine.run"}
+MAY_IMPORT = {
+    **{room: VALUES for room in VALUES},
+    "popengine.compile": VALUES,
+    "popengine.run": VALUES,
+    "popart": set(),
+    "popdist.environment": set(),
+    "popdist": {"popdist.environment"},
+    "poptorch": VALUES | ENGINE | {"popdist.environment"},
+    "popdist.poptorch": {"poptorch", "popdist", "popdist.environment"},
+    "poprun": {"popdist", "popdist.environment"},
+    "ipujob": {"popdist", "popdist.environment"},
+    "popvision": {"popengine", "popengine.profile"},
+    "lightning_graphcore": {"poptorch", "popdist", "popdist.environment", "popdist.poptorch"},
+}
+
+
+def room_of(module: str) -> str | None:
+    """The room with the longest prefix; None: not ours."""
+    rooms = [room for room in MAY_IMPORT if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len, default=None)
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in SRC.rglob("*.py"):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(module: str, path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            start = ".".join([*base, *filter(None, [node.module])])
+            names = [f"{start}.{alias.name}" for alias in node.names]
+            found |= {name if name in ALL else start for name in names}
+    return found
+
+
+ALL = modules()
+
+
+@pytest.mark.parametrize("module", sorted(ALL))
+def test_a_module_imports_downwards_only(module):
+    room = room_of(module)
+    assert room is not None, f"{module} is in no room: add its package to MAY_IMPORT"
+    upward = {
+        name for name in imports(module, ALL[module]) if room_of(name) not in {None, room, *MAY_IMPORT[room]}
+    }
+    assert not upward
+
+
+def test_run_and_compile_meet_only_in_the_values():
+    def used(package):
+        return {
+            room_of(name)
+            for module, path in ALL.items()
+            if room_of(module) == package
+            for name in imports(module, path)
+        }
+
+    assert "popengine.run" not in used("popengine.compile")
+    assert "popengine.compile" not in used("popengine.run")
+
+
+@pytest.mark.parametrize("module", ["popengine", "popengine.profile", "popdist.environment", "popart"])
+def test_what_launchers_and_viewers_import_loads_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,43 @@
+"""The names that programs import, pinned: one that goes away breaks them."""
+
+import inspect
+import operator
+
+import pytest
+
+import poptorch
+
+NAMES = """
+    AsynchronousDataAccessor Attribute AutoStage BeginBlock Block BlockFunction CPU CommGroupType
+    ConfigFileError ConnectionType DataLoader DataLoaderMode Error HalfFloatCastingBehavior
+    ICustomArgParser LegacyBeginBlockFn Liveness MatMulSerializationMode MeanReductionStrategy
+    MultiConv MultiConvPlanType NameScope Options OutputMode OverlapMode ParallelPhasedExecution
+    Phase PipelinedExecution PoplarExecutor RecoverableError ReductionType SerialPhasedExecution
+    ShardedExecution SharingStrategy Stage SyncPattern TensorLocationSettings UnrecoverableError
+    VariableRetrievalMode cond ctc_beam_search_decoder custom_op dynamic_slice dynamic_update
+    for_loop fps identity_loss inferenceModel ipu_print_tensor isRunningOnIpu logger module_repr
+    nearest nop recomputationCheckpoint registerCustomArgParser registerPostCompileHook
+    registerPreCompileHook removeBlocks serializedMatMul setLogLevel set_available_memory
+    set_overlap_for_input set_overlap_for_output trainingModel optim.Adam optim.AdamW optim.LAMB
+    optim.Optimizer optim.RMSprop optim.SGD profiling.Channel testing.allclose __version__
+"""
+
+EXECUTOR = """
+    attachToDevice compilationTime compile copyNamedBuffersToDevice copyWeightsToDevice copyWeightsToHost
+    copyWeightsToHostIfNeeded cycleCount destroy detachFromDevice isAttachedToDevice isCompiled load_state_dict
+    model options rng_state setOptimizer state_dict
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_poptorch_has(name):
+    assert operator.attrgetter(name)(poptorch) is not None
+
+
+@pytest.mark.parametrize("name", EXECUTOR.split())
+def test_an_executor_has(name):
+    assert inspect.getattr_static(poptorch.PoplarExecutor, name) is not None
+
+
+def test_a_star_import_of_enums_brings_no_modules():
+    assert not [name for name in ("IntEnum", "enum", "annotations") if hasattr(poptorch, name)]
