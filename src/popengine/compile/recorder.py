@@ -102,7 +102,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not func._schema.returns and not func._schema.is_mutable:  # an order to the compiler, no operation
             return func(*args, **kwargs)
-        func = _SAID_IN_PLACE.get(func, func) if args[3:4] != (None,) else func
+        if func in _SAID_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
+            func = _SAID_IN_PLACE[func]
         meta = self._describe(func)
         out = func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant

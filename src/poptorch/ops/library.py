@@ -34,21 +34,39 @@ def mark(
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
 
+    operation = getattr(torch.ops.poptorch, name).default
+
     def identity(first: Tensor, *settings: Any) -> Tensor:
         run(first, *settings)
         return first
 
-    def keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.settings = inputs[1:]
-
-    def backward(ctx: Any, passed: Tensor) -> Any:
-        result = gradient(passed, *ctx.settings)
-        return (result, *[None] * len(ctx.settings)) if ctx.settings else result
+    def differentiable(first: Tensor, *settings: Any) -> Tensor:
+        if torch._C._len_torch_dispatch_stack() == 0:  # nobody records: on the host it is no operation at all
+            return first
+        return _Mark.apply(operation, gradient, first, *settings)
 
     LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
-    qualified = f"poptorch::{name}"
-    torch.library.register_fake(qualified, lambda first, *_: first.view_as(first), lib=LIBRARY)
-    torch.library.register_autograd(qualified, backward, setup_context=keep_settings, lib=LIBRARY)
+    LIBRARY.impl(name, differentiable, "Autograd")
+    torch.library.register_fake(f"poptorch::{name}", _fresh, lib=LIBRARY)
+
+
+def _fresh(first: Tensor, *settings: Any) -> Tensor:
+    """Not a view, which could not be changed in place while it has a gradient of its own."""
+    return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
+
+
+class _Mark(torch.autograd.Function):
+    """A mark in forward; in backward, what its definition says."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
+        ctx.gradient, ctx.settings = gradient, settings
+        with torch._C._AutoDispatchBelowAutograd():
+            return operation(first, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, passed: Tensor) -> Any:
+        return (None, None, ctx.gradient(passed, *ctx.settings), *[None] * len(ctx.settings))
 
 
 def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:

@@ -137,3 +137,22 @@ def test_the_old_block_operations_open_blocks():
     model, out = compiled(forward, X)
     assert torch.equal(out, (X + 1) * 2)
     assert [visit.name for visit in model._executable.plan.partition.graph.visits][1:] == ["0", "1"]
+
+
+def test_what_a_mark_returns_can_be_changed_in_place():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            y = poptorch.nop(self.layer(x))
+            y += 1
+            y = torch.ops.poptorch.recomputation_checkpoint(y)
+            y *= 2
+            return poptorch.identity_loss(y, "mean")
+
+    model = Model()
+    expected = model(X).detach()
+    found = poptorch.trainingModel(model)(X)
+    torch.testing.assert_close(found, expected)
