@@ -1,68 +1,323 @@
-"""What a run did and when: events, and their JSON. Standard library only, so that viewers need no torch."""
+"""What a run did and when: tables of plain values, and their file. Standard library only, so viewers need no torch.
+
+A program's instructions are the same in every step, so a `Track` holds only how long each took; `programs`
+says what they are. `docs/profile-format.md` describes the file.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-VERSION = 1
+FORMAT, VERSION = "pando-profile", 1
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One instruction of one ipu: times in ns of the host's monotonic clock."""
+class Pass(NamedTuple):
+    """A pass of the compiler."""
+
+    name: str
+    seconds: float
+
+
+class Block(NamedTuple):
+    """A block of the model, where it was placed, and the line that opened it."""
+
+    name: str
+    stage: int
+    ipu: int
+    where: str
+    parameters: int = 0  # numbers in its weights
+
+
+class Piece(NamedTuple):
+    """One phase of one stage."""
+
+    phase: str  # F or B
+    stage: int
+    ipu: int
+    where: str  # the first of the user's lines in it
+    enters: int = 0  # bytes it is handed for good: they die while it runs
+
+
+class Operation(NamedTuple):
+    """One operation of a piece; times are of replica 0 in the step that `facts["detailed_step"]` names."""
+
+    piece: int
+    name: str
+    kind: str
+    block: str
+    where: str
+    calls: int = 0
+    ns: int = 0  # of all calls together
+    flops: int = 0  # of one call
+    bytes: int = 0  # read and written by one call
+    live: int = 0  # bytes alive in the piece after it
+
+
+class Part(NamedTuple):
+    """An instruction of an ipu's program, whatever its micro-batch."""
+
+    ipu: int
+    kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
+    phase: str = ""
+    stage: int = -1
+    peer: int = -1  # the ipu at the other end of a send or receive
+    bytes: int = 0  # moved by a load, send, receive, store; read by an update
+
+
+class Track(NamedTuple):
+    """One step of one ipu: when it began, and how long each instruction of its program took."""
+
+    call: int
+    step: int  # weight updates (calls, in inference) since the executor was compiled
+    replica: int
+    ipu: int
+    start: int  # ns since the profile's origin
+    durations: list[int]  # ns
+
+
+class Call(NamedTuple):
+    """One call of the executor as the host saw it; ns since the profile's origin."""
+
+    call: int
+    start: int
+    end: int
+    steps: int
+
+
+class HostEvent(NamedTuple):
+    """Something the host did or waited for; ns since the profile's origin."""
+
+    kind: str  # loader, weights to device, weights to host
+    start: int
+    end: int
+    bytes: int = 0
+
+
+class Memory(NamedTuple):
+    """Bytes that live on an ipu from step to step."""
+
+    replica: int
+    ipu: int
+    weights: int = 0
+    buffers: int = 0  # and constants
+    gradients: int = 0
+    optimizer: int = 0
+    copies: int = 0  # what a failed call would be rolled back to
+
+
+class Tensor(NamedTuple):
+    """Memory of a micro-batch on replica 0: held after instructions [born, died) of the detailed step."""
+
+    ipu: int
+    name: str
+    kind: str  # input, activation
+    micro_batch: int
+    bytes: int
+    born: int
+    died: int
+
+
+class Tick(NamedTuple):
+    """An action of the schedule, and its tick if each action took one."""
+
+    ipu: int
+    phase: str
+    stage: int
+    micro_batch: int
+    tick: int
+
+
+class Option(NamedTuple):
+    """An option that differs from its default."""
+
+    name: str
+    value: str
+    default: str
+
+
+class Event(NamedTuple):
+    """One instruction of one ipu as it ran: `Track` and `Part` joined."""
 
     ipu: int
     replica: int
-    kind: str  # compute, receive, send, load, accumulate, keep, store, update
+    kind: str
     start: int
     end: int
     phase: str = ""
     stage: int = -1
     micro_batch: int = -1
-    step: int = 0  # weight updates since the executor was compiled
+    step: int = 0
+    call: int = 0
+    peer: int = -1
+    bytes: int = 0
+
+
+_TABLES: dict[str, type[Any]] = {
+    "passes": Pass,
+    "blocks": Block,
+    "pieces": Piece,
+    "operations": Operation,
+    "parts": Part,
+    "tracks": Track,
+    "calls": Call,
+    "host": HostEvent,
+    "memory": Memory,
+    "tensors": Tensor,
+    "schedule": Tick,
+    "options": Option,
+}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The events of one or more calls, with what the plan says of them."""
+    """A run of one executor, with what the plan says of it.
 
+    `programs[ipu]` is a flat list: part, micro-batch, part, micro-batch ... `counts` are the batch factors;
+    `facts` whatever is one number or a few: see docs/profile-format.md.
+    """
+
+    name: str
     training: bool
-    ipus: tuple[int, ...]  # of each stage
-    stages: tuple[str, ...]  # the blocks of each
-    schedule: str  # the ideal order, drawn
-    events: tuple[Event, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)  # counts, compile seconds
+    stages: tuple[str, ...] = ()  # the blocks of each, in words
+    ipus: tuple[int, ...] = ()  # of each stage
+    counts: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    programs: dict[int, list[int]] = field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    parts: tuple[Part, ...] = ()
+    tracks: tuple[Track, ...] = ()
+    calls: tuple[Call, ...] = ()
+    host: tuple[HostEvent, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    schedule: tuple[Tick, ...] = ()
+    options: tuple[Option, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The ipus, each once."""
+        return tuple(sorted(set(self.ipus)))
+
+    def events(self, kinds: frozenset[str] | None = None) -> Iterator[Event]:
+        """Every instruction that was recorded, or those of some kinds; in order for each ipu."""
+        for track in self.tracks:
+            program, at = self.programs[track.ipu], track.start
+            for index, duration in enumerate(track.durations):
+                part, micro_batch = self.parts[program[2 * index]], program[2 * index + 1]
+                if kinds is None or part.kind in kinds:
+                    yield Event(
+                        part.ipu,
+                        track.replica,
+                        part.kind,
+                        at,
+                        at + duration,
+                        part.phase,
+                        part.stage,
+                        micro_batch,
+                        track.step,
+                        track.call,
+                        part.peer,
+                        part.bytes,
+                    )
+                at += duration
+
+    def to_json(self) -> str:
+        """The file's text: an object; tables as their columns and rows."""
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _TABLES:
+                value = {"columns": _TABLES[entry.name]._fields, "rows": value}
+            data[entry.name] = value
+        return json.dumps(data, separators=(",", ":"))
 
     def save(self, path: Path) -> None:
-        """Write JSON: one object, `events` as rows in the order of `columns`."""
-        data = asdict(self)
-        data["version"] = VERSION
-        data["columns"] = list(Event.__slots__)
-        data["events"] = [[getattr(event, name) for name in Event.__slots__] for event in self.events]
+        """Write the file; a reader never sees half of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data))
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(self.to_json())
+        draft.replace(path)
+
+
+class ProfileError(ValueError):
+    """A file that can't be read as a profile."""
 
 
 def load(path: Path) -> Profile:
     """Read what `Profile.save` wrote.
 
     Raises:
-        ValueError: not a profile, a damaged one, or one of a newer version
+        ProfileError: there is no such file, or it's no profile, damaged, cut short, or of a newer version
     """
     try:
-        data = json.loads(path.read_text())
-        version = data.pop("version")
-        columns = data.pop("columns")
-        events = tuple(Event(**dict(zip(columns, row, strict=True))) for row in data.pop("events"))
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile, or is damaged: {error}") from error
-    if version > VERSION:
-        raise ValueError(
-            f"{path} has version {version}; this program reads up to {VERSION}: upgrade pando-torch"
+        text = path.read_text()
+    except OSError as error:
+        raise ProfileError(
+            f"{path} can't be read: {error.strerror}\n  fix: name a profile.pop, or a folder of them"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path} is not a profile: it isn't text") from error
+    try:
+        return parse(text)
+    except ProfileError as error:
+        raise ProfileError(f"{path} {error}") from error
+
+
+def parse(text: str) -> Profile:
+    """A profile from the text of its file. Raises: ProfileError, see `load`."""
+    again = "\n  fix: run the program again with profiling on"
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        kind = "is damaged or cut short" if text.lstrip().startswith("{") else "is not a profile"
+        raise ProfileError(
+            f"{kind}: line {error.lineno}, column {error.colno}: {error.msg}{again}"
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ProfileError(f"is not a profile: it does not say it is a {FORMAT!r}{again}")
+    version = data.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise ProfileError(
+            f"has version {version}, and this program reads up to {VERSION}\n  fix: upgrade pando-torch"
         )
-    return Profile(
-        data["training"], tuple(data["ipus"]), tuple(data["stages"]), data["schedule"], events, data["facts"]
-    )
+    try:
+        profile = Profile(**{entry.name: _value(entry.name, data) for entry in fields(Profile)})
+        _check(profile)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ProfileError(f"is damaged: {type(error).__name__}: {error}{again}") from error
+    return profile
+
+
+def _value(name: str, data: dict[str, Any]) -> Any:
+    value = data[name]
+    if name in _TABLES:
+        row_type = _TABLES[name]
+        columns = value["columns"]
+        if tuple(columns) == row_type._fields:
+            return tuple(row_type(*row) for row in value["rows"])
+        rows = (dict(zip(columns, row, strict=True)) for row in value["rows"])
+        return tuple(row_type(**{k: v for k, v in row.items() if k in row_type._fields}) for row in rows)
+    if name == "programs":
+        return {int(ipu): program for ipu, program in value.items()}
+    return tuple(value) if name in ("stages", "ipus") else value
+
+
+def _check(profile: Profile) -> None:
+    """The references between the tables hold."""
+    if len(profile.stages) != len(profile.ipus):
+        raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
+    for ipu, program in profile.programs.items():
+        if len(program) % 2 or any(not 0 <= part < len(profile.parts) for part in program[::2]):
+            raise ValueError(f"the program of ipu {ipu} names parts that aren't there")
+    for track in profile.tracks:
+        if 2 * len(track.durations) > len(profile.programs[track.ipu]):
+            raise ValueError(f"a track of ipu {track.ipu} is longer than its program")
+        if not all(isinstance(duration, int) for duration in track.durations):
+            raise ValueError(f"a track of ipu {track.ipu} has durations that are no integers")

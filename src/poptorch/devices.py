@@ -6,9 +6,7 @@ import contextlib
 
 import torch
 
-from popengine import profile
 from popengine.compile import update
-from popengine.compile.schedule import draw
 from popengine.errors import Error
 from popengine.run.engine import Engine
 
@@ -35,6 +33,8 @@ class DeviceOwner(HostWeights, OptimizerOwner):
             self._engine = Engine(
                 executable.plan, executable.settings, self._host_weights(), update, self._seed()
             )
+        if self._reporter is not None:
+            self._reporter.attached(self._engine)
         if self._kept_rng is not None:
             self._engine.seed, self._engine.step = self._kept_rng
         if self._kept_state is not None:
@@ -57,7 +57,8 @@ class DeviceOwner(HostWeights, OptimizerOwner):
             self.copyWeightsToHostIfNeeded()
             self._kept_state = self._engine.read_optimizer()
         self._kept_rng = self._engine.seed, self._engine.step
-        self._save_profile()
+        if self._reporter is not None:
+            self._reporter.released()
         self._engine.close()
         self._engine = None
 
@@ -104,25 +105,3 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         self._kept_rng = state[0], state[1]
         if self._engine is not None:
             self._engine.seed, self._engine.step = self._kept_rng
-
-    # ---- profile -----------------------------------------------------------------------------------------
-
-    def _save_profile(self) -> None:
-        directory, executable = self._options._profile_directory(self._training), self._executable
-        if directory is None or executable is None or self._recorder is None:
-            return
-        partition, counts = executable.plan.partition, executable.settings.counts
-        facts = {
-            "iterations": counts.iterations,
-            "accumulation": counts.accumulation,
-            "replicas": counts.replicas,
-            "compile_seconds": self._compilation_seconds,
-        }
-        profile.Profile(
-            self._training,
-            partition.ipus,
-            partition.names,
-            draw(executable.plan.schedule),
-            tuple(self._recorder.events),
-            facts,
-        ).save(directory / "profile.pop")

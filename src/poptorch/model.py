@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from popengine.errors import Error
-from popengine.run.recorder import Recorder
 from popengine.run.results import Results
 
 from . import arguments, caching, saving, wrapping
@@ -31,6 +30,7 @@ from .optim.guard import OptimizerGuard
 from .options import Options
 from .options.freeze import freeze, resolved
 from .replicas import groups_of
+from .reporting import reporter_for
 from .synthetic import synthetic_inputs
 
 _PASSES = ("capture", "partition", "schedule", "lower", "load")
@@ -120,7 +120,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._stale, self._host_weights_version, self._seen_version = False, 0, None
         self._kept_rng = self._kept_state = None
         self._optimizer = self._hyper = None
-        self._recorder = Recorder() if self._options._profile_directory(training) else None
+        self._reporter = reporter_for(self, self._options, training)
         self._counters, self._anchored, self._synthetic = Counters(), {}, None
         self._has_run = False
         self.per_replica_params = {}
@@ -155,7 +155,8 @@ class PoplarExecutor(FileOwner, Inquiries):
         if not self._training:
             self._refresh_from_trainer()
         self._upload_pending_state()
-        results = self._need_engine().run(self._inputs(call), self._hyper, self._recorder)
+        recorder = self._reporter.recorder if self._reporter is not None else None
+        results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
         self._stale = self._stale or self._training
         self._keep(results)
         arguments.write_back(call, executable.plan.partition.graph, results.inputs())
@@ -200,6 +201,8 @@ class PoplarExecutor(FileOwner, Inquiries):
         options._Popart.check_names()
         self._updatable_buffers()
         started = time.perf_counter()
+        if self._reporter is not None:
+            self._reporter.compiling()
         with self._progress() as done:
             with caching.cache(self._model, call, options, settings) as cache:
                 found = cache.load(settings)
@@ -224,6 +227,8 @@ class PoplarExecutor(FileOwner, Inquiries):
 
             def done(name: str) -> None:
                 bar.update(_PASSES.index(name) + 1 - bar.n)
+                if self._reporter is not None:
+                    self._reporter.passed(name)
 
             yield done
 

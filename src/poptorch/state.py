@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from popengine import settings
 from popengine.errors import Error
 from popengine.run.engine import Engine
-from popengine.run.recorder import Recorder
 
 from .counters import Counters
 from .executable import Executable
 from .optim.guard import OptimizerGuard
 from .options import Options
 from .replicas import Grouping
+from .reporting import Reporter
 
 
 class ExecutorState:
@@ -43,7 +43,7 @@ class ExecutorState:
     _optimizer_settings: settings.Optimizer
     _hyper: settings.Hyper | None
 
-    _recorder: Recorder | None
+    _reporter: Reporter | None  # None: nobody asked for a profile
     _counters: Counters  # of the latest call
     _anchored: dict[str, Tensor]  # of the latest call
     _synthetic: list[Tensor] | None

@@ -14,6 +14,7 @@ from torch import Tensor
 from popengine.errors import Error
 
 from . import wrapping
+from .reporting import noting
 from .state import ExecutorState
 
 
@@ -29,7 +30,8 @@ class HostWeights(ExecutorState):
         engine = self._need_engine()
         self._stale = False
         host = self._host_weights()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        noted = noting(self._reporter, "weights to host")
+        with noted, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in engine.read().items():
                 if host[name].shape == value.shape:
                     host[name].copy_(value)
@@ -49,7 +51,7 @@ class HostWeights(ExecutorState):
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         engine = self._need_engine()
         self._stale = False
-        with torch._C.DisableTorchFunctionSubclass():
+        with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(self._host_weights())
 
     def copyNamedBuffersToDevice(self) -> None:

@@ -18,9 +18,12 @@ Code = Callable[[list[Any]], tuple[Tensor, ...]]
 _MAKE_WORKSPACE = ("aten.mkldnn_rnn_layer.default",)
 
 
-def build(piece: Piece) -> Code:
-    """The function of a piece: takes the list of what it reads, empties it, returns what it writes."""
-    names: dict[str, Any] = {"torch": torch, "draw": draw, "inf": float("inf"), "nan": float("nan")}
+def build(piece: Piece, **more: Any) -> Code:
+    """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
+
+    `more`: other names that its source may use.
+    """
+    names: dict[str, Any] = {"torch": torch, "draw": draw, "inf": float("inf"), "nan": float("nan"), **more}
     for position, call in enumerate(piece.calls):
         namespace, operation, overload = call.rsplit("::", 1)[-1].split(".")
         function = getattr(getattr(getattr(torch.ops, namespace), operation), overload)

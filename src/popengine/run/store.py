@@ -24,15 +24,17 @@ class Store:
         self._states_before: dict[str, tuple[str, ...]] = {}
         self._spare: dict[tuple[str, str], Tensor] = {}
         self._scale = 1.0
+        self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
+        self._factor_before = 1.0
 
     def begin(self) -> None:
         """A call starts: remember what there is."""
-        self._before = dict(self.state)
+        self._before, self._factor_before = dict(self.state), self.loss_factor
         self._copies = None
 
     def back_up(self) -> None:
         """Before the first update of a call: copy what updates write to."""
-        if self._copies is not None:
+        if self._copies is not None or not self.sums:
             return
         live = {("weight", key): self.state[self.slot[key]] for key in self.sums}
         live |= {(name, key): value for key, state in self.states.items() for name, value in state.items()}
@@ -47,10 +49,15 @@ class Store:
         """A call failed: everything is as it was at its beginning."""
         self.state.clear()
         self.state.update(self._before)
+        self.loss_factor = self._factor_before
         if self._copies is not None:
             torch._foreach_copy_(self._copies[0], self._copies[1])
             for key, names in self._states_before.items():
                 self.states[key] = {name: self.states[key][name] for name in names}
+
+    def spare(self) -> Iterable[Tensor]:
+        """The memory that holds what a failed call is rolled back to."""
+        return self._spare.values()
 
     def set_loss_scale(self, scale: float) -> None:
         if "loss_scale" in self.state and scale != self._scale:
