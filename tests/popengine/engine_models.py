@@ -1,0 +1,53 @@
+"""A small model for tests of the engine's passes: captured without the face."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from popengine.compile.capture import capture, current
+from popengine.settings import StagePlan, Strategy
+
+
+def enter(name, ipu=None):
+    """Open a block, where a capture runs."""
+    capture = current()
+    if capture is not None:
+        capture.enter(name, ipu)
+
+
+class Net(nn.Module):
+    """Blocks A to D, with BatchNorm in A, dropout in B, a weight of C used in D again, and a skip from A to D."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.b, self.drop = nn.Linear(4, 4), nn.Dropout(dropout)
+        self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        enter("A")
+        a = self.norm(self.a(x))
+        enter("B")
+        b = self.drop(torch.relu(self.b(a)))
+        enter("C")
+        c = self.c(b)
+        enter("D")
+        output = self.d(functional.linear(c, self.c.weight) + a)
+        return output, functional.cross_entropy(output, y)
+
+
+def net(dropout=0.0):
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def graph_of(model=None, training=True):
+    model = model or net()
+    samples = [torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)]
+    return capture(model, lambda inputs: model(*inputs), samples, training=training)
+
+
+def stages(*ipus, mode="pipelined"):
+    """Blocks A, B, C and D as stages on these ipus."""
+    plans = tuple(StagePlan((block,), ipu) for block, ipu in zip("ABCD", ipus, strict=True))
+    return Strategy(mode, None, plans)
