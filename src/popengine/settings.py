@@ -143,6 +143,9 @@ class Settings:
     return_period: int = 1  # device iterations between outputs, for "every_n"
     optimizer: Optimizer | None = None
     reduction: Literal["mean", "sum"] = "mean"
+    automatic_loss_scaling: bool = False
+    stochastic_rounding: bool = False  # of weight updates in half precision
+    finite_checks: bool = False  # floating point exceptions: stop where an infinity or a NaN is made
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: str = "cpu"
     anchors: tuple[Anchor, ...] = ()

@@ -116,7 +116,7 @@ class _Flow:
             if place == last:
                 program += [Send(channel, (), action.micro_batch) for channel in credits]
         keys = tuple(self.trained[name] for name in self.state(ipu) if name in self.trained)
-        if keys:
+        if self.trained:  # also without weights here: all ipus agree on the norm and on the loss scale
             program.append(Update(keys))
         return program
 

@@ -36,9 +36,9 @@ class FiniteCheck(TorchDispatchMode):
         if any(bool(value.isnan().any()) for value in outputs) and inputs and not has_nan:
             raise FloatingPointException(f"{func} makes a NaN")
         said = any(isinstance(value, float) and math.isinf(value) for value in taken)
-        if any(bool(value.isinf().any()) for value in outputs) and inputs and not said:
-            if all(bool(value.isfinite().all()) for value in inputs):
-                raise FloatingPointException(f"{func} makes an infinity: it overflows or divides by zero")
+        overflows = any(bool(value.isinf().any()) for value in outputs) and inputs and not said
+        if overflows and all(bool(value.isfinite().all()) for value in inputs):
+            raise FloatingPointException(f"{func} makes an infinity: it overflows or divides by zero")
         return out
 
 

@@ -1,12 +1,16 @@
-"""Sums over replicas and over ipus, in a fixed order, so that every run gives the same bits."""
+"""Sums over replicas, instances and ipus, in a fixed order, so that every run gives the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Meeting(Protocol):
@@ -17,16 +21,26 @@ class Meeting(Protocol):
 
 
 def reduce_over_replicas(
-    sums: list[Tensor], replica: int, members: Sequence[int], name: Any, channels: Meeting
+    sums: list[Tensor],
+    replica: int,
+    members: Sequence[int],
+    name: Any,
+    channels: Meeting,
+    instances: Any = None,
 ) -> None:
-    """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ..."""
+    """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ...
+
+    Args:
+        instances: a process group whose processes add up their totals too, in order of their ranks
+    """
     first, *others = members
-    if not others:
-        return
     if replica == first:
         for other in others:
             torch._foreach_add_(sums, channels.receive((name, other)))
-        total = [value.clone() for value in sums]  # the sums themselves are written to again at once
+        if instances is not None:
+            _reduce_over_instances(sums, instances)
+        # A copy: this replica writes to its sums again at once.
+        total = [value.clone() for value in sums] if others else []
         for other in others:
             channels[name, "total", other].put(total)
     else:
@@ -34,25 +48,43 @@ def reduce_over_replicas(
         torch._foreach_copy_(sums, channels.receive((name, "total", replica)))
 
 
+def _reduce_over_instances(sums: list[Tensor], group: Any) -> None:
+    """All gradients of a dtype travel as one tensor; everybody adds up what all have, in the same order."""
+    for dtype in dict.fromkeys(value.dtype for value in sums):
+        chosen = [value for value in sums if value.dtype == dtype]
+        mine = torch.cat([value.flatten() for value in chosen])
+        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everybody, mine, group=group)
+        total = everybody[0]
+        for other in everybody[1:]:
+            total += other
+        parts = total.split([value.numel() for value in chosen])
+        for value, part in zip(chosen, parts, strict=True):
+            value.copy_(part.view_as(value))
+
+
 def average(sums: list[Tensor], divisor: float) -> None:
     """Divide the sums in place; by 1 is no division."""
-    if divisor != 1:
+    if divisor != 1 and sums:
         torch._foreach_div_(sums, divisor)
 
 
-def total_norm(
-    norms: dict[str, Tensor], ipu: int, replica: int, ipus: Sequence[int], channels: Meeting
-) -> Tensor:
-    """The global norm of all gradients from the norms of each, as torch.nn.utils.get_total_norm: the norm of
-    the norms, stacked in the order of the parameters' names, whichever ipu they are on."""
+def exchange(
+    mine: Mapping[K, V], what: str, ipu: int, replica: int, ipus: Sequence[int], channels: Meeting
+) -> dict[K, V]:
+    """Everything that the ipus of one replica have to say, joined."""
     for other in ipus:
         if other != ipu:
-            channels["norms", ipu, other, replica].put(norms)
-    everything = dict(norms)
+            channels[what, ipu, other, replica].put(mine)
+    everything = dict(mine)
     for other in ipus:
         if other != ipu:
-            everything |= channels.receive(("norms", other, ipu, replica))
-    first = next(iter(norms.values()))
-    return torch.linalg.vector_norm(
-        torch.stack([everything[key].to(first.device) for key in sorted(everything)])
-    )
+            everything |= channels.receive((what, other, ipu, replica))
+    return everything
+
+
+def total_norm(norms: Mapping[str, Tensor], place: Mapping[str, int]) -> Tensor:
+    """The norm of all gradients from the norm of each, as torch.nn.utils.get_total_norm: the norm of the norms,
+    stacked in the order of the model's parameters, whichever ipus they are on."""
+    ordered = [norms[key] for key in sorted(norms, key=place.__getitem__)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))

@@ -10,10 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import Error
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from .recorder import Recorder
@@ -50,8 +53,10 @@ class Engine:
         self.write(weights)
         for (_, ipu), store in self.stores.items():
             self._prepare_updates(ipu, store)
+        groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
-            self._workers.append(Worker(ipu, replica, plan, settings, store, rules))
+            group = groups.get(ipu)
+            self._workers.append(Worker(ipu, replica, plan, settings, store, rules, group))
         self.close = weakref.finalize(self, _close, list(self._workers))
 
     def _fill(self, ipu: int, store: Store) -> None:
@@ -217,6 +222,18 @@ class Engine:
         if not self._is_grouped(key):
             return value
         return value[self.settings.replica_groups[key].row_for(replica, len(value))]
+
+
+def _process_groups(plan: Plan, settings: Settings) -> dict[int, Any]:
+    """For each ipu a group of its own over all instances, since ipus meet their kind at different times."""
+    if settings.counts.instances == 1 or not settings.training:
+        return {}
+    if not dist.is_initialized():
+        raise Error(
+            f"the model trains in {settings.counts.instances} processes, but they have not met\n"
+            "  fix: call popdist.init() before the model; or options.Distributed.disable() to train alone"
+        )
+    return {ipu: dist.new_group() for ipu in sorted(plan.programs)}
 
 
 def _close(workers: list[Worker]) -> None:

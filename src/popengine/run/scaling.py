@@ -25,18 +25,15 @@ class Count:
     finite: bool = True
 
     def __add__(self, other: Count) -> Count:
-        return Count(
-            self.elements + other.elements, self.large + other.large, self.finite and other.finite
-        )
+        return Count(self.elements + other.elements, self.large + other.large, self.finite and other.finite)
 
 
-def count(gradients: Sequence[Tensor]) -> Count:
-    """Count over scaled gradients, as they are summed, not yet divided by the scale."""
+def count(gradients: Sequence[Tensor], scale: float) -> Count:
+    """Count over gradients that were divided by `scale`, as if they were not."""
     total = Count()
     for gradient in gradients:
-        total += Count(
-            gradient.numel(), int((gradient.abs() > LARGE).sum()), bool(gradient.isfinite().all())
-        )
+        large = int((gradient.abs() > LARGE / scale).sum())
+        total += Count(gradient.numel(), large, bool(gradient.isfinite().all()))
     return total
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
@@ -20,11 +21,12 @@ from .. import ir
 from ..errors import Error, RunError
 from ..settings import Hyper, Settings
 from .build import build, user_line
-from .collectives import average, reduce_over_replicas, total_norm
+from .checks import FiniteCheck
 from .draws import mix
 from .recorder import Recorder
 from .results import Results
 from .store import Store
+from .updating import Updater
 
 STOP = object()  # in a channel: the run has failed, or is interrupted
 
@@ -83,11 +85,20 @@ class Worker:
     """Runs one ipu's program when told to."""
 
     def __init__(
-        self, ipu: int, replica: int, plan: ir.Plan, settings: Settings, store: Store, rules: Any
+        self,
+        ipu: int,
+        replica: int,
+        plan: ir.Plan,
+        settings: Settings,
+        store: Store,
+        rules: Any,
+        instances: Any,
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
-        self.store, self.rules = store, rules
+        self.store = store
+        self._updater = Updater(ipu, replica, plan, settings, store, rules, instances)
         self.frames: dict[int, dict[str, Tensor]] = {}
+        self._checks = FiniteCheck() if settings.finite_checks else nullcontext()
         self.run: Run
         self.step = 0
         pieces = plan.partition.pieces
@@ -144,7 +155,7 @@ class Worker:
             self.step = step
             self._anchor("weight")
             if run.hyper is not None:
-                self.store.set_loss_scale(run.hyper.loss_scaling)
+                self.store.set_loss_scale(run.hyper.loss_scaling * self.store.loss_factor)
             if recorder is None:
                 for handle, instruction in program:
                     handle(instruction)
@@ -204,7 +215,8 @@ class Worker:
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
         try:
-            made = self._code[instruction.piece](values)
+            with self._checks:
+                made = self._code[instruction.piece](values)
         except Exception as error:
             raise self._explained(error, piece, instruction.micro_batch) from error
         frame.update(zip(piece.writes, made, strict=True))
@@ -245,48 +257,8 @@ class Worker:
             del frame[name]
 
     def _update(self, instruction: ir.Update) -> None:
-        optimizer, hyper = self.settings.optimizer, self.run.hyper
-        assert optimizer is not None and hyper is not None
-        sums = [self.store.sums[key] for key in instruction.keys]
-        counts, channels = self.settings.counts, self.run.channels
-        for members, keys in self._by_members(instruction.keys).items():
-            shared = [self.store.sums[key] for key in keys]
-            reduce_over_replicas(shared, self.replica, members, ("sums", self.ipu, members), channels)
-            divisor = hyper.loss_scaling
-            if self.settings.reduction == "mean":
-                divisor *= counts.accumulation * len(members) * counts.instances
-            average(shared, divisor)
-        if optimizer.max_grad_norm != float("inf"):
-            norms = dict(zip(instruction.keys, self.rules.norms(sums), strict=True))
-            total = total_norm(norms, self.ipu, self.replica, self._updating(), channels)
-            self.rules.clip_(sums, total, optimizer.max_grad_norm)
-        self.store.back_up()
-        for group, rates in enumerate(hyper.groups):
-            keys = [key for key in instruction.keys if optimizer.group_of.get(key) == group]
-            if keys:
-                self.rules.update(
-                    optimizer,
-                    rates,
-                    [self.store.state[self.store.slot[key]] for key in keys],
-                    [self.store.sums[key] for key in keys],
-                    [self.store.states[key] for key in keys],
-                )
-
+        hyper = self.run.hyper
+        assert hyper is not None
+        key = mix(self.run.seed, self.run.first_step + self.step)
+        self._updater.update(instruction.keys, hyper, key, self.run.channels)
         self._anchor("updated")
-
-    def _by_members(self, keys: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-        """Parameters by the replicas that have the same value of them."""
-        everyone, groups = tuple(range(self.settings.counts.replicas)), self.settings.replica_groups
-        found: dict[tuple[int, ...], list[str]] = {}
-        for key in keys:
-            members = groups[key].members(self.replica) if key in groups else everyone
-            found.setdefault(members, []).append(key)
-        return found
-
-    def _updating(self) -> list[int]:
-        """The ipus that update weights."""
-        return [
-            ipu
-            for ipu, program in self.plan.programs.items()
-            if program and isinstance(program[-1], ir.Update)
-        ]

@@ -50,7 +50,7 @@ def freeze(
     Raises:
         Error: OutputMode.EveryN with a period that does not divide the device iterations
     """
-    group = options.input_group_size
+    group, popart = options.input_group_size, options._Popart.options
     counts = Counts(
         iterations=options.device_iterations,
         accumulation=options.Training.gradient_accumulation,
@@ -77,5 +77,8 @@ def freeze(
         optimizer=optimizer,
         reduction="mean" if reduction == ReductionType.Mean else "sum",
         replica_groups=groups or {},
-        recompute=training and bool(options._Popart.options.get("autoRecomputation", 0)),
+        automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
+        stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
+        finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
+        recompute=training and bool(popart.get("autoRecomputation", 0)),
     )

@@ -1,0 +1,107 @@
+"""The end of a step on one ipu: gradient sums become gradients, and those a weight update.
+
+Sum over replicas and instances, divide by the loss scale and the number of micro-batches, clip, update. All of
+it in a fixed order, so that every layout and every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ir
+from ..settings import Hyper, Settings
+from .collectives import Meeting, average, exchange, reduce_over_replicas, total_norm
+from .draws import mix
+from .scaling import Count, count, next_factor
+from .store import Store
+
+
+class Updater:
+    """Updates the weights that live on one ipu of one replica.
+
+    Args:
+        rules:     the module of update rules (update, norms, clip_)
+        instances: the process group of this ipu over all instances, or None for one alone
+    """
+
+    def __init__(
+        self,
+        ipu: int,
+        replica: int,
+        plan: ir.Plan,
+        settings: Settings,
+        store: Store,
+        rules: Any,
+        instances: Any,
+    ) -> None:
+        self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
+        self.instances = instances
+        self.place = {slot.key: place for place, slot in enumerate(plan.partition.graph.slots)}
+        self.ipus = [
+            i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
+        ]
+
+    def update(self, keys: Sequence[str], hyper: Hyper, key: int, channels: Meeting) -> None:
+        """One weight update of these parameters; `key` is that of the step's random numbers."""
+        optimizer, store = self.settings.optimizer, self.store
+        assert optimizer is not None
+        sums = [store.sums[name] for name in keys]
+        scale = hyper.loss_scaling * store.loss_factor
+        for members, names in self._by_members(keys).items():
+            self._reduce([store.sums[name] for name in names], members, scale, channels)
+        if self.settings.automatic_loss_scaling and not self._adapt_scale(sums, scale, channels):
+            return
+        if optimizer.max_grad_norm != float("inf"):
+            norms = dict(zip(keys, self.rules.norms(sums), strict=True)) if keys else {}
+            everything = exchange(norms, "norms", self.ipu, self.replica, self.ipus, channels)
+            if keys:
+                self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
+        store.back_up()
+        for group, rates in enumerate(hyper.groups):
+            names = [name for name in keys if optimizer.group_of.get(name) == group]
+            if names:
+                weights = [store.state[store.slot[name]] for name in names]
+                gradients = [store.sums[name] for name in names]
+                states = [store.states[name] for name in names]
+                generators = self._generators(names, weights, key)
+                self.rules.update(optimizer, rates, weights, gradients, states, generators)
+
+    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, channels: Meeting) -> None:
+        name = ("sums", self.ipu, members)
+        reduce_over_replicas(sums, self.replica, members, name, channels, self.instances)
+        if self.settings.reduction == "mean":
+            counts = self.settings.counts
+            scale *= counts.accumulation * len(members) * counts.instances
+        average(sums, scale)
+
+    def _by_members(self, keys: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+        """Parameters by the replicas that have the same value of them."""
+        everyone, groups = tuple(range(self.settings.counts.replicas)), self.settings.replica_groups
+        found: dict[tuple[int, ...], list[str]] = {}
+        for key in keys:
+            members = groups[key].members(self.replica) if key in groups else everyone
+            found.setdefault(members, []).append(key)
+        return found
+
+    def _adapt_scale(self, gradients: list[Tensor], scale: float, channels: Meeting) -> bool:
+        """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
+        mine = {self.ipu: count(gradients, scale)}
+        everybody = exchange(mine, "counts", self.ipu, self.replica, self.ipus, channels)
+        seen = sum(everybody.values(), Count())
+        self.store.loss_factor = next_factor(self.store.loss_factor, seen)
+        return seen.finite
+
+    def _generators(
+        self, names: Sequence[str], weights: Sequence[Tensor], key: int
+    ) -> list[torch.Generator] | None:
+        """For stochastic rounding: numbers that depend on the step and the parameter, not on who updates it."""
+        if not self.settings.stochastic_rounding or all(weight.dtype == torch.float32 for weight in weights):
+            return None
+        return [
+            torch.Generator(weight.device).manual_seed(mix(key, self.place[name]))
+            for name, weight in zip(names, weights, strict=True)
+        ]

@@ -1,0 +1,156 @@
+"""Number formats and what protects them: loss scaling, clipping, stochastic rounding, exceptions."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+
+class Regression(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.first = poptorch.BeginBlock(nn.Linear(width, width), "first", 0)
+        self.last = poptorch.BeginBlock(nn.Linear(width, 1), "last", 1)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.last(torch.tanh(self.first(x))), y)
+
+
+class Weight(nn.Module):
+    """A loss whose gradient is `slope` everywhere."""
+
+    def __init__(self, slope, size=4096, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.slope = slope
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.weight * self.slope * x, "sum")
+
+
+def options(accumulation=3, iterations=2):
+    opts = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
+    opts.Training.gradientAccumulation(accumulation)
+    return opts
+
+
+def trained(optimizer, opts=None, calls=3):
+    """The weights after some calls; the optimizer is made from the model by `optimizer`."""
+    torch.manual_seed(0)
+    model = Regression()
+    executor = poptorch.trainingModel(model, opts or options(), optimizer(model))
+    for _ in range(calls):
+        executor(torch.randn(12, 6), torch.randn(12, 1))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
+    plain = trained(lambda m: poptorch.optim.AdamW(m.parameters(), lr=0.01))
+    scaled = trained(lambda m: poptorch.optim.AdamW(m.parameters(), lr=0.01, loss_scaling=1024.0))
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain)
+
+
+def test_clipping_is_by_the_norm_over_all_stages():
+    clipped = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.5, max_grad_norm=0.05))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        x, y = torch.randn(12, 6), torch.randn(12, 1)
+        for iteration in range(2):
+            optimizer.zero_grad()
+            for start in range(iteration * 6, iteration * 6 + 6, 2):
+                model(x[start : start + 2], y[start : start + 2]).backward()
+            for parameter in model.parameters():
+                parameter.grad /= 3
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            assert norm > 0.05  # else nothing is tested
+            optimizer.step()
+    assert all(torch.equal(clipped[name], value) for name, value in model.state_dict().items())
+
+
+def test_automatic_loss_scaling_doubles_while_gradients_are_small_and_changes_no_result():
+    opts = options()
+    opts.Training.setAutomaticLossScaling(True)
+    automatic = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.1, loss_scaling=8.0), opts)
+    plain = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.1))
+    assert all(torch.equal(plain[name], automatic[name]) for name in plain)
+
+
+@pytest.mark.parametrize("slope, factors", [(1.0, [2.0, 4.0, 8.0]), (1e4, [0.5, 1.0, 0.5])])
+def test_the_loss_scale_follows_the_share_of_large_gradients(slope, factors):
+    opts = options(accumulation=1, iterations=1)
+    opts.Training.setAutomaticLossScaling(True)
+    model = Weight(slope)
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=1e-9))
+    seen = []
+    for _ in range(3):
+        executor(torch.ones(1))
+        seen.append(executor._engine.stores[0, 0].loss_factor)
+    assert seen == factors
+
+
+def test_an_update_whose_gradients_overflow_is_skipped():
+    opts = options(accumulation=1, iterations=1)
+    opts.Training.setAutomaticLossScaling(True)
+    model = Weight(1e4)
+    executor = poptorch.trainingModel(
+        model, opts, poptorch.optim.SGD(model.parameters(), lr=1.0, loss_scaling=2.0)
+    )
+    executor(torch.tensor([torch.inf]))
+    assert torch.equal(model.weight, torch.ones(4096))
+    assert executor._engine.stores[0, 0].loss_factor == 0.5
+
+
+def half_precision_mean_change(stochastic, steps=20):
+    """By how much float16 ones move if each step should take away an eighth of their last bit."""
+    model = Weight(1.0, dtype=torch.float16)
+    opts = options(accumulation=1, iterations=steps).randomSeed(11)
+    opts.Precision.enableStochasticRounding(stochastic)
+    step = 2.0**-11 / 8  # just below 1, float16 numbers are 2**-11 apart
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=step))
+    executor(torch.ones(steps, dtype=torch.float16))
+    return (1 - model.weight.double()).mean().item() / (steps * step)
+
+
+def test_rounding_to_nearest_loses_small_updates():
+    assert half_precision_mean_change(stochastic=False) == 0
+
+
+def test_stochastic_rounding_keeps_them_on_average():
+    # 4096 weights x 20 steps: the standard error of the mean is about 1 %.
+    assert half_precision_mean_change(stochastic=True) == pytest.approx(1, abs=0.05)
+
+
+class Exceptional(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function, value",
+    [
+        (lambda x: x - x, torch.inf),
+        (lambda x: 1 / x, 0.0),
+        (lambda x: x * torch.inf, 0.0),
+        (torch.sqrt, -1.0),
+        (lambda x: x > 1, torch.nan),
+        (torch.exp, 1000.0),
+    ],
+    ids=["inf - inf", "1 / 0", "0 * inf", "sqrt(-1)", "nan > 1", "exp(1000)"],
+)
+def test_floating_point_exceptions_stop_the_run_and_name_the_line(function, value):
+    opts = poptorch.Options().showCompilationProgressBar(False)
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.inferenceModel(Exceptional(function), opts)
+    with pytest.raises(poptorch.Error, match=r"(?s)FloatingPointException.*test_precision.py:"):
+        executor(torch.full((2,), value))
+    executor(torch.full((2,), 0.5))
+    quiet = poptorch.inferenceModel(Exceptional(function), poptorch.Options())
+    quiet(torch.full((2,), value))
