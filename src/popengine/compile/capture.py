@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..ir import Block, Graph, Result, Slot
+from .functional import drop_what_does_nothing, functionalized, is_mutable
 from .losses import LossFinder
 from .mixed import MixedPrecision
 from .recorder import Recorder, line_of, user_line
@@ -33,8 +34,6 @@ from .recorder import Recorder, line_of, user_line
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
 _ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
-_KEPT = ("phase", "block", "where", "scope", "attributes", "group")  # of a node's meta, when it's replayed
-_NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def current() -> Capture | None:
@@ -356,8 +355,8 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
     graph.output(tuple(node for _, _, node in results))
     kinds = [(kind, key) for kind, key, _ in results]
     constants = recorder.constants
-    if any(node.op == "call_function" and _is_mutable(node.target) for node in graph.nodes):
-        functional = _functionalized(graph, constants, fake)
+    if is_mutable(graph):
+        functional = functionalized(graph, constants, fake)
         for node, value in functional.written.items():
             role, key = node.meta["role"], node.meta["key"]
             if role == "parameter":
@@ -371,7 +370,7 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
                 (output,) = (n for n in functional.graph.nodes if n.op == "output")
                 output.args = ((*output.args[0], value),)  # type: ignore[misc]
         graph, constants = functional.graph, functional.constants
-    _drop_what_does_nothing(graph)
+    drop_what_does_nothing(graph)
     (output,) = (node for node in graph.nodes if node.op == "output")
     slots = tuple(
         Slot(
@@ -394,71 +393,3 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
         {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
         visits,
     )
-
-
-def _is_mutable(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
-    """The same graph without operations in place: replayed through torch's functionalization."""
-    meta: dict[str, Any] = {}
-    recorder = Recorder(lambda func: {**meta, "replay": True})
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in graph.nodes if node.op == "output")
-
-    def replay(*values: Tensor) -> Any:
-        env: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
-        for node in graph.nodes:
-            if node.op == "call_function":
-                meta.clear()
-                meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
-                env[node] = node.target(*args, **kwargs)
-        return tuple(env[node] for node in output.args[0])
-
-    values = []
-    with fake:
-        for node in placeholders:
-            like = node.meta["val"]
-            values.append(
-                torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-            )
-    for node, value in zip(placeholders, values, strict=True):
-        recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
-    recorder.constants.update(constants)
-    with fake, recorder, torch.no_grad():
-        outputs = torch.func.functionalize(replay, remove="mutations")(*values)
-    recorder.graph.output(tuple(recorder.node(value) for value in outputs))
-    return recorder
-
-
-def _drop_what_does_nothing(graph: fx.Graph) -> None:
-    """Removes aliases and what no result needs, and numbers the draws of random numbers."""
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in _NOTHING_DONE:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
-            node.replace_all_uses_with(node.args[0].args[0])  # backward transposes what forward transposed
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):
-            graph.erase_node(node)
-    draws = 0
-    for node in graph.nodes:
-        if node.op == "call_function" and _draws(node):
-            node.meta["draw"] = draws
-            draws += 1
-    graph.lint()
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
-    target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0)
-            return bool(given)
-    return True

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from ..body import Body
-from .capture import Capture, _drop_what_does_nothing, _functionalized, _is_mutable, suspended
+from .capture import Capture, suspended
 from .emit import emit
+from .functional import drop_what_does_nothing, functionalized, is_mutable
 from .recorder import Recorder
 
 _BODY = -1  # stands where a piece has its stage, so that a failing line is looked for in the piece around
@@ -49,10 +50,10 @@ def trace(
         capture.block = block
         recorder.graph.output(tuple(nodes))
         graph, outer = recorder.graph, recorder.constants
-        if any(node.op == "call_function" and _is_mutable(node.target) for node in graph.nodes):
+        if is_mutable(graph):
             with torch._C.DisableTorchFunction():
-                graph = _functionalized(graph, {}, fake).graph
-    _drop_what_does_nothing(graph)
+                graph = functionalized(graph, {}, fake).graph
+    drop_what_does_nothing(graph)
     return _packed(graph, [*map(str, range(len(inputs))), *outer]), list(outer.values())
 
 
