@@ -34,6 +34,9 @@ MAY_IMPORT = {
     "lightning_graphcore": {"poptorch", "popdist", "popdist.environment", "popdist.poptorch"},
 }
 
+# The one import upwards: an executor that is profiled writes the viewer's page, and loads the viewer only then.
+EXCEPTIONS = {"poptorch.reporting": {"popvision.html"}}
+
 
 def room_of(module: str) -> str | None:
     """The room with the longest prefix; None: not ours."""
@@ -71,9 +74,9 @@ ALL = modules()
 def test_a_module_imports_downwards_only(module):
     room = room_of(module)
     assert room is not None, f"{module} is in no room: add its package to MAY_IMPORT"
-    upward = {
-        name for name in imports(module, ALL[module]) if room_of(name) not in {None, room, *MAY_IMPORT[room]}
-    }
+    allowed = {None, room, *MAY_IMPORT[room]}
+    upward = {name for name in imports(module, ALL[module]) if room_of(name) not in allowed}
+    upward -= EXCEPTIONS.get(module, set())
     assert not upward
 
 

@@ -181,9 +181,7 @@ SLEEPER = """
 """
 
 
-@pytest.mark.parametrize(
-    ("ipus", "interrupt"), [("0, 1, 2, 3", "signal"), ("0, 0, 0, 0", "signal"), ("0, 0, 1, 1", "function")]
-)
+@pytest.mark.parametrize(("ipus", "interrupt"), [("0, 0, 0, 0", "signal"), ("0, 1, 2, 3", "function")])
 def test_ctrl_c_ends_a_call_at_once_and_leaves_a_usable_executor(ipus, interrupt):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SLEEPER), ipus, interrupt],

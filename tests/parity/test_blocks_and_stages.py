@@ -104,7 +104,7 @@ def test_a_block_opened_twice_returns_to_its_stage():
     user = _model(OpensABlockTwice)
     executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
     executor(*OpensABlockTwice.data(16))
-    partition = executor._executable.partition
+    partition = executor._executable.plan.partition
     assert partition.names == ("a", "b")
     expected = plain(OpensABlockTwice, sgd, updates=6)
     assert _trained_as_marked(OpensABlockTwice, strategy).differs_from(expected) == []
@@ -152,7 +152,7 @@ def test_auto_increment_gives_each_block_a_stage_and_may_return_to_an_ipu():
     user = _model(EntersFourBlocks)
     executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
     executor(*EntersFourBlocks.data(16))
-    assert executor._executable.partition.ipus == (0, 1, 2, 0)
+    assert executor._executable.plan.partition.ipus == (0, 1, 2, 0)
     expected = plain(EntersFourBlocks, sgd, updates=6)
     assert _trained_as_marked(EntersFourBlocks, strategy).differs_from(expected) == []
 
