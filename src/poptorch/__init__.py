@@ -9,7 +9,7 @@ from .data import AsynchronousDataAccessor, DataLoader
 from .enums import *  # noqa: F403
 from .hooks import registerPostCompileHook, registerPreCompileHook
 from .logs import logger, setLogLevel
-from .model import PoplarExecutor, inferenceModel, trainingModel
+from .model import PoplarExecutor, inferenceModel, load, trainingModel
 from .ops import (
     CPU,
     Attribute,
@@ -52,5 +52,5 @@ from .strategies import (
     Stage,
 )
 from .structure import ICustomArgParser, registerCustomArgParser
-
-__version__ = "3.4.0+pando"
+from .system import ipuHardwareIsAvailable, ipuHardwareVersion
+from .version import __version__

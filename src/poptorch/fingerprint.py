@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from popengine.settings import Settings
 
 from .arguments import Call
-from .version import VERSION
+from .version import __version__
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _HERE = Path(__file__).parents[1]
@@ -38,7 +38,7 @@ def fingerprint(model: nn.Module, call: Call, options: Any, settings: Settings) 
         Unstable: an attribute of the model, or an argument, can't be described
     """
     digest = _Digest()
-    digest.add((VERSION, torch.__version__, sys.version, _own_source(), torch.get_default_dtype()))
+    digest.add((__version__, torch.__version__, sys.version, _own_source(), torch.get_default_dtype()))
     digest.add(repr(settings))
     digest.add(options)
     for name, value in call.bound.arguments.items():

@@ -248,7 +248,12 @@ def _wrapped(model: Any, options: Options, training: bool, optimizer: Any) -> Po
 def _marked_as_output(value: Tensor) -> Tensor:
     if value.is_floating_point():
         value.backward = _refuse_backward
+        value.__getstate__ = _no_state  # so that a saved output is a plain tensor
     return value
+
+
+def _no_state() -> None:
+    return None
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:

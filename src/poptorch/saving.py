@@ -22,10 +22,10 @@ from .executable import Executable
 from .logs import logger
 from .options import Options
 from .replicas import Grouping
-from .version import VERSION
+from .version import __version__
 
 DEFAULT_NAME = "model.poptorch"
-_VERSIONS = {"pando": VERSION, "torch": torch.__version__}
+_VERSIONS = {"pando": __version__, "torch": torch.__version__}
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,3 @@
 """The version: of the PopTorch interface that this package follows, and whose it is."""
 
-VERSION = "3.4.0+pando"
+__version__ = "3.4.0+pando"

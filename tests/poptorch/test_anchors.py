@@ -95,7 +95,7 @@ def test_names_can_be_listed_once_compiled():
 
 def test_an_unknown_name_is_an_error_that_knows_the_right_one():
     executor, _ = trainer(opts=anchored(options(), grad="Gradient___layer.wieght"))
-    with pytest.raises(poptorch.Error, match="did you mean 'Gradient___layer.weight'"):
+    with pytest.raises(poptorch.Error, match=r"did you mean 'Gradient___layer.weight'"):
         executor(*batch())
 
 

@@ -1,0 +1,281 @@
+"""Arguments and outputs: how they are bound, what later calls are held to, and what comes back."""
+
+import collections
+import copy
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from executor_models import options
+from torch import nn
+
+import poptorch
+
+HINT = r"destroy\(\)"
+
+
+class Calls(nn.Module):
+    """A model whose forward is any function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def wrapped(function, **kwargs):
+    return poptorch.inferenceModel(function, options(**kwargs))
+
+
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+# ---- binding ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((ONE, ONE, ONE), {}), ((ONE, ONE), {"other": ONE}), ((ONE, ONE), {"a": ONE})]
+)
+def test_wrong_calls_are_assertion_errors(args, kwargs):
+    with pytest.raises(AssertionError, match=r"forward\(a, b\)"):
+        wrapped(lambda a, b: a + b)(*args, **kwargs)
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(poptorch.Error, match="Mandatory parameter b missing"):
+        wrapped(lambda a, b: a + b)(ONE)
+    with pytest.raises(TypeError):
+        wrapped(lambda a, b, *rest: a + b)(ONE)
+
+
+def test_defaults_are_constants():
+    executor = wrapped(lambda a, b=3: a * b)
+    assert torch.equal(executor(ONE), 3 * ONE)
+    assert torch.equal(executor(ONE, b=3), 3 * ONE)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_tensors_may_be_nested_in_any_containers():
+    def forward(pair, values, *, named):
+        return pair.left + pair.right + values[0][0] + values[1]["deep"] + named["x"]
+
+    executor = wrapped(forward)
+    values = [(ONE,), collections.OrderedDict(deep=TWO)]
+    assert torch.equal(executor(Pair(ONE, TWO), values, named={"x": ONE, "n": None}), 7 * ONE)
+
+
+def test_a_dictionary_brings_one_warning_and_any_order_of_its_keys(caplog):
+    executor = wrapped(lambda d: d["a"] - d["b"])
+    assert torch.equal(executor({"a": TWO, "b": ONE}), ONE)
+    assert torch.equal(executor({"b": ONE, "a": TWO}), ONE)
+    assert len([r for r in caplog.records if "dictionary" in r.getMessage()]) == 1
+
+
+def test_one_tensor_passed_twice_is_two_inputs():
+    executor = wrapped(lambda a, b: a + 2 * b)
+    assert torch.equal(executor(ONE, ONE), 3 * ONE)
+    assert torch.equal(executor(ONE, TWO), 5 * ONE)
+
+
+def test_other_strides_are_one_warning_and_equal_results(caplog):
+    executor = wrapped(lambda a, b: a @ b)
+    values = torch.arange(6.0).reshape(2, 3)
+    a, b = values.t(), torch.ones(1, 3).expand(3, 3)[:, :2].t()
+    for _ in range(2):
+        torch.testing.assert_close(executor(a, b.t()[:2]), a @ b.t()[:2])
+    assert len([r for r in caplog.records if "not contiguous" in r.getMessage()]) == 2  # one an input
+
+
+def test_no_gradient_flows_to_inputs(caplog):
+    x = torch.ones(2, requires_grad=True)
+    executor = wrapped(lambda a: a * 2)
+    assert not executor(x).requires_grad
+    executor(x)
+    assert len([r for r in caplog.records if "requires a gradient" in r.getMessage()]) == 1
+
+
+def test_empty_tensors_are_refused():
+    with pytest.raises(poptorch.Error, match=r"Zero-sized tensors are unsupported.*\(0, 2\)"):
+        wrapped(lambda a: a)(torch.ones(0, 2))
+
+
+def test_an_input_that_forward_writes_into_changes_for_the_caller():
+    def forward(x):
+        x += 1
+        return x * 2
+
+    x = torch.zeros(4)
+    assert torch.equal(wrapped(forward, iterations=2)(x), torch.full((4,), 2.0))
+    assert torch.equal(x, torch.ones(4))
+
+
+def test_the_batch_is_whole_micro_batches():
+    executor = wrapped(lambda a: a, iterations=3, replicas=2)
+    with pytest.raises(AssertionError, match="Invalid batch dimension") as error:
+        executor(torch.ones(4, 2))
+    for word in (
+        "(4, 2)",
+        "multiple of 6",
+        "deviceIterations 3",
+        "replicationFactor 2",
+        "gradientAccumulation 1",
+    ):
+        assert word in str(error.value)
+
+
+# ---- later calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            (ONE, [ONE, ONE]),
+            (ONE, (ONE, ONE)),
+            r"Type mismatch for b: expected <class 'list'>, got <class 'tuple'>",
+        ),
+        ((ONE, ONE), (ONE, None), "Type mismatch for b"),
+        ((ONE, [ONE, ONE]), (ONE, [ONE]), "Length mismatch for b: expected 2, got 1"),
+        (
+            (ONE, {"x": ONE, "y": ONE}),
+            (ONE, {"y": ONE, "z": ONE}),
+            "Keys mismatch for b.*Missing arguments: x.*Unexpected arguments: z",
+        ),
+        (
+            (ONE, [ONE]),
+            (ONE, [torch.ones(2, dtype=torch.int64)]),
+            r"Data type mismatch for b\[0\]: expected torch.float32, got torch.int64",
+        ),
+        (
+            (ONE, {"k": ONE}),
+            (ONE, {"k": torch.ones(4)}),
+            r"Shape mismatch for b\[\"k\"\]: expected torch.Size\(\[2\]\), got torch.Size\(\[4\]\)",
+        ),
+        ((ONE, 5), (ONE, 3), "Value mismatch for b: expected 5, got 3"),
+        ((ONE, [5, ONE]), (ONE, [3, ONE]), r"Value mismatch for b\[0\]"),
+    ],
+)
+def test_what_differs_from_the_compiled_inputs_is_named(first, second, message):
+    executor = wrapped(lambda a, b: a)
+    executor(*first)
+    with pytest.raises(poptorch.Error, match=message) as error:
+        executor(*second)
+    assert "destroy()" in str(error.value)
+    executor(*first)
+
+
+def test_the_number_of_positional_arguments_is_fixed():
+    executor = wrapped(lambda *args: args[0])
+    executor(*[ONE] * 5)
+    with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch: expected 5, got 4"):
+        executor(*[ONE] * 4)
+
+
+def test_keyword_arguments_are_fixed():
+    executor = wrapped(lambda a, **kwargs: a + kwargs["x"])
+    executor(ONE, x=ONE)
+    with pytest.raises(poptorch.Error, match=r"Keys mismatch for kwargs.*Unexpected arguments: y"):
+        executor(ONE, x=ONE, y=ONE)
+
+
+def test_destroy_allows_other_inputs():
+    executor = wrapped(lambda a: a + 1)
+    executor(ONE)
+    executor.destroy()
+    assert executor(torch.ones(5)).shape == (5,)
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------
+
+
+class Out(NamedTuple):
+    first: torch.Tensor
+    rest: list
+
+
+def test_the_structure_of_outputs_is_kept():
+    def forward(a):
+        ordered = collections.OrderedDict(z=a, b=None, a=[a + 1, (a + 2,)])
+        return Out(a + 3, [ordered, 5, "text"])
+
+    found = wrapped(forward)(ONE)
+    assert type(found) is Out
+    ordered, five, text = found.rest
+    assert (five, text, type(ordered)) == (5, "text", collections.OrderedDict)
+    assert list(ordered) == ["z", "b", "a"]
+    assert torch.equal(ordered["a"][1][0], 3 * ONE)
+    assert ordered["b"] is None
+
+
+def test_a_forward_that_returns_nothing_gives_none():
+    assert wrapped(lambda a: None)(ONE) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "returned"),
+    [
+        (torch.int64, torch.int32),
+        (torch.float64, torch.float32),
+        *((t, t) for t in (torch.bool, torch.int8, torch.int16, torch.uint8, torch.float16, torch.float32)),
+    ],
+)
+def test_64_bit_types_come_back_narrower(dtype, returned):
+    made, same = wrapped(lambda a: (a.clone(), a))(torch.ones(2, dtype=dtype))
+    assert (made.dtype, same.dtype) == (returned, returned)
+
+
+def test_a_constant_of_the_host_is_returned_as_it_is_with_a_warning():
+    constant = torch.arange(3)
+    executor = wrapped(lambda a: (a, constant), iterations=2)
+    with pytest.warns(UserWarning, match="Output expected to be on the IPU"):
+        _, found = executor(ONE)
+    assert torch.equal(found, constant)
+    assert found.dtype == torch.int64
+
+
+def test_an_input_returned_untouched_is_an_output_like_others():
+    x = torch.arange(4.0)
+    found = wrapped(lambda a: a, iterations=2)(x)
+    assert torch.equal(found, x)
+    assert found is not x
+    found += 1
+    assert torch.equal(x, torch.arange(4.0))
+
+
+def test_aliases_are_returned_as_separate_tensors():
+    def forward(a):
+        b = a + 1
+        return b, b, b.view(2, 1)
+
+    one, two, three = wrapped(forward)(ONE)
+    one.zero_()
+    assert torch.equal(two, TWO)
+    assert torch.equal(three, TWO.view(2, 1))
+
+
+def test_outputs_have_no_gradient_and_backward_says_what_to_do():
+    found = wrapped(lambda a: a * 2)(ONE)
+    assert not found.requires_grad
+    with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly") as error:
+        found.backward()
+    assert "poptorch.trainingModel" in str(error.value)
+
+
+def test_outputs_pickle_as_plain_tensors(tmp_path):
+    torch.save(copy.deepcopy(wrapped(lambda a: a * 2)(ONE)), tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")  # weights_only: no function of ours would pass
+    assert torch.equal(loaded, TWO)
+    assert vars(loaded) == {}
+
+
+def test_outputs_of_calls_do_not_share_memory():
+    executor = wrapped(lambda a: a * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = executor(ONE)
+        executor(TWO)
+    assert torch.equal(first, TWO)

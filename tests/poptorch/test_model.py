@@ -1,0 +1,294 @@
+"""The executor's life: compiling, attaching, detaching, destroying, and what it answers meanwhile."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from executor_models import Dropping, Trained, batch, options, trainer
+
+import poptorch
+
+NOT_COMPILED = "has not been compiled or has been destroyed"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda e: e.attachToDevice(),
+        lambda e: e.detachFromDevice(),
+        lambda e: e.copyWeightsToHost(),
+        lambda e: e.copyWeightsToDevice(),
+        lambda e: e.rng_state,
+        lambda e: setattr(e, "rng_state", [1, 2]),
+        lambda e: e.save("nowhere"),
+    ],
+)
+def test_what_needs_a_compiled_model_says_so(use):
+    executor, _ = trainer()
+    with pytest.raises(poptorch.Error, match=NOT_COMPILED):
+        use(executor)
+    executor(*batch())
+    executor.destroy()
+    with pytest.raises(poptorch.Error, match=NOT_COMPILED):
+        use(executor)
+
+
+def test_compile_runs_nothing_and_happens_once(caplog):
+    runs = []
+
+    class Model(Trained):
+        def forward(self, x, target=None):
+            runs.append(poptorch.isRunningOnIpu())
+            return super().forward(x, target)
+
+    executor, model = trainer(Model())
+    before = model.layer.weight.detach().clone()
+    executor.compile(*batch())
+    assert executor.isCompiled()
+    assert executor.isAttachedToDevice()
+    assert torch.equal(model.layer.weight, before)
+    executor.compile(*batch())
+    assert "Call to compile() ignored" in caplog.text
+    for _ in range(3):
+        executor(*batch())
+    assert runs == [True]
+    assert not poptorch.isRunningOnIpu()
+
+
+def test_forward_sees_one_micro_batch():
+    shapes = []
+
+    class Model(Trained):
+        def forward(self, x, target=None):
+            shapes.append(tuple(x.shape))
+            return super().forward(x, target)
+
+    executor, _ = trainer(Model(), options(iterations=2, accumulation=3, replicas=2))
+    executor(*batch(24))
+    assert shapes == [(2, 3)]
+
+
+def test_attach_and_detach_take_turns():
+    executor, _ = trainer()
+    assert not executor.isAttachedToDevice()
+    executor(*batch())
+    with pytest.raises(poptorch.Error, match="Device is already attached"):
+        executor.attachToDevice()
+    executor.detachFromDevice()
+    assert executor.isCompiled()
+    with pytest.raises(poptorch.Error, match="Device is not attached"):
+        executor.detachFromDevice()
+    executor(*batch())
+    assert executor.isAttachedToDevice()
+
+
+def test_an_offline_model_compiles_and_never_runs():
+    executor, _ = trainer(opts=options().useOfflineIpuTarget())
+    with pytest.raises(AssertionError, match=r"offline device.*ConnectionType.Never") as error:
+        executor(*batch())
+    assert "compile" in str(error.value)
+    executor.compile(*batch())
+    assert executor.isCompiled()
+    assert not executor.isAttachedToDevice()
+    with pytest.raises(AssertionError, match=r"ConnectionType.Never"):
+        executor.attachToDevice()
+
+
+def test_a_destroyed_executor_compiles_again_and_marks_its_model():
+    executor, model = trainer()
+    executor(*batch())
+    executor.destroy()
+    assert type(model) is Trained
+    executor(*batch())
+    assert type(model) is not Trained
+    before = executor._stale
+    model.layer.weight.sum()
+    assert (before, executor._stale) == (True, False)
+
+
+def test_a_destroyed_executor_does_not_take_a_model_from_another():
+    executor, model = trainer()
+    executor(*batch())
+    executor.destroy()
+    other, _ = trainer(model)
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        executor(*batch())
+    other(*batch())
+
+
+def test_a_failed_compilation_changes_nothing():
+    class Fails(Trained):
+        broken = True
+
+        def forward(self, x, target=None):
+            if Fails.broken:
+                raise RuntimeError("not yet")
+            return super().forward(x, target)
+
+    executor, model = trainer(Fails())
+    weight = model.layer.weight
+    with pytest.raises(RuntimeError, match="not yet"):
+        executor(*batch())
+    assert not executor.isCompiled()
+    assert model.layer.weight is weight
+    assert isinstance(model, Fails)
+    Fails.broken = False
+    executor(*batch())
+
+
+def test_hooks_run_in_order_around_a_compilation():
+    order = []
+
+    class Model(Trained):
+        def forward(self, x, target=None):
+            order.append("forward")
+            return super().forward(x, target)
+
+    handles = [
+        poptorch.registerPreCompileHook(lambda: order.append("before 1")),
+        poptorch.registerPostCompileHook(lambda: order.append("after")),
+        poptorch.registerPreCompileHook(lambda: order.append("before 2")),
+    ]
+    executor, _ = trainer(Model())
+    executor(*batch())
+    executor(*batch())
+    assert order == ["before 1", "before 2", "forward", "after"]
+    for handle in handles:
+        handle.remove()
+    trainer(Model())[0](*batch())
+    assert order[4:] == ["forward"]
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [(poptorch.registerPreCompileHook, "Pre"), (poptorch.registerPostCompileHook, "Post")],
+)
+def test_a_hook_must_be_callable(register, name):
+    with pytest.raises(RuntimeError, match=f"{name}-compile hook must be callable"):
+        register("text")
+
+
+def test_the_random_state_can_be_read_and_put_back():
+    model = Dropping()
+    opts = options().randomSeed(7)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.0)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    executor(torch.ones(2, 4))
+    state = executor.rng_state
+    assert state[0] == 7
+    first, second = executor(torch.ones(2, 4)), executor(torch.ones(2, 4))
+    assert first != second
+    executor.rng_state = state
+    assert executor(torch.ones(2, 4)) == first
+    executor.detachFromDevice()
+    executor.rng_state = state
+    assert executor(torch.ones(2, 4)) == first
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    def outputs():
+        torch.manual_seed(0)
+        model = Dropping()
+        return poptorch.trainingModel(
+            model, options(iterations=3, mode=poptorch.OutputMode.All).randomSeed(3)
+        )(torch.ones(6, 4))
+
+    assert torch.equal(outputs(), outputs())
+    assert len(outputs().unique()) > 1
+
+
+def test_compilation_time_is_measured():
+    opts = options().showCompilationProgressBar(True)
+    executor = poptorch.inferenceModel(Trained(), opts)
+    with pytest.raises(poptorch.Error, match="compile the model before obtaining compilation time"):
+        executor.compilationTime()
+    executor(batch()[0])
+    assert timedelta(0) < executor.compilationTime() < timedelta(minutes=5)
+    executor = poptorch.inferenceModel(Trained(), options())
+    executor(batch()[0])
+    with pytest.raises(poptorch.Error, match="showCompilationProgressBar"):
+        executor.compilationTime()
+
+
+def test_cycles_are_refused_in_the_order_of_what_is_missing():
+    executor = poptorch.inferenceModel(Trained(), options())
+    with pytest.raises(poptorch.Error, match="Cycle count logging is disabled") as error:
+        executor.cycleCount()
+    assert "logCycleCount" in str(error.value)
+    executor = poptorch.inferenceModel(Trained(), options().logCycleCount(True))
+    with pytest.raises(poptorch.Error, match="run the model at least once"):
+        executor.cycleCount()
+    executor(batch()[0])
+    with pytest.raises(poptorch.Error, match="only supported on actual IPU hardware"):
+        executor.cycleCount()
+
+
+def test_an_inference_executor_takes_no_optimizer():
+    model = Trained()
+    executor = poptorch.inferenceModel(model, options())
+    with pytest.raises(poptorch.Error, match=r"poptorch.trainingModel"):
+        executor.setOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_default_optimizer_is_sgd():
+    model = Trained()
+    executor = poptorch.trainingModel(model, options())
+    before = model.layer.weight.detach().clone()
+    twin = Trained()
+    twin.load_state_dict(model.state_dict())
+    executor(*batch())
+    twin(*batch())[1].backward()
+    torch.testing.assert_close(model.layer.weight.detach(), before - 0.01 * twin.layer.weight.grad)
+
+
+def test_rates_are_snapshots():
+    model = Trained()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.0)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    before = model.layer.weight.detach().clone()
+    executor(*batch())
+    optimizer.param_groups[0]["lr"] = 0.5
+    executor(*batch())
+    assert torch.equal(model.layer.weight, before)
+    executor.setOptimizer(optimizer)
+    executor(*batch())
+    assert not torch.equal(model.layer.weight, before)
+
+
+def test_momenta_survive_a_new_optimizer_of_the_same_type():
+    def trained(new):
+        executor, model = trainer(lr=0.1)
+        executor.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(4):
+            if new and step == 2:
+                executor.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            executor(*batch())
+        return model.layer.weight.detach().clone()
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_synthetic_data_has_the_compiled_shapes():
+    seen = []
+    for mode in (True, 1, 3):  # normal, zeros, uniform
+        executor = poptorch.inferenceModel(
+            lambda a, i: (a, i), options(iterations=2).enableSyntheticData(mode)
+        )
+        values, indices = executor(torch.full((4, 2), 99.0), torch.full((2,), 99))
+        assert (values.shape, indices.shape) == ((4, 2), (2,))
+        assert not (values == 99).any()
+        assert (indices == 0).all()
+        seen.append(float(values.abs().max()))
+    assert seen[1] == 0.0
+    assert seen[2] <= 1.0
+
+
+def test_programs_that_ask_for_ipus_go_on():
+    assert poptorch.ipuHardwareIsAvailable()
+    assert poptorch.ipuHardwareIsAvailable(16)
+    assert poptorch.ipuHardwareVersion() == 2
+
+
+def test_the_popart_graph_is_refused():
+    with pytest.raises(poptorch.Error, match="no PopART graph"):
+        trainer()[0]._debugGetPopartIR()

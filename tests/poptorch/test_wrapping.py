@@ -1,0 +1,227 @@
+"""Wrapping: what a marked model still is, what its copies are, and how a wrapper lets go of it."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from executor_models import Trained, batch, options, trainer
+from torch import nn
+
+import poptorch
+from poptorch._impl import rewrapModelIfNecessary, unwrapModelIfNecessary
+from poptorch._poplar_executor import PoplarExecutor
+
+
+def saved_and_loaded(value, **kwargs):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **kwargs)
+
+
+def test_a_wrapped_model_is_still_an_instance_of_its_class():
+    _, model = trainer()
+    assert isinstance(model, Trained)
+    assert type(model) is not Trained
+    assert type(model).__name__ == "PoptorchTrained"
+    assert isinstance(model.layer.weight, nn.Parameter)
+
+
+def test_copies_and_pickles_are_plain_and_have_the_newest_values():
+    executor, model = trainer()
+    before = model.layer.weight.detach().clone()
+    for remade in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded_model):
+        executor(*batch())
+        made = remade(model)
+        assert type(made) is Trained
+        assert type(made.layer.weight) is nn.Parameter
+        assert torch.equal(made.layer.weight, model.layer.weight)
+        assert not torch.equal(made.layer.weight, before)
+
+
+def saved_and_loaded_model(model):
+    return saved_and_loaded(model, weights_only=False)
+
+
+def test_parameters_buffers_and_state_dicts_load_without_the_package():
+    model = Trained()
+    model.register_buffer("mean", torch.ones(3))
+    executor, _ = trainer(model)
+    executor(*batch())
+    for value in (model.layer.weight, model.mean, model.state_dict(), dict(model.named_buffers())):
+        loaded = saved_and_loaded(value)  # weights_only: no class of ours would pass
+        pickle.loads(pickle.dumps(value))
+        tensors = loaded.values() if isinstance(loaded, dict) else [loaded]
+        assert {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
+
+
+def test_a_shallow_copy_stays_marked():
+    executor, model = trainer()
+    twin = copy.copy(model)
+    executor(*batch())
+    assert type(twin) is type(model)
+    assert executor._stale
+    twin.layer.weight.sum()
+    assert not executor._stale
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda m, t: torch.equal(m.layer.weight, t),
+        lambda m, t: torch.equal(t, m.layer.weight),
+        lambda m, t: m.layer.weight == t,
+        lambda m, t: repr(m.layer.weight),
+        lambda m, t: m.layer.weight.data,
+        lambda m, t: m.state_dict(),
+        lambda m, t: list(m.parameters()),
+        lambda m, t: list(m.named_parameters()),
+        lambda m, t: list(m.buffers()),
+        lambda m, t: m.layer.state_dict(),
+        lambda m, t: m(batch()[0]),
+        lambda m, t: pickle.dumps(m),
+        lambda m, t: m.layer.weight.detach().numpy(),
+        lambda m, t: m.layer.weight.tolist(),
+    ],
+)
+def test_whoever_looks_at_weights_causes_one_copy(look):
+    executor, model = trainer()
+    executor(*batch())
+    copies = 0
+    original = executor.copyWeightsToHost
+
+    def count():
+        nonlocal copies
+        copies += 1
+        original()
+
+    executor.copyWeightsToHost = count
+    executor(*batch())
+    assert copies == 0
+    look(model, torch.zeros(2, 3))
+    look(model, torch.zeros(2, 3))
+    assert copies == 1
+
+
+def test_a_model_does_not_keep_its_executor_alive_and_outlives_it():
+    executor, model = trainer()
+    before = model.layer.weight.detach().clone()
+    executor(*batch())
+    del executor
+    gc.collect()
+    assert type(model) is Trained
+    assert not torch.equal(model.layer.weight, before)  # training is not lost with it
+    again, _ = trainer(model)
+    again(*batch())
+
+
+def test_a_model_trains_in_one_wrapper_at_a_time():
+    executor, model = trainer()
+    for wrapped in (model, executor):
+        with pytest.raises(RuntimeError, match=r"already been wrapped in 'poptorch.trainingModel'"):
+            poptorch.trainingModel(wrapped)
+    executor(*batch())
+    model.destroy()
+    assert type(model) is Trained
+    trainer(model)
+
+
+def test_a_model_infers_in_many():
+    executor, model = trainer()
+    executor(*batch())
+    x, _ = batch()
+    results = [poptorch.inferenceModel(m, options())(x) for m in (model, executor, model)]
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], model(x).detach())
+
+
+def test_destroy_before_compilation_leaves_the_model_wrapped():
+    executor, model = trainer()
+    executor.destroy()
+    assert type(model) is not Trained
+
+
+def test_plain_functions_can_be_wrapped():
+    executor = poptorch.inferenceModel(lambda a, b=2: a * b, options())
+    assert executor(torch.ones(1)) == 2
+    with pytest.raises(poptorch.Error, match="Value mismatch for b"):
+        executor(torch.ones(1), b=3)
+
+
+def test_other_options_are_refused():
+    with pytest.raises(poptorch.Error, match=r"Invalid type: 'options'.*dict.*Options"):
+        poptorch.inferenceModel(Trained(), {"device_iterations": 2})
+
+
+def test_buffers_must_be_plain_tensors():
+    model = Trained()
+    model.register_buffer("b", nn.Parameter(torch.ones(1)))
+    with pytest.raises(poptorch.Error, match=r"All buffers must be an instance of torch.Tensor"):
+        poptorch.trainingModel(model)
+
+
+def test_accumulation_has_no_meaning_in_inference():
+    with pytest.raises(
+        poptorch.Error, match=r"Training.gradientAccumulation.*poptorch.inferenceModel\(\)"
+    ) as e:
+        poptorch.inferenceModel(Trained(), options(accumulation=2))
+    assert "deviceIterations" in str(e.value)
+
+
+def test_the_output_mode_is_picked_on_the_clone():
+    opts = options()
+    assert poptorch.inferenceModel(Trained(), opts).options.output_mode == poptorch.OutputMode.All
+    assert poptorch.trainingModel(Trained(), opts).options.output_mode == poptorch.OutputMode.Final
+    assert opts.defaultOutputMode()
+
+
+def test_the_top_levels_flags_are_fixed_at_wrapping():
+    class Flagged(nn.Module):
+        def forward(self, x):
+            return x + (1 if self.training else 0)
+
+    model = Flagged().eval()
+    executor = poptorch.inferenceModel(model, options())
+    model.train()
+    assert executor(torch.zeros(1)) == 0
+
+
+def test_an_inference_executor_pickles_before_compilation():
+    executor = poptorch.inferenceModel(Trained(), options(iterations=2))
+    loaded = saved_and_loaded(executor, weights_only=False)
+    x, _ = batch()
+    assert isinstance(loaded, PoplarExecutor)
+    assert torch.equal(loaded(x), executor(x))
+    with pytest.raises(poptorch.Error, match=r"save\(filename\)"):
+        pickle.dumps(executor)
+
+
+def test_integrations_can_unwrap_a_model_for_a_while():
+    executor, model = trainer()
+    executor(*batch())
+    unwrapModelIfNecessary(model)
+    assert type(model) is Trained
+    assert not executor._stale
+    rewrapModelIfNecessary(model)
+    assert type(model) is not Trained
+    executor(*batch())
+    model.layer.weight.sum()
+    assert not executor._stale
+    plain = Trained()
+    unwrapModelIfNecessary(plain)
+    rewrapModelIfNecessary(plain)
+    assert type(plain) is Trained
+
+
+def test_the_executor_stands_for_the_users_model():
+    executor, model = trainer()
+    assert executor.model is model
+    assert torch.equal(executor.layer.weight, model.layer.weight)
+    assert (
+        repr(executor) == "PoptorchTrained(\n  (layer): Linear(in_features=3, out_features=2, bias=True)\n)"
+    )
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = executor.nothing_like_it
