@@ -82,14 +82,19 @@ class Optimizer:
 class Anchor:
     """A value that a call keeps beside the outputs that forward returns, with an output mode of its own.
 
-    `source`: an "output" of the graph (key: its position as text), a weight's value at the start of each
-    step ("weight") or after its update ("updated"), once an iteration (key: its canonical name).
+    `source`: an "output" of the graph, or one from which the loss scale is divided ("gradient"; key: its
+    position as text); a weight's value at the start of each step ("weight") or after its update ("updated"),
+    once an iteration (key: its canonical name).
     """
 
-    source: Literal["output", "weight", "updated"]
+    source: Literal["output", "gradient", "weight", "updated"]
     key: str
     outputs: Outputs
     return_period: int = 1
+
+    @property
+    def is_weight(self) -> bool:
+        return self.source in ("weight", "updated")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from popengine.errors import Error
 from popengine.ir import Graph, Result
 from popengine.run.results import Results
-from popengine.settings import Anchor, Hyper, Outputs
+from popengine.settings import Anchor, Outputs
 
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
 
@@ -38,24 +38,18 @@ class Anchors:
     """What the engine keeps for each short name (None: the loss scaling), and all that it could keep."""
 
     found: dict[str, Anchor | None]
-    scaled: frozenset[str]  # short names of gradients: the loss scaling is to be divided out
     names: tuple[str, ...]  # for getTensorNames
 
     @property
     def wanted(self) -> tuple[Anchor, ...]:
         return tuple(anchor for anchor in self.found.values() if anchor is not None)
 
-    def values(self, results: Results, hyper: Hyper | None) -> dict[str, Tensor]:
+    def values(self, results: Results, loss_scale: float) -> dict[str, Tensor]:
         """The values of one call, by short name."""
-        scaling = 1.0 if hyper is None else hyper.loss_scaling
-        values = {}
-        for name, anchor in self.found.items():
-            if anchor is None:
-                values[name] = torch.tensor(scaling)
-            else:
-                value = results.anchored(anchor)
-                values[name] = value / scaling if name in self.scaled and scaling != 1 else value
-        return values
+        return {
+            name: torch.tensor(loss_scale) if anchor is None else results.anchored(anchor)
+            for name, anchor in self.found.items()
+        }
 
 
 def resolve(
@@ -75,27 +69,30 @@ def resolve(
     if training:
         names += [GRADIENT + key for key in gradients] + [UPDATED + key for key in gradients] + [LOSS_SCALE]
     added: list[Result] = []
+
+    def another(result: Result) -> str:
+        """Give a result once more, as an output of its own with a mode of its own; its position."""
+        position = len(graph.results) + len(added)
+        added.append(replace(result, kind="output", key=str(position)))
+        return str(position)
+
     found: dict[str, Anchor | None] = {}
-    scaled = set()
     for short, request in requests.items():
-        name = request.long_name
+        name, mode, period = request.long_name, request.outputs, request.period
         if name not in names:
             raise _unknown(short, name, names)
-        source, key = "output", str(traced.get(name, 0))
-        if name == LOSS_SCALE:
+        if name in traced:
+            found[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
+        elif name == LOSS_SCALE:
             found[short] = None
-            continue
-        if name.startswith(GRADIENT) and name.removeprefix(GRADIENT) in gradients:
-            key = str(len(graph.results) + len(added))
-            added.append(replace(gradients[name.removeprefix(GRADIENT)], kind="output", key=key))
-            scaled.add(short)
-        elif name.startswith(UPDATED) and name.removeprefix(UPDATED) in gradients:
-            source, key = "updated", name.removeprefix(UPDATED)
-        elif name in weights and name not in traced:
-            source, key = "weight", name
-        found[short] = Anchor(source, key, request.outputs, request.period)
+        elif name.startswith(GRADIENT):
+            found[short] = Anchor("gradient", another(gradients[name.removeprefix(GRADIENT)]), mode, period)
+        elif name.startswith(UPDATED):
+            found[short] = Anchor("updated", name.removeprefix(UPDATED), mode, period)
+        else:
+            found[short] = Anchor("weight", name, mode, period)
     graph = replace(graph, results=(*graph.results, *added)) if added else graph
-    return graph, Anchors(found, frozenset(scaled), tuple(names))
+    return graph, Anchors(found, tuple(names))
 
 
 def _unknown(short: str, name: str, names: list[str]) -> Error:

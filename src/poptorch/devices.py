@@ -39,6 +39,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
             self._engine.seed, self._engine.step = self._kept_rng
         if self._kept_state is not None:
             self._engine.write_optimizer(self._kept_state)
+            self._engine.loss_factor = self._kept_factor
         self._stale = False
         self._link_optimizer()
         trainer = wrapping.owner_of(self._user_model)
@@ -55,7 +56,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         assert self._engine is not None
         if self._training:
             self.copyWeightsToHostIfNeeded()
-            self._kept_state = self._engine.read_optimizer()
+            self._kept_state, self._kept_factor = self._engine.read_optimizer(), self._engine.loss_factor
         self._kept_rng = self._engine.seed, self._engine.step
         if self._reporter is not None:
             self._reporter.released()

@@ -30,7 +30,9 @@ class FileOwner(DeviceOwner):
         """
         executable = self._need_executable()
         self.copyWeightsToHostIfNeeded()
-        states = self._engine.read_optimizer() if self._engine is not None else self._kept_state
+        states, factor = self._kept_state, self._kept_factor
+        if self._engine is not None:
+            states, factor = self._engine.read_optimizer(), self._engine.loss_factor
         saved = saving.Saved(
             executable.without_code(),
             self._options,
@@ -38,6 +40,7 @@ class FileOwner(DeviceOwner):
             self._user_model if export_model else None,
             self._optimizer if export_model else None,
             states,
+            factor,
             (self.rng_state[0], self.rng_state[1]) if save_rng_state else None,
             self.per_replica_params,
         )
@@ -63,6 +66,7 @@ class FileOwner(DeviceOwner):
             wrapping.mark(self._user_model, self)
         self._executable = saved.executable
         self.per_replica_params = saved.per_replica_params
-        self._kept_state, self._kept_rng = saved.optimizer_state, saved.rng_state
+        self._kept_state, self._kept_factor = saved.optimizer_state, saved.loss_factor
+        self._kept_rng = saved.rng_state
         if self._options.connection_type == ConnectionType.Always:
             self.attachToDevice()

@@ -119,6 +119,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._executable = self._engine = self._compilation_seconds = None
         self._stale, self._host_weights_version, self._seen_version = False, 0, None
         self._kept_rng = self._kept_state = None
+        self._kept_factor = 1.0
         self._optimizer = self._hyper = None
         self._reporter = reporter_for(self, self._options, training)
         self._counters, self._anchored, self._synthetic = Counters(), {}, None
@@ -174,7 +175,7 @@ class PoplarExecutor(FileOwner, Inquiries):
     def _keep(self, results: Results) -> None:
         """Keep what may be asked for after a call: its anchors and its times."""
         executable = self._need_executable()
-        self._anchored = executable.anchors.values(results, self._hyper)
+        self._anchored = executable.anchors.values(results, self._loss_scale())
         if self._synthetic is None:
             self._counters = counters_of(results, executable.outputs)
         self._has_run = True

@@ -15,6 +15,8 @@ from .optim import Optimizer as PoptorchOptimizer
 from .optim.state import rate_entries, state_entries, states_of
 from .state import ExecutorState
 
+_LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
+
 
 class OptimizerOwner(ExecutorState):
     """The part of a training executor that talks to optimizers."""
@@ -56,7 +58,17 @@ class OptimizerOwner(ExecutorState):
         assert self._hyper is not None
         states = self._engine.read_optimizer() if self._engine is not None else self._kept_state or {}
         frozen = self._optimizer_settings
-        return state_entries(frozen.kind, states), rate_entries(frozen, self._hyper)
+        entries = state_entries(frozen.kind, states)
+        if self._executable is not None and self._executable.settings.automatic_loss_scaling:
+            entries[_LOSS_FACTOR] = torch.tensor(self._loss_factor())
+        return entries, rate_entries(frozen, self._hyper)
+
+    def _loss_factor(self) -> float:
+        return self._engine.loss_factor if self._engine is not None else self._kept_factor
+
+    def _loss_scale(self) -> float:
+        """What the devices multiply the loss with at the moment."""
+        return self._hyper.loss_scaling * self._loss_factor() if self._hyper is not None else 1.0
 
     def _upload_pending_state(self) -> None:
         """Take over what the user loaded into the optimizer."""
@@ -70,4 +82,7 @@ class OptimizerOwner(ExecutorState):
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             self._engine.write_optimizer(loaded)
+            factor = (optimizer._pending_state[0] or {}).get(_LOSS_FACTOR)
+            if factor is not None:
+                self._engine.loss_factor = float(factor)
             optimizer._pending_state = None

@@ -38,6 +38,7 @@ class Saved:
     model: Any  # None: not exported
     optimizer: Any
     optimizer_state: dict[str, dict[str, Tensor]] | None
+    loss_factor: float  # of automatic loss scaling
     rng_state: tuple[int, int] | None
     per_replica_params: dict[str, Grouping]
 

@@ -42,6 +42,7 @@ class ExecutorState:
     _optimizer: Any
     _optimizer_settings: settings.Optimizer
     _hyper: settings.Hyper | None
+    _kept_factor: float  # of automatic loss scaling, while detached
 
     _reporter: Reporter | None  # None: nobody asked for a profile
     _counters: Counters  # of the latest call

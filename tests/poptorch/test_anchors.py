@@ -107,3 +107,41 @@ def test_a_tensor_is_found_after_the_first_call_only():
     assert executor.getAnchoredTensor("w").shape == (2, 3)
     with pytest.raises(AssertionError, match="No tensor with name v found"):
         executor.getAnchoredTensor("v")
+
+
+def test_one_tensor_can_be_anchored_in_several_modes():
+    opts = options(iterations=2)
+    for name in ("x", "layer.weight", "Gradient___layer.weight"):
+        opts.anchorTensor(f"all {name}", name, OutputMode.All)
+        opts.anchorTensor(f"sum {name}", name, OutputMode.Sum)
+    executor, _ = trainer(opts=opts)
+    executor(*batch(2))
+    for name in ("x", "layer.weight", "Gradient___layer.weight"):
+        one, other = executor.getAnchoredTensor(f"all {name}").chunk(2)
+        torch.testing.assert_close(executor.getAnchoredTensor(f"sum {name}"), one + other)
+
+
+def test_automatic_loss_scaling_is_visible_in_its_anchor_and_state_only():
+    def train(opts):
+        model = Trained()
+        model.load_state_dict(first.state_dict())
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=8.0)
+        executor = poptorch.trainingModel(
+            model, anchored(opts, grad="Gradient___layer.weight", scale="finalLossScale"), optimizer
+        )
+        return executor, optimizer
+
+    first = Trained()
+    opts = options(mode=OutputMode.All, iterations=3)
+    opts.Training.setAutomaticLossScaling(True)
+    scaled, optimizer = train(opts)
+    plain, _ = train(options(mode=OutputMode.All, iterations=3))
+    for _ in range(2):
+        assert torch.equal(scaled(*batch(6))[1], plain(*batch(6))[1])
+        assert torch.equal(scaled.getAnchoredTensor("grad"), plain.getAnchoredTensor("grad"))
+    assert scaled.getAnchoredTensor("scale") == 8 * 2**6  # no gradient is large: doubled at each update
+    assert plain.getAnchoredTensor("scale") == 8
+    assert optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"] == 2**6
+    scaled.detachFromDevice()
+    scaled(*batch(6))
+    assert scaled.getAnchoredTensor("scale") == 8 * 2**9

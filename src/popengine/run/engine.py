@@ -190,6 +190,16 @@ class Engine:
                     found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
         return found
 
+    @property
+    def loss_factor(self) -> float:
+        """What automatic loss scaling multiplies the user's loss scale with at the moment."""
+        return next(iter(self.stores.values())).loss_factor
+
+    @loss_factor.setter
+    def loss_factor(self, factor: float) -> None:
+        for store in self.stores.values():
+            store.loss_factor = factor
+
     def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
         """Copies of replica 0's optimizer state, by parameter; one row a group where there are groups."""
         found: dict[str, dict[str, Tensor]] = {}

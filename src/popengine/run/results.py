@@ -77,9 +77,9 @@ class Results:
         self._results: Sequence[Result] = graph.results
         self._rows: dict[int, Rows] = {}  # of outputs, by position
         self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
-        self._anchors: dict[tuple[str, str], Rows] = {}
+        self._anchors: dict[Anchor, Rows] = {}  # of weights
         modes: dict[int, tuple[Outputs, int]] = {
-            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if a.source == "output"
+            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
         }
         for position, result in enumerate(graph.results):
             if result.kind == "output":
@@ -90,10 +90,10 @@ class Results:
                 self._written[position] = torch.empty((*every, *result.shape), dtype=result.dtype)
         weights = {slot.key: slot for slot in graph.slots if slot.role in ("parameter", "buffer")}
         for anchor in settings.anchors:
-            if anchor.source != "output":
+            if anchor.is_weight:
                 slot, once = weights[anchor.key], replace(counts, accumulation=1)
                 rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype)
-                self._anchors[anchor.source, anchor.key] = rows
+                self._anchors[anchor] = rows
         start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
         inputs = sum(slot.role == "input" for slot in graph.slots)
         self.loaded = [[start] * loads for _ in range(inputs)]  # by input: when each micro-batch was staged
@@ -113,17 +113,13 @@ class Results:
         else:
             self._rows[position].put(iteration, accumulation, replica, value)
 
-    def put_anchor(self, source: str, key: str, iteration: int, replica: int, value: Tensor) -> None:
-        """Take a weight's value, if somebody asked for it."""
-        rows = self._anchors.get((source, key))
-        if rows is not None:
-            rows.put(iteration, 0, replica, value)
+    def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
+        """Take a weight's value that somebody asked for."""
+        self._anchors[anchor].put(iteration, 0, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
         """What an anchor has kept, joined as outputs are."""
-        if anchor.source == "output":
-            return self._rows[int(anchor.key)].joined
-        return self._anchors[anchor.source, anchor.key].joined
+        return (self._anchors[anchor] if anchor.is_weight else self._rows[int(anchor.key)]).joined
 
     def outputs(self) -> list[Tensor]:
         """The outputs in the forward's order, then those made for anchors."""

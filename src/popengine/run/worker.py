@@ -119,10 +119,12 @@ class Worker:
         for other, names in plan.state.items():
             for name in names:
                 homes.setdefault(name, other)
-        self._anchored: dict[str, list[str]] = {}  # source -> keys of weights that live here
-        for anchor in settings.anchors:
-            if anchor.source != "output" and homes.get(store.slot[anchor.key]) == ipu:
-                self._anchored.setdefault(anchor.source, []).append(anchor.key)
+        self._weights_asked_for = [
+            anchor
+            for anchor in settings.anchors
+            if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
+        ]
+        self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
         self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"ipu {ipu} replica {replica}", daemon=True)
         self._thread.start()
@@ -164,11 +166,12 @@ class Worker:
 
     def _anchor(self, source: str) -> None:
         """Hand out the weights that somebody wants to see at this moment of the step."""
-        for key in self._anchored.get(source, ()):
-            value, results = self.store.state[self.store.slot[key]], self.run.results
-            steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
-            for iteration in steps:
-                results.put_anchor(source, key, iteration, self.replica, value)
+        for anchor in self._weights_asked_for:
+            if anchor.source == source:
+                value = self.store.state[self.store.slot[anchor.key]]
+                steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
+                for iteration in steps:
+                    self.run.results.put_weight(anchor, iteration, self.replica, value)
 
     # ---- the instructions --------------------------------------------------------------------------------
 
@@ -249,7 +252,10 @@ class Worker:
         frame = self.frames[instruction.micro_batch]
         iteration, accumulation = self._iteration(instruction.micro_batch)
         for name, position in zip(instruction.names, instruction.positions, strict=True):
-            self.run.results.put(position, iteration, accumulation, self.replica, frame[name])
+            value = frame[name]
+            if position in self._scaled and self.run.hyper is not None:
+                value = value / (self.run.hyper.loss_scaling * self.store.loss_factor)
+            self.run.results.put(position, iteration, accumulation, self.replica, value)
 
     def _free(self, instruction: ir.Free) -> None:
         frame = self.frames[instruction.micro_batch]
