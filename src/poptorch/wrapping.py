@@ -71,6 +71,9 @@ class PoptorchParameter(_Marked, nn.Parameter):
 class PoptorchBuffer(_Marked, Tensor):
     """A buffer whose values are on devices."""
 
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(self.detach())  # as the tensor that it is to the user
+
 
 class _MarkedModel:
     """Mixed into the class of a marked model."""

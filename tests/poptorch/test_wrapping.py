@@ -225,3 +225,11 @@ def test_the_executor_stands_for_the_users_model():
     )
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = executor.nothing_like_it
+
+
+def test_a_marked_buffer_prints_as_a_tensor():
+    model = Trained()
+    model.register_buffer("mean", torch.ones(2))
+    _executor, _ = trainer(model)
+    assert repr(model.mean) == "tensor([1., 1.])"
+    assert repr(model.layer.bias).startswith("Parameter containing:")
