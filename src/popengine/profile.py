@@ -66,6 +66,7 @@ class Part(NamedTuple):
     stage: int = -1
     peer: int = -1  # the ipu at the other end of a send or receive
     bytes: int = 0  # moved by a load, send, receive, store; read by an update
+    channel: str = ""  # of a send or receive: the same name at both ends
 
 
 class Track(NamedTuple):

@@ -1,4 +1,113 @@
+"""The page: the viewer's files and the profiles' data in one HTML file, which needs nothing else.
+
+The viewer draws; every figure it shows is computed here, by `analysis`, `memory` and `compare`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from popengine.profile import Profile, ProfileError, load
+
+from .analysis import block_rows, figures
+from .compare import compare
+from .find import profiles_at
+from .memory import curve, detailed
+
+REPORT = "report.html"
+SCRIPTS = ("base.js", "trace.js", "memory.js", "operations.js", "panels.js", "viewer.js")  # in this order
 
 
-def write_report(d: Path): ...
+def write_report(directory: Path) -> Path | None:
+    """Write `report.html` beside the profiles' folders; None where there are none."""
+    try:
+        found = profiles_at(directory)
+    except ProfileError:
+        return None
+    target = directory / REPORT
+    target.write_text(page([entry(path) for path in found], f"Profile of {directory.resolve().name}"))
+    return target
+
+
+def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
+    """The HTML over these entries."""
+    viewer = files("popvision") / "viewer"
+    data = json.dumps(
+        {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
+    )
+    # Inside a script element only these could end it, whatever names a profile holds.
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    parts = {
+        "{{title}}": html.escape(title),
+        "{{style}}": (viewer / "viewer.css").read_text(),
+        "{{script}}": "\n".join((viewer / name).read_text() for name in SCRIPTS),
+        "{{data}}": data,
+    }
+    # All at once: what is put in may hold a mark itself.
+    return re.sub(
+        "|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], (viewer / "index.html").read_text()
+    )
+
+
+def entry(path: Path, label: str = "") -> dict[str, Any]:
+    """What the page knows of one profile; for one that can't be read, why."""
+    label = label or path.parent.name
+    try:
+        profile = load(path)
+        return {"label": label, **described(profile)}
+    except ProfileError as error:
+        return {"label": label, "error": str(error)}
+
+
+def described(profile: Profile) -> dict[str, Any]:
+    """A profile, its figures and its curves."""
+    return {
+        "profile": json.loads(profile.to_json()),
+        "figures": figures(profile).to_dict(),
+        "blocks": block_rows(profile),
+        "curves": {
+            str(ipu): [number for point in curve(profile, ipu) for number in point]
+            for ipu in detailed(profile)
+        },
+    }
+
+
+def write_comparison(first: Path, second: Path, target: Path) -> Path:
+    """A page over two runs; profiles of the same name are compared.
+
+    Raises:
+        ProfileError: one can't be read, or they have no profile of the same kind
+    """
+    pairs = paired(first, second)
+    entries: list[dict[str, Any]] = []
+    comparisons = []
+    for one, other in pairs:
+        rows = [row.to_dict() for row in compare(load(one), load(other))]
+        at = len(entries)
+        entries += [entry(one, _label(one, first)), entry(other, _label(other, second))]
+        comparisons.append({"first": at, "second": at + 1, "rows": rows})
+    target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
+    return target
+
+
+def paired(first: Path, second: Path) -> list[tuple[Path, Path]]:
+    """Profiles of both places that have the same kind: training or inference."""
+    kinds = [
+        {load(path).training: path for path in reversed(profiles_at(place))} for place in (first, second)
+    ]
+    shared = [kind for kind in (True, False) if kind in kinds[0] and kind in kinds[1]]
+    if not shared:
+        raise ProfileError(
+            f"{first} and {second} have no profile of the same kind: one trains, the other does not"
+        )
+    return [(kinds[0][kind], kinds[1][kind]) for kind in shared]
+
+
+def _label(path: Path, root: Path) -> str:
+    inner = path.parent.name if path.parent != root and path != root else ""
+    return f"{root.name}: {inner}" if inner else root.name

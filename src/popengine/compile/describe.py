@@ -168,7 +168,8 @@ class Description:
         sizes = [
             self._slot_bytes(name) if name in self._slots else sum(self._bytes([name])) for name in names
         ]
-        return Part(ipu, kind, phase, stage, peer, sum(sizes))
+        channel = getattr(instruction, "channel", ("",))[0]
+        return Part(ipu, kind, phase, stage, peer, sum(sizes), channel)
 
     def _sender(self, instruction: ir.Receive) -> int:
         name = instruction.channel[0]

@@ -1,0 +1,85 @@
+"""The program `popvision`: opens reports, prints them, compares two, exports a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from popengine.profile import ProfileError, load
+
+from . import chrome, compare, html
+from .find import profiles_at
+from .text import summary
+
+_USAGE = """\
+popvision REPORT                        open the report in a browser
+       popvision summary REPORT                print its headline
+       popvision compare REPORT OTHER          set two runs side by side
+       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; 1 if a profile can't be read."""
+    given = sys.argv[1:] if arguments is None else arguments
+    commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export}
+    if given and given[0] not in commands and not given[0].startswith("-"):
+        given = ["open", *given]
+    args = _parser().parse_args(given)
+    try:
+        commands[args.command](args)
+    except (ProfileError, OSError) as error:
+        print(f"popvision: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("popvision", usage=_USAGE, description="Shows profiles of Pando's runs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (("open", "open in a browser"), ("summary", "print the headline")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("report", type=Path, help="a folder with profiles, or one profile.pop")
+        if name == "open":
+            command.add_argument("--no-browser", action="store_true", help="only write the page")
+    command = commands.add_parser("compare", help="set two runs side by side")
+    command.add_argument("report", type=Path)
+    command.add_argument("other", type=Path)
+    command.add_argument("--output", type=Path, default=Path("comparison.html"), help="the page to write")
+    command.add_argument("--open", action="store_true", help="open the page in a browser")
+    command = commands.add_parser("export", help="write a Chrome trace")
+    command.add_argument("report", type=Path)
+    command.add_argument("trace", type=Path)
+    return parser
+
+
+def _open(args: argparse.Namespace) -> None:
+    found = profiles_at(args.report)
+    for path in found:
+        load(path)  # a profile that can't be read is an error here, not a page about one
+    inner = found[0].parent
+    folder = args.report if args.report.is_dir() and args.report != inner else inner.parent
+    target = html.write_report(folder)
+    assert target is not None
+    print(target)
+    if not args.no_browser:
+        webbrowser.open(target.resolve().as_uri())
+
+
+def _summary(args: argparse.Namespace) -> None:
+    print("\n".join(summary(load(path)) for path in profiles_at(args.report)), end="")
+
+
+def _compare(args: argparse.Namespace) -> None:
+    for first, second in html.paired(args.report, args.other):
+        print(compare.text(load(first), load(second), (str(args.report), str(args.other))))
+    target = html.write_comparison(args.report, args.other, args.output)
+    print(target)
+    if args.open:
+        webbrowser.open(target.resolve().as_uri())
+
+
+def _export(args: argparse.Namespace) -> None:
+    args.trace.write_text(chrome.chrome_trace([load(path) for path in profiles_at(args.report)]))
+    print(args.trace)

@@ -1,0 +1,152 @@
+"""Memory: what each ipu keeps from step to step, and how what it holds for its micro-batches grows and falls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from popengine.profile import Memory, Profile, Tensor, Track
+
+MOST_POINTS = 20_000  # of one curve
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one ipu at the most. `always` is held all the time; `between` waits to be received."""
+
+    ipu: int
+    weights: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    copies: int
+    activations: int
+    between: int
+
+    @property
+    def always(self) -> int:
+        return self.weights + self.buffers + self.gradients + self.optimizer + self.copies
+
+    @property
+    def total(self) -> int:
+        return self.always + self.activations + self.between
+
+
+def needs(profile: Profile) -> list[Need]:
+    """What each ipu of replica 0 needs."""
+    fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
+    waiting = between(profile)
+    found = []
+    for ipu in profile.devices:
+        row = fixed.get(ipu, Memory(0, ipu))
+        peak = max((size for _, size in curve(profile, ipu)), default=0)
+        found.append(
+            Need(
+                ipu,
+                row.weights,
+                row.buffers,
+                row.gradients,
+                row.optimizer,
+                row.copies,
+                peak,
+                waiting.get(ipu, 0),
+            )
+        )
+    return found
+
+
+def detailed(profile: Profile) -> dict[int, Track]:
+    """The tracks of the step that was looked at closer, by ipu."""
+    place = profile.facts.get("detailed_step")
+    if place is None:
+        return {}
+    return {
+        track.ipu: track
+        for track in profile.tracks
+        if (track.call, track.step) == tuple(place) and track.replica == 0
+    }
+
+
+def held(tensors: list[Tensor], instructions: int) -> list[int]:
+    """Bytes held after each instruction."""
+    change = [0] * (instructions + 1)
+    for row in tensors:
+        change[row.born] += row.bytes
+        if row.died >= 0:
+            change[row.died] -= row.bytes
+    total, found = 0, []
+    for difference in change[:instructions]:
+        total += difference
+        found.append(total)
+    return found
+
+
+def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
+    """(ns since the profile's origin, bytes held for micro-batches): after each instruction, and within pieces
+    after each operation. Times inside a piece are those of its average run."""
+    track = detailed(profile).get(ipu)
+    if track is None:
+        return []
+    program = profile.programs[ipu]
+    after = held([row for row in profile.tensors if row.ipu == ipu], len(track.durations))
+    inside = _inside(profile) if len(after) < MOST_POINTS // 4 else {}
+    piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
+    at, before = track.start, 0
+    points = [(at, 0)]
+    for index, duration in enumerate(track.durations):
+        part = profile.parts[program[2 * index]]
+        if part.kind == "compute" and (piece := piece_at[part.phase, part.stage]) in inside:
+            base = before - profile.pieces[piece].enters
+            points += [(at + round(duration * share), base + live) for share, live in inside[piece]]
+        at, before = at + duration, after[index]
+        points.append((at, before))
+    return points if len(points) <= MOST_POINTS else _thinned(points)
+
+
+def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
+    """Piece -> (share of its time, bytes alive in it) after each operation."""
+    rows = defaultdict(list)
+    for operation in profile.operations:
+        rows[operation.piece].append(operation)
+    found = {}
+    for piece, operations in rows.items():
+        whole = sum(operation.ns for operation in operations) or 1
+        spent, points = 0, []
+        for operation in operations:
+            spent += operation.ns
+            points.append((spent / whole, operation.live))
+        found[piece] = points
+    return found
+
+
+def _thinned(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of every few neighbours the highest, so that no peak is lost."""
+    size = -(-len(points) // MOST_POINTS)
+    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
+
+
+def between(profile: Profile) -> dict[int, int]:
+    """For each ipu the most bytes that other ipus had sent and it had not received yet."""
+    sent: dict[tuple[str, int, int], tuple[int, int]] = {}
+    received: dict[tuple[str, int, int], int] = {}
+    for track in detailed(profile).values():
+        at, program = track.start, profile.programs[track.ipu]
+        for index, duration in enumerate(track.durations):
+            part, micro_batch = profile.parts[program[2 * index]], program[2 * index + 1]
+            if part.kind == "send":
+                sent[part.channel, part.peer, micro_batch] = (at + duration, part.bytes)
+            elif part.kind == "receive":
+                received[part.channel, track.ipu, micro_batch] = at + duration
+            at += duration
+    changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for key, (time, size) in sent.items():
+        if key in received and received[key] > time:
+            changes[key[1]] += [(time, size), (received[key], -size)]
+    most = {}
+    for ipu, rows in changes.items():
+        total = peak = 0
+        for _, difference in sorted(rows):
+            total += difference
+            peak = max(peak, total)
+        most[ipu] = peak
+    return most

@@ -1,0 +1,77 @@
+"""The headline of a profile for the terminal."""
+
+from __future__ import annotations
+
+from popengine.profile import Profile
+
+from .advice import seconds, size
+from .analysis import Figures, figures
+
+
+def summary(profile: Profile) -> str:
+    """A screenful."""
+    found = figures(profile)
+    lines = [f"{profile.name}: {_kind(profile)}", *_speed(profile, found), *_stages(found), *_memory(found)]
+    lines += [f"  ! {warning}" for warning in found.warnings]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(profile: Profile) -> str:
+    stages, ipus = len(profile.stages), len(profile.devices)
+    mode = profile.facts.get("mode", "")
+    kind = "training" if profile.training else "inference"
+    replicas = profile.counts.get("replicas", 1)
+    return f"{mode} {kind}, {stages} stage(s) on {ipus} ipu(s), {replicas} replica(s)"
+
+
+def _speed(profile: Profile, found: Figures) -> list[str]:
+    if not found.calls:
+        return ["  nothing was run: the model was compiled and let go"]
+    passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
+    return [
+        f"  throughput    {rate(found.samples_per_second)} in calls,"
+        f" {rate(found.samples_per_second_overall)} with the time between them",
+        f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
+        f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal",
+        f"  compilation   {seconds(found.compile_seconds)}: {passes}",
+    ]
+
+
+def _stages(found: Figures) -> list[str]:
+    if not found.stages:
+        return []
+    lines = ["  stage  ipu    forward   backward     update  blocks"]
+    for stage in found.stages:
+        mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
+        cells = (seconds(ns / 1e9) if ns else "–" for ns in (stage.forward, stage.backward, stage.update))
+        lines.append(
+            f"  {stage.stage:5}  {stage.ipu:3} "
+            + " ".join(f"{cell:>10}" for cell in cells)
+            + f"  {stage.blocks}{mark}"
+        )
+    return lines
+
+
+def _memory(found: Figures) -> list[str]:
+    if not found.needs:
+        return []
+    lines = ["    ipu    weights  gradients  optimizer     copies activations    between      total"]
+    for need in found.needs:
+        row = (need.weights + need.buffers, need.gradients, need.optimizer, need.copies)
+        lines.append(
+            f"  {need.ipu:5} "
+            + " ".join(f"{size(value):>10}" for value in row)
+            + f" {size(need.activations):>11} {size(need.between):>10} {size(need.total):>10}"
+        )
+    if found.capacity:
+        verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
+        lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
+    return lines
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f} samples/s"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,137 @@
+"use strict";
+// What all views share: the data, elements, units, colours. Text enters the page as text only, never as markup.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+
+/** An element with attributes, listeners (on...) and children; strings become text. */
+function make(tag, attributes = {}, ...children) {
+  const svg = ["svg", "rect", "text", "path", "line", "g"].includes(tag);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style" && typeof value === "object") Object.assign(element.style, value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** A table of the profile as objects. */
+function rows(table) {
+  return table.rows.map((row) => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
+}
+
+const units = {
+  time(ns) {
+    if (ns === null || ns === undefined || Number.isNaN(ns)) return "–";
+    for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]]) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
+    return `${Math.round(ns)} ns`;
+  },
+  bytes(count) {
+    for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+      if (Math.abs(count) < 1024 || unit === "GiB") return `${unit === "B" ? count : count.toFixed(1)} ${unit}`;
+      count /= 1024;
+    }
+  },
+  count(value) {
+    for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]]) if (value >= size) return three(value / size) + unit;
+    return String(Math.round(value));
+  },
+  share: (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`),
+  rate: (value) => (value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 2 : 0 })),
+};
+
+function three(value) {
+  return Number(value.toPrecision(3)).toString();
+}
+
+// Okabe and Ito's colours, told apart by nearly everybody; a stage keeps its own in every view.
+const STAGES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7a6fd0"];
+const OTHER = "#8794a3";
+const MEMORY = [
+  ["weights", "#0072b2"], ["buffers", "#56b4e9"], ["gradients", "#e69f00"], ["optimizer", "#009e73"],
+  ["copies", "#8794a3"], ["activations", "#cc79a7"], ["between", "#d55e00"],
+];
+
+function stageColour(stage, phase = "F") {
+  if (stage < 0) return OTHER;
+  const base = STAGES[stage % STAGES.length];
+  return phase === "B" ? mixed(base, "#000000", 0.38) : mixed(base, "#ffffff", 0.12);
+}
+
+function mixed(colour, other, share) {
+  const channel = (text, i) => parseInt(text.slice(1 + 2 * i, 3 + 2 * i), 16);
+  const parts = [0, 1, 2].map((i) => Math.round(channel(colour, i) * (1 - share) + channel(other, i) * share));
+  return `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
+}
+
+/** Black or white, whichever is read better on the colour. */
+function inkOn(colour) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151b" : "#ffffff";
+}
+
+function themed(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** A canvas in device pixels; `draw(context, width, height)` in CSS pixels, at most once a frame. */
+function sharpCanvas(height, draw, attributes = {}) {
+  const canvas = make("canvas", { tabindex: "0", ...attributes });
+  canvas.style.height = `${height}px`;
+  let asked = false;
+  canvas.redraw = () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => { asked = false; canvas.drawNow(); });
+  };
+  canvas.drawNow = () => {
+    const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, tall = canvas.clientHeight;
+    if (!width) return;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(tall * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(tall * ratio);
+    }
+    const context = canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, tall);
+    draw(context, width, tall);
+  };
+  new ResizeObserver(canvas.redraw).observe(canvas);
+  return canvas;
+}
+
+const tip = {
+  element: document.getElementById("tip"),
+  show(x, y, lines) {
+    const [first, ...others] = lines;
+    this.element.replaceChildren(make("strong", {}, first), ...others.map((line) => make("div", {}, line)));
+    this.element.hidden = false;
+    const box = this.element.getBoundingClientRect();
+    this.element.style.left = `${Math.max(4, Math.min(x + 14, window.innerWidth - box.width - 8))}px`;
+    this.element.style.top = `${y + 18 + box.height > window.innerHeight ? Math.max(4, y - box.height - 12) : y + 18}px`;
+  },
+  hide() { this.element.hidden = true; },
+};
+
+/** Buttons of which one is pressed. */
+function choice(label, names, chosen, choose) {
+  const buttons = names.map((name, i) => make("button", {
+    type: "button", "aria-pressed": String(i === chosen), onclick: () => {
+      buttons.forEach((button, j) => button.setAttribute("aria-pressed", String(i === j)));
+      choose(i);
+    },
+  }, name));
+  return make("div", { class: "choice", role: "group", "aria-label": label }, buttons);
+}
+
+function legend(entries) {
+  return make("div", { class: "legend" }, entries.map(([name, colour]) => make("span", {}, make("i", { style: { background: colour } }), name)));
+}
+
+/** Round steps for an axis over `span`, about `count` of them. */
+function niceStep(span, count) {
+  const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
+  return power * ([1, 2, 5, 10].find((step) => step * power >= rough) || 10);
+}

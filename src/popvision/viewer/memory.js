@@ -1,0 +1,120 @@
+// Memory: what each ipu needs against its capacity, and what it holds while a step runs.
+
+function memoryView(entry) {
+  const { figures, profile } = entry;
+  if (!figures.needs.length) return emptyCard("No memory was measured", "The model was never put on its devices.");
+  const most = Math.max(...figures.needs.map((need) => need.total), 1);
+  const bars = make("div", { class: "bars" }, figures.needs.flatMap((need) => [
+    make("span", { class: "name" }, `ipu ${need.ipu}`),
+    make("div", { class: "bar", role: "img", "aria-label": MEMORY.map(([name]) => `${name} ${units.bytes(need[name])}`).join(", ") },
+      MEMORY.filter(([name]) => need[name]).map(([name, colour]) => make("i", { style: { width: `${(100 * need[name]) / most}%`, background: colour }, title: `${name}: ${units.bytes(need[name])}` }))),
+    make("span", { class: "number" }, units.bytes(need.total)),
+  ]));
+  const table = make("table", {},
+    make("thead", {}, make("tr", {}, ["ipu", ...MEMORY.map(([name]) => name), "total"].map((name) => make("th", { class: "right" }, name)))),
+    make("tbody", {}, figures.needs.map((need) => make("tr", {}, [need.ipu, ...MEMORY.map(([name]) => units.bytes(need[name])), units.bytes(need.total)].map((cell) => make("td", { class: "right" }, String(cell)))))));
+  const verdict = figures.fits === null ? "" : figures.fits ? "Fits into " : "Does not fit into ";
+  return make("div", {},
+    make("section", { class: "card" },
+      make("h2", {}, "What each ipu needs at the most"),
+      figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: ${figures.capacity_of}`) : null,
+      bars, legend(MEMORY.map(([name, colour]) => [name, colour])), make("div", { class: "scroll", style: { marginTop: "12px" } }, table),
+      make("p", { class: "hint", style: { marginTop: "8px" } }, "copies: what a failed call is rolled back to. between: sent by another ipu and not received yet.")),
+    liveness(entry, profile));
+}
+
+/** The curve over the step that was looked at closer. */
+function liveness(entry, profile) {
+  const ipus = Object.keys(entry.curves);
+  if (!ipus.length) return emptyCard("No step was looked at closer", "Memory over time is measured in the first two steps of a run.");
+  const program = (ipu) => rows(profile.tracks).find((track) => String(track.ipu) === ipu && track.replica === 0 && track.call === profile.facts.detailed_step[0] && track.step === profile.facts.detailed_step[1]);
+  const tensors = rows(profile.tensors), parts = rows(profile.parts);
+  const state = { ipu: ipus[0], cursor: 0, always: false };
+  const list = make("div", { class: "alive" }), title = make("h3", { "aria-live": "polite" });
+  let points = [], ends = [], track = null;
+
+  function load() {
+    const flat = entry.curves[state.ipu];
+    track = program(state.ipu);
+    const origin = track ? track.start : flat[0];
+    points = [];
+    for (let i = 0; i < flat.length; i += 2) points.push([flat[i] - origin, flat[i + 1]]);
+    ends = [];
+    let at = 0;
+    if (track) for (const duration of track.durations) { at += duration; ends.push(at); }
+    const top = points.reduce((best, point, i) => (point[1] > points[best][1] ? i : best), 0);
+    state.cursor = points[top][0];
+    tell();
+    canvas.redraw();
+  }
+
+  /** The last instruction that has ended at the cursor. */
+  function instruction() {
+    let low = 0, high = ends.length;
+    while (low < high) { const middle = (low + high) >> 1; if (ends[middle] <= state.cursor) low = middle + 1; else high = middle; }
+    return low - 1;
+  }
+
+  function bytesAt(time) {
+    let low = 0, high = points.length - 1;
+    while (low < high) { const middle = (low + high + 1) >> 1; if (points[middle][0] <= time) low = middle; else high = middle - 1; }
+    return points[low][1];
+  }
+
+  function tell() {
+    const index = instruction(), running = track && index + 1 < ends.length ? parts[profile.programs[state.ipu][2 * (index + 1)]] : null;
+    const alive = tensors.filter((row) => String(row.ipu) === state.ipu && row.born <= index && (row.died < 0 || row.died > index)).sort((a, b) => b.bytes - a.bytes);
+    const held = alive.reduce((sum, row) => sum + row.bytes, 0), inside = running && running.kind === "compute" ? bytesAt(state.cursor) - held : 0;
+    const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu);
+    title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${running.phase === "F" ? "forward" : "backward"} of stage ${running.stage}` : "");
+    const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer], ["copies for rollback", need.copies]].filter(([, bytes]) => bytes);
+    const line = (name, kind, batch, bytes) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)));
+    list.replaceChildren(make("table", {},
+      make("thead", {}, make("tr", {}, make("th", {}, "alive"), make("th", {}, "kind"), make("th", { class: "right" }, "micro-batch"), make("th", { class: "right" }, "bytes"))),
+      make("tbody", {}, alive.slice(0, 200).map((row) => line(row.name, row.kind, String(row.micro_batch), row.bytes)), always.map(([name, bytes]) => line(name, "always live", "", bytes)))));
+  }
+
+  const canvas = sharpCanvas(270, (context, width, height) => {
+    const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu), base = state.always ? need.always : 0;
+    const last = Math.max(points[points.length - 1][0], 1), most = Math.max(base + Math.max(...points.map((point) => point[1])), 1) * 1.06;
+    const left = 84, bottom = height - 22, x = (time) => left + (time / last) * (width - left - 8), y = (bytes) => bottom - (bytes / most) * (bottom - 10);
+    context.font = '11.5px system-ui, "DejaVu Sans", sans-serif';
+    context.textBaseline = "middle";
+    context.strokeStyle = themed("--line"); context.fillStyle = themed("--soft");
+    for (let i = 0; i <= 4; i++) {
+      const value = (most * i) / 4;
+      context.beginPath(); context.moveTo(left, y(value)); context.lineTo(width, y(value)); context.stroke();
+      context.fillText(units.bytes(Math.round(value)), 4, y(value));
+    }
+    const step = niceStep(last, 7);
+    for (let time = 0; time < last; time += step) context.fillText(time ? units.time(time) : "0", x(time) + 2, height - 9);
+    if (base) { context.fillStyle = "#0072b2"; context.fillRect(left, y(base), width - left - 8, bottom - y(base)); }
+    const path = () => {
+      context.beginPath(); context.moveTo(x(0), y(base));
+      let before = 0;
+      for (const [time, bytes] of points) { context.lineTo(x(time), y(base + before)); context.lineTo(x(time), y(base + bytes)); before = bytes; }
+      context.lineTo(x(last), y(base + before));
+    };
+    path(); context.lineTo(x(last), y(base)); context.closePath(); context.fillStyle = "#cc79a766"; context.fill();
+    path(); context.strokeStyle = "#b35a8c"; context.lineWidth = 1.4; context.stroke(); context.lineWidth = 1;
+    context.strokeStyle = themed("--ink");
+    context.beginPath(); context.moveTo(x(state.cursor), 6); context.lineTo(x(state.cursor), bottom); context.stroke();
+    canvas.timeAt = (px) => Math.max(0, Math.min(last, ((px - left) / (width - left - 8)) * last));
+  }, { role: "img", "aria-label": "Bytes held over one step. Left and right arrows move the cursor" });
+  const move = (time) => { state.cursor = time; tell(); canvas.redraw(); };
+  canvas.addEventListener("pointermove", (event) => { if (canvas.timeAt) move(canvas.timeAt(event.clientX - canvas.getBoundingClientRect().left)); });
+  canvas.addEventListener("keydown", (event) => {
+    const steps = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!steps) return;
+    event.preventDefault();
+    const i = points.findIndex((point) => point[0] >= state.cursor);
+    move(points[Math.max(0, Math.min(points.length - 1, (i < 0 ? points.length - 1 : i) + steps))][0]);
+  });
+  const always = make("input", { type: "checkbox", onchange: () => { state.always = always.checked; canvas.redraw(); } });
+  load();
+  return make("section", { class: "card" },
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, `Liveness over step ${profile.facts.detailed_step[1]}`), make("span", { class: "spring" }),
+      make("label", { class: "hint" }, always, " with what is always live"),
+      choice("ipu", ipus.map((ipu) => `ipu ${ipu}`), 0, (i) => { state.ipu = ipus[i]; load(); })),
+    canvas, legend([["held for micro-batches", "#cc79a7"], ["always live", "#0072b2"]]), make("div", { style: { marginTop: "12px" } }, title, list));
+}

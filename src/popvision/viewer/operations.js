@@ -1,0 +1,74 @@
+// Operations and blocks: what each costs; a table that sorts, searches and leads to the trace.
+
+/** A table whose headers sort. `columns`: name, value(row) to sort by, cell(row) to show, right-aligned. */
+function sortable(columns, data, { sort, onrow = null, id }) {
+  let by = sort, down = true, shown = 300, query = "";
+  const body = make("tbody"), count = make("span", { class: "hint", "aria-live": "polite" });
+  const heads = columns.map((column, i) => make("th", { class: column.right ? "right" : "", scope: "col" },
+    make("button", { type: "button", onclick: () => { down = by === i ? !down : column.right; by = i; fill(); } }, column.name)));
+  const more = make("button", { type: "button", class: "plain", onclick: () => { shown += 1000; fill(); } }, "Show more");
+  function fill() {
+    heads.forEach((head, i) => (i === by ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
+    const wanted = query.toLowerCase().split(/\s+/).filter(Boolean);
+    const chosen = data.filter((row) => wanted.every((word) => row.search.includes(word)));
+    chosen.sort((a, b) => { const x = columns[by].value(a), y = columns[by].value(b); return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); });
+    body.replaceChildren(...chosen.slice(0, shown).map((row) => make("tr", onrow ? { class: "link", tabindex: "0", onclick: () => onrow(row), onkeydown: (event) => { if (event.key === "Enter") onrow(row); } } : {},
+      columns.map((column) => make("td", { class: `${column.right ? "right" : ""} ${column.class || ""}`, title: column.class === "where" ? row.where : null }, column.cell(row))))));
+    count.textContent = `${chosen.length} of ${data.length}`;
+    more.hidden = chosen.length <= shown;
+  }
+  fill();
+  const table = make("div", { class: "scroll" }, make("table", { id }, make("thead", {}, make("tr", {}, heads)), body));
+  return { element: make("div", {}, table, more), count, search(text) { query = text; fill(); } };
+}
+
+function operationsView(entry, page) {
+  const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
+  if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
+  const word = { F: "forward", B: "backward" };
+  const whole = operations.reduce((sum, operation) => sum + operation.ns, 0) || 1;
+  const data = operations.filter((operation) => operation.calls).map((operation) => {
+    const piece = pieces[operation.piece];
+    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
+  });
+  const blocks = entry.blocks.filter((row) => row.calls).map((row) => ({ ...row, kind: "", name: "", where: "", flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row.block} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const common = [
+    { name: "block", value: (row) => row.block, cell: (row) => [make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } }), row.block] },
+    { name: "phase", value: (row) => row.phase, cell: (row) => word[row.phase] },
+    { name: "stage", right: true, value: (row) => row.stage, cell: (row) => String(row.stage) },
+    { name: "ipu", right: true, value: (row) => row.ipu, cell: (row) => String(row.ipu) },
+  ];
+  const figures = [
+    { name: "time", right: true, value: (row) => row.ns, cell: (row) => [make("span", { class: "share", style: { width: `${(70 * row.ns) / whole}px` } }), units.time(row.ns)] },
+    { name: "share", right: true, value: (row) => row.ns, cell: (row) => units.share(row.ns / whole) },
+    { name: "calls", right: true, value: (row) => row.calls, cell: (row) => String(row.calls) },
+    { name: "a call", right: true, value: (row) => row.ns / row.calls, cell: (row) => units.time(row.ns / row.calls) },
+    { name: "FLOPs", right: true, value: (row) => row.flops, cell: (row) => (row.flops ? units.count(row.flops) : "–") },
+    { name: "FLOP/s", right: true, value: (row) => row.flops * row.calls / (row.ns || 1), cell: (row) => (row.flops ? units.count((1e9 * row.flops * row.calls) / (row.ns || 1)) : "–") },
+    { name: "bytes", right: true, value: (row) => row.bytes, cell: (row) => (row.bytes ? units.bytes(Math.round(row.bytes)) : "–") },
+  ];
+  const detail = [{ name: "operation", value: (row) => row.kind, cell: (row) => row.kind }, ...common, ...figures, { name: "line", class: "where", value: (row) => row.where, cell: (row) => make("bdi", {}, row.where) }];
+  const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
+  const tables = [
+    sortable(detail, data, { sort: 5, onrow, id: "operations" }),
+    sortable([...common, ...figures], blocks, { sort: 4, onrow, id: "blocks" }),
+  ];
+  const holder = make("div", {}, tables[0].element);
+  let current = tables[0];
+  const counts = make("span", {}, tables[0].count);
+  const search = make("input", { type: "search", placeholder: "Search operation, block, line …", "aria-label": "Search", oninput: () => current.search(search.value) });
+  const switcher = choice("Rows", ["by operation", "by block"], 0, (i) => {
+    current = tables[i];
+    holder.replaceChildren(current.element); counts.replaceChildren(current.count);
+    current.search(search.value);
+  });
+  if (page.wish) {
+    search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
+    current.search(search.value);
+  }
+  const step = entry.profile.facts.detailed_step;
+  return make("section", { class: "card" },
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint" }, "A row leads to the trace.")),
+    holder,
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `Times of replica 0 in step ${step[1]} of call ${step[0]}, all micro-batches together. FLOPs of matrix products, convolutions and attention; bytes read and written by one call.`));
+}

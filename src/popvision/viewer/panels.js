@@ -1,0 +1,170 @@
+// The headline, the host, the model and its options, and the comparison of two runs.
+
+function emptyCard(title, text) {
+  return make("section", { class: "card empty" }, make("strong", {}, title), text);
+}
+
+function tile(label, value, note, kind = "") {
+  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, value), make("div", { class: "note" }, note));
+}
+
+function headlineView(entry, page) {
+  const { figures, profile } = entry;
+  const warnings = figures.warnings.length ? make("ul", { class: "warnings", "aria-label": "Warnings" }, figures.warnings.map((text) => make("li", {}, text))) : null;
+  if (!figures.calls) return make("div", {}, warnings, emptyCard("Nothing was run", "The model was compiled and let go without a call."), passesCard(profile, figures));
+  const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
+  const move = figures.moves[0];
+  const need = figures.needs.reduce((sum, row) => sum + row.total, 0);
+  const tiles = make("div", { class: "tiles" },
+    tile("Throughput", units.rate(figures.samples_per_second), "samples per second, within calls"),
+    tile("With the time between calls", units.rate(figures.samples_per_second_overall), `${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples`),
+    tile("Bubble", units.share(figures.bubble_measured), `waiting, measured; ideal ${units.share(figures.bubble_ideal)}`),
+    tile("Compilation", units.time(figures.compile_seconds * 1e9), "before the first call"),
+    slow ? tile("Slowest stage", `${slow.stage}`, `${slow.blocks}: ${units.time(slow.total)} a micro-batch`) : null,
+    tile("Memory", units.bytes(need), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
+  const trace = new Trace(entry, { compact: true });
+  page.miniature = trace;
+  const advice = move ? `Moving block ${move.block} from stage ${move.source} to stage ${move.target} would make a step ${move.speedup.toFixed(2)} times as fast.`
+    : figures.even_cut > 1.02 ? `Stages of equal cost would make a step ${figures.even_cut.toFixed(2)} times as fast.` : "The stages cost about the same: moving a block would not help.";
+  return make("div", {}, tiles, warnings,
+    trace.lanes.length ? make("section", { class: "card" },
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
+      trace.canvas, trace.legend()) : null,
+    make("div", { class: "columns" },
+      make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, advice, " As if each ipu had a core of its own.")),
+      make("section", { class: "card" }, make("h2", {}, "What the ipus did"), usageBars(figures))),
+    passesCard(profile, figures));
+}
+
+function stageBars(figures) {
+  const most = Math.max(...figures.stages.map((stage) => stage.total), 1);
+  return make("div", { class: "bars" }, figures.stages.flatMap((stage) => {
+    const parts = [[stage.forward, stageColour(stage.stage), "forward"], [stage.backward, stageColour(stage.stage, "B"), "backward"], [stage.around, OTHER, "copies and sums"]];
+    return [
+      make("span", { class: "name", title: stage.blocks }, `${stage.stage} · ${stage.blocks}`),
+      make("div", { class: "bar" }, parts.filter(([ns]) => ns).map(([ns, colour, name]) => make("i", { style: { width: `${(100 * ns) / most}%`, background: colour }, title: `${name}: ${units.time(ns)}` }))),
+      make("span", { class: "number" }, units.time(stage.total)),
+    ];
+  }));
+}
+
+function usageBars(figures) {
+  const colours = [["forward", "#56b4e9"], ["backward", "#0072b2"], ["update", "#4d5a68"], ["moving", "#e69f00"], ["waiting", "transparent"]];
+  const several = figures.usages.some((use) => use.replica);
+  return make("div", {}, make("div", { class: "bars" }, figures.usages.slice(0, 64).flatMap((use) => {
+    const whole = colours.reduce((sum, [name]) => sum + use[name], 0) || 1;
+    return [
+      make("span", { class: "name" }, several ? `replica ${use.replica}, ipu ${use.ipu}` : `ipu ${use.ipu}`),
+      make("div", { class: "bar" }, colours.filter(([name]) => use[name]).map(([name, colour]) => make("i", { style: { width: `${(100 * use[name]) / whole}%`, background: colour }, title: `${name}: ${units.share(use[name] / whole)}` }))),
+      make("span", { class: "number" }, `${units.share(1 - use.waiting / whole)} busy`),
+    ];
+  })), legend(colours.map(([name, colour]) => [name === "moving" ? "copies and sums" : name, colour === "transparent" ? "var(--lane)" : colour])));
+}
+
+function passesCard(profile, figures) {
+  const passes = rows(profile.passes), colours = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8794a3"];
+  if (!passes.length) return null;
+  const whole = figures.compile_seconds || 1;
+  return make("section", { class: "card" }, make("h2", {}, `Compilation: ${units.time(whole * 1e9)}`),
+    make("div", { class: "bar" }, passes.map((pass, i) => make("i", { style: { width: `${(100 * pass.seconds) / whole}%`, background: colours[i % colours.length] } }))),
+    legend(passes.map((pass, i) => [`${pass.name} ${units.time(pass.seconds * 1e9)}`, colours[i % colours.length]])));
+}
+
+function hostView(entry) {
+  const { profile, figures } = entry, calls = rows(profile.calls), host = rows(profile.host);
+  if (!calls.length) return emptyCard("No call ended", "The host's times are measured around calls.");
+  const kinds = Object.entries(figures.host), most = Math.max(...kinds.map(([, value]) => value), 1e-9);
+  const gaps = calls.slice(1).map((call, i) => ({ call: call.call, gap: call.start - calls[i].end, lasted: call.end - call.start, adjacent: call.call === calls[i].call + 1 }));
+  const bars = make("div", { class: "bars" }, kinds.flatMap(([name, value]) => [make("span", { class: "name" }, name), make("div", { class: "bar" }, make("i", { style: { width: `${(100 * value) / most}%`, background: name === "loader" ? "#d55e00" : "#56b4e9" } })), make("span", { class: "number" }, units.time(value * 1e9))]));
+  const table = sortable([
+    { name: "call", right: true, value: (row) => row.call, cell: (row) => String(row.call) },
+    { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
+    { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
+  ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
+  const moved = rows(profile.parts).reduce((sum, part) => { if (part.kind === "load" || part.kind === "store") sum[part.kind] += 1; return sum; }, { load: 0, store: 0 });
+  return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `The host's row stands above the ipus in the trace, on the same clock. Rows go in by ${moved.load} kinds of loads and come out by ${moved.store} kinds of stores, which are in the trace too.`),
+    host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
+    gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
+}
+
+function modelView(entry) {
+  const { profile } = entry, options = rows(profile.options);
+  const table = options.length
+    ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
+    : make("p", { class: "hint" }, "All options have their defaults.");
+  const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
+  return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), make("div", { class: "scroll" }, picture(entry)), make("p", { class: "hint", style: { marginTop: "8px" } }, counts)),
+    make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));
+}
+
+/** Stages in the order of the data, with their blocks; what flows between them. */
+function picture({ profile, figures }) {
+  const blocks = rows(profile.blocks), parts = rows(profile.parts), wide = 210, gap = 96;
+  const stages = profile.stages.map((_, stage) => blocks.filter((block) => block.stage === stage));
+  const tall = Math.min(12, Math.max(1, ...stages.map((list) => list.length))) * 54 + 64;
+  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
+  stages.forEach((list, stage) => {
+    const x = stage * (wide + gap) + 1, time = figures.stages[stage], colour = STAGES[stage % STAGES.length];
+    svg.append(make("rect", { x, y: 1, width: wide, height: tall, rx: 12, fill: "none", stroke: colour, "stroke-width": 2 }),
+      make("text", { x: x + 14, y: 24, "font-weight": 650 }, `stage ${stage} on ipu ${profile.ipus[stage]}`),
+      make("text", { x: x + 14, y: 42, class: "soft" }, time && time.total ? `${units.time(time.total)} a micro-batch` : ""));
+    list.slice(0, 12).forEach((block, i) => {
+      const y = 54 + i * 54, more = list.length > 12 && i === 11;
+      svg.append(make("rect", { x: x + 10, y, width: wide - 20, height: 46, rx: 8, fill: colour, "fill-opacity": 0.16 }),
+        make("text", { x: x + 22, y: y + 20 }, more ? `and ${list.length - 11} more` : shortened(block.name, 24)),
+        make("text", { x: x + 22, y: y + 37, class: "soft" }, more ? "" : `${units.count(block.parameters)} parameters`));
+    });
+    const next = parts.find((part) => part.kind === "send" && part.phase === "F" && part.stage === stage && part.peer === profile.ipus[stage + 1]);
+    if (stage + 1 < stages.length) {
+      const from = x + wide, to = from + gap, y = tall / 2;
+      svg.append(make("path", { d: `M${from + 6} ${y} H${to - 8} m-7 -5 l7 5 l-7 5`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
+        make("text", { x: (from + to) / 2, y: y - 9, "text-anchor": "middle", class: "soft" }, next ? units.bytes(next.bytes) : ""));
+    }
+  });
+  return svg;
+}
+
+function shortened(text, most) {
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+}
+
+/** Two runs: numbers side by side, and their traces from the start of a step on, in one scale. */
+function compareView(page) {
+  if (!DATA.comparisons.length) {
+    return make("section", { class: "card empty" }, make("strong", {}, "This page holds one run"), "popvision compare REPORT OTHER writes a page that sets two side by side.");
+  }
+  return make("div", {}, DATA.comparisons.map((comparison) => {
+    const entries = [DATA.entries[comparison.first], DATA.entries[comparison.second]];
+    const head = ["", entries[0].label, entries[1].label, "ratio"];
+    const body = comparison.rows.map((row) => make("tr", {}, make("td", {}, row.name),
+      ...["first", "second"].map((side) => make("td", { class: `right ${row.better === side ? "good" : ""}` }, row[side], row.better === side ? " ✓" : "")),
+      make("td", { class: "right" }, row.ratio === null ? "" : row.ratio.toFixed(2))));
+    const traces = entries.map((entry) => new Trace(entry));
+    align(traces);
+    page.traces = traces;
+    return make("div", {}, make("section", { class: "card" }, make("h2", {}, "One step of each, from its start on, in one scale"),
+      traces.map((trace, i) => (trace.lanes.length ? make("div", { style: { marginBottom: "14px" } }, make("h3", {}, entries[i].label), trace.canvas) : null)), traces[0].legend()),
+    make("section", { class: "card" }, make("h2", {}, "Figures (✓: better)"), make("div", { class: "scroll" }, make("table", { class: "figures" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "" }, name)))), make("tbody", {}, body)))));
+  }));
+}
+
+/** Both views start at their step's start, and moving one moves the other. */
+function align(traces) {
+  const [a, b] = traces;
+  if (!a.steps.length || !b.steps.length) return;
+  const origin = (trace) => trace.steps[Math.min(2, trace.steps.length - 1)].start;
+  let busy = false;
+  const couple = (one, other) => {
+    one.follower = (view) => {
+      if (busy) return;
+      busy = true;
+      other.view = view.map((time) => time - origin(one) + origin(other));
+      other.canvas.redraw();
+      busy = false;
+    };
+  };
+  couple(a, b); couple(b, a);
+  const span = Math.max(...traces.map((trace) => trace.view[1] - trace.view[0]));
+  a.show([origin(a) - 0.02 * span, origin(a) + 0.98 * span]);
+}

@@ -1,0 +1,77 @@
+// The page: which profile, which view; a fault is shown in words, never as an empty page.
+
+const VIEWS = [
+  ["headline", "Overview", headlineView], ["trace", "Trace", traceView], ["memory", "Memory", memoryView], ["operations", "Operations", operationsView],
+  ["host", "Host", hostView], ["model", "Model and options", modelView], ["compare", "Compare", (_, page) => compareView(page)],
+];
+
+const page = {
+  entry: 0, view: "headline", wish: null, trace: null,
+
+  /** Show a view, optionally at a piece {phase, stage}. */
+  goTo(view, wish = null) {
+    page.view = view; page.wish = wish;
+    page.render();
+    document.getElementById(`tab-${view}`).focus();
+    if (view === "trace" && wish && page.trace) page.trace.find(wish.phase, wish.stage);
+  },
+
+  render() {
+    tip.hide();
+    const entry = DATA.entries[page.entry], main = document.getElementById("main");
+    for (const [name] of VIEWS) {
+      const tab = document.getElementById(`tab-${name}`), chosen = name === page.view;
+      tab.setAttribute("aria-selected", String(chosen));
+      tab.tabIndex = chosen ? 0 : -1;
+    }
+    main.setAttribute("aria-labelledby", `tab-${page.view}`);
+    document.getElementById("about").textContent = entry && entry.profile ? about(entry.profile) : "";
+    if (!entry) main.replaceChildren(emptyCard("No profile", "This page was made of nothing: run a program with profiling on."));
+    else if (entry.error && page.view !== "compare") main.replaceChildren(make("p", { class: "fault", role: "alert" }, entry.error));
+    else main.replaceChildren(VIEWS.find(([name]) => name === page.view)[2](entry, page));
+    if (location.hash !== `#${page.view}`) history.replaceState(null, "", `#${page.view}`);
+  },
+};
+
+function about(profile) {
+  const { versions = {}, made, cores, mode } = profile.facts;
+  return `${mode} ${profile.training ? "training" : "inference"}, ${profile.stages.length} stages on ${new Set(profile.ipus).size} ipus · ${cores} cores · torch ${versions.torch} · ${made}`;
+}
+
+function start() {
+  document.getElementById("title").textContent = DATA.title;
+  const tabs = document.getElementById("tabs");
+  tabs.append(...VIEWS.map(([name, title]) => make("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "main", onclick: () => page.goTo(name) }, title)));
+  tabs.addEventListener("keydown", (event) => {
+    const shift = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!shift) return;
+    event.preventDefault();
+    const at = VIEWS.findIndex(([name]) => name === page.view);
+    page.goTo(VIEWS[(at + shift + VIEWS.length) % VIEWS.length][0]);
+  });
+  document.getElementById("main").setAttribute("role", "tabpanel");
+  if (DATA.entries.length > 1) {
+    document.getElementById("profiles").replaceWith(choice("Profile", DATA.entries.map((entry) => entry.label), 0, (i) => { page.entry = i; page.render(); }));
+  } else document.getElementById("profiles").remove();
+  const dark = window.matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
+  const paint = (theme) => { root.dataset.theme = theme; for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
+  paint(dark.matches ? "dark" : "light");
+  dark.addEventListener("change", () => paint(dark.matches ? "dark" : "light"));
+  document.getElementById("theme").addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
+  const asked = location.hash.slice(1);
+  page.view = VIEWS.some(([name]) => name === asked) ? asked : DATA.comparisons.length ? "compare" : "headline";
+  page.render();
+}
+
+function fault(message) {
+  const box = make("p", { class: "fault", role: "alert" }, `This page can't show the profile: ${message}\nIt may have been made by another version: run popvision on the folder again.`);
+  document.getElementById("main").replaceChildren(box);
+}
+
+window.addEventListener("error", (event) => fault(event.message));
+window.popvision = page; // for the console, and for tests
+try {
+  start();
+} catch (error) {
+  fault(error.message);
+}
