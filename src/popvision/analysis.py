@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from popengine.profile import Profile
+from popengine.profile import Event, Profile
 
 from . import advice, memory, trace
 
@@ -34,6 +34,7 @@ class Figures:
     capacity_of: str
     fits: bool | None
     host: dict[str, float]
+    copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def figures(profile: Profile) -> Figures:
         capacity_of=capacity.get("of", "") + (", which all ipus share" if shared else ""),
         fits=None if not limit or not needs else wanted <= limit,
         host=host_times(profile),
+        copies=copies(events),
         warnings=[],
     )
     return Figures(**{**vars(first), "warnings": advice.warnings(profile, first)})
@@ -119,6 +121,18 @@ def host_times(profile: Profile) -> dict[str, float]:
     for event in profile.host:
         found[event.kind] += (event.end - event.start) / 1e9
     return dict(found)
+
+
+def copies(events: list[Event]) -> dict[str, dict[str, float]]:
+    """What moves data: inputs, values between ipus and outputs."""
+    steps = len({(event.call, event.step) for event in events}) or 1
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        if event.kind in ("load", "send", "store"):
+            row = found.setdefault(event.kind, {"ns": 0.0, "bytes": 0.0})
+            row["ns"] += (event.end - event.start) / steps
+            row["bytes"] += event.bytes / steps
+    return found
 
 
 def block_rows(profile: Profile) -> list[dict[str, Any]]:

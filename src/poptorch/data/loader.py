@@ -21,6 +21,7 @@ from poptorch.data.partition import PartitionSampler, share_of
 from poptorch.enums import DataLoaderMode
 from poptorch.logs import logger
 from poptorch.options import Options
+from poptorch.reporting import noting_waits
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -146,6 +147,9 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._whole(rows, self._combined_batch_size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return noting_waits(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:
             return iter(self._accessor)
         batches = super().__iter__()

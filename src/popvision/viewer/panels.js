@@ -81,9 +81,10 @@ function hostView(entry) {
     { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
-  const moved = rows(profile.parts).reduce((sum, part) => { if (part.kind === "load" || part.kind === "store") sum[part.kind] += 1; return sum; }, { load: 0, store: 0 });
+  const words = { load: "inputs in", send: "between ipus", store: "outputs out" };
+  const moved = Object.entries(figures.copies).map(([kind, row]) => `${words[kind]} ${units.bytes(Math.round(row.bytes))} in ${units.time(row.ns)}`).join(", ");
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, `The host's row stands above the ipus in the trace, on the same clock. Rows go in by ${moved.load} kinds of loads and come out by ${moved.store} kinds of stores, which are in the trace too.`),
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `In a step the ipus copy: ${moved || "nothing"}. The host's row stands above the ipus in the trace, on the same clock.`),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
     gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
 }
@@ -165,6 +166,10 @@ function align(traces) {
     };
   };
   couple(a, b); couple(b, a);
-  const span = Math.max(...traces.map((trace) => trace.view[1] - trace.view[0]));
+  const span = Math.max(...traces.map((trace) => trace.view[1] - trace.view[0])), ends = traces.map((trace) => trace.steps.find((step) => step.start === origin(trace)).end - origin(trace));
+  traces.forEach((trace, i) => {
+    const ratio = ends[i] / ends[1 - i];
+    trace.mark = { time: origin(trace) + ends[1 - i], text: `the other ends here, ${units.time(Math.abs(ends[0] - ends[1]))} ${ratio > 1 ? "earlier" : "later"}` };
+  });
   a.show([origin(a) - 0.02 * span, origin(a) + 0.98 * span]);
 }

@@ -125,6 +125,7 @@ class Trace {
     if (!this.compact) this.drawHost(context, width, colours);
     this.drawn = 0;
     this.lanes.forEach((lane, i) => this.drawLane(context, width, lane, this.top + i * this.rowHeight, colours));
+    if (this.mark) this.drawMark(context, width, colours);
     context.restore();
     context.fillStyle = colours.ink;
     this.lanes.forEach((lane, i) => {
@@ -238,6 +239,18 @@ class Trace {
         context.fillRect(x, top, Math.max(0.5, end - x - 0.6), 5);
       }
     }
+  }
+
+  /** A time of the other run, in a comparison. */
+  drawMark(context, width, colours) {
+    const x = this.x(this.mark.time, width), bottom = this.top + this.lanes.length * this.rowHeight;
+    context.strokeStyle = colours.ink; context.fillStyle = colours.ink;
+    context.setLineDash([5, 4]);
+    context.beginPath(); context.moveTo(x, this.top - 18); context.lineTo(x, bottom); context.stroke();
+    context.setLineDash([]);
+    context.textAlign = x > width / 2 ? "right" : "left";
+    context.fillText(this.mark.text, x + (x > width / 2 ? -6 : 6), this.top - 10);
+    context.textAlign = "left";
   }
 
   // ---- asking
