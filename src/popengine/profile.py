@@ -317,6 +317,15 @@ def _check(profile: Profile) -> None:
     for ipu, program in profile.programs.items():
         if len(program) % 2 or any(not 0 <= part < len(profile.parts) for part in program[::2]):
             raise ValueError(f"the program of ipu {ipu} names parts that aren't there")
+    for operation in profile.operations:
+        if not 0 <= operation.piece < len(profile.pieces):
+            raise ValueError(f"operation {operation.name} names a piece that isn't there")
+    for row in profile.tensors:
+        if not 0 <= row.born <= len(profile.programs[row.ipu]) // 2 >= row.died:
+            raise ValueError(f"tensor {row.name} lives outside the program of ipu {row.ipu}")
+    for stage in (row.stage for table in (profile.blocks, profile.pieces, profile.parts) for row in table):
+        if not -1 <= stage < len(profile.stages):
+            raise ValueError(f"there is no stage {stage}")
     for track in profile.tracks:
         if 2 * len(track.durations) > len(profile.programs[track.ipu]):
             raise ValueError(f"a track of ipu {track.ipu} is longer than its program")

@@ -58,10 +58,11 @@ def entry(path: Path, label: str = "") -> dict[str, Any]:
     """What the page knows of one profile; for one that can't be read, why."""
     label = label or path.parent.name
     try:
-        profile = load(path)
-        return {"label": label, **described(profile)}
+        return {"label": label, **described(load(path))}
     except ProfileError as error:
         return {"label": label, "error": str(error)}
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
+        return {"label": label, "error": f"{path} is damaged: {type(error).__name__}: {error}"}
 
 
 def described(profile: Profile) -> dict[str, Any]:

@@ -71,9 +71,9 @@ def held(tensors: list[Tensor], instructions: int) -> list[int]:
     """Bytes held after each instruction."""
     change = [0] * (instructions + 1)
     for row in tensors:
-        change[row.born] += row.bytes
+        change[min(row.born, instructions)] += row.bytes
         if row.died >= 0:
-            change[row.died] -= row.bytes
+            change[min(row.died, instructions)] -= row.bytes
     total, found = 0, []
     for difference in change[:instructions]:
         total += difference

@@ -1,0 +1,106 @@
+"""The profile's file: what is written is read back, and what can't be read is refused in words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from popengine.profile import Call, Operation, Part, Piece, Profile, ProfileError, Tensor, Track, load, parse
+
+PROFILE = Profile(
+    "training",
+    True,
+    ("A", "B"),
+    (0, 1),
+    {"accumulation": 2},
+    {"mode": "pipelined"},
+    {0: [0, 0, 1, 0, 0, 1, 1, 1], 1: [2, 0, 2, 1]},
+    pieces=(Piece("F", 0, 0, "model.py:3"), Piece("F", 1, 1, "model.py:4")),
+    operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),
+    parts=(Part(0, "compute", "F", 0), Part(0, "send", "F", 0, 1, 64, "F0"), Part(1, "compute", "F", 1)),
+    tracks=(Track(0, 0, 0, 0, 1000, [10, 1, 20, 2]), Track(0, 0, 0, 1, 1011, [5, 6])),
+    calls=(Call(0, 900, 1100, 1),),
+    tensors=(Tensor(0, "x", "input", 0, 64, 0, 2),),
+)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    PROFILE.save(tmp_path / "training" / "profile.pop")
+    assert load(tmp_path / "training" / "profile.pop") == PROFILE
+    assert [path.name for path in (tmp_path / "training").iterdir()] == ["profile.pop"]
+
+
+def test_events_are_tracks_joined_with_the_program():
+    events = [(e.ipu, e.kind, e.phase, e.stage, e.micro_batch, e.start, e.end) for e in PROFILE.events()]
+    assert events == [
+        (0, "compute", "F", 0, 0, 1000, 1010),
+        (0, "send", "F", 0, 0, 1010, 1011),
+        (0, "compute", "F", 0, 1, 1011, 1031),
+        (0, "send", "F", 0, 1, 1031, 1033),
+        (1, "compute", "F", 1, 0, 1011, 1016),
+        (1, "compute", "F", 1, 1, 1016, 1022),
+    ]
+
+
+def test_the_file_says_its_format_version_and_columns():
+    data = json.loads(PROFILE.to_json())
+    assert (data["format"], data["version"]) == ("pando-profile", 1)
+    assert data["calls"] == {"columns": ["call", "start", "end", "steps"], "rows": [[0, 900, 1100, 1]]}
+
+
+def test_columns_that_this_program_does_not_know_are_passed_over():
+    data = json.loads(PROFILE.to_json())
+    data["calls"] = {
+        "columns": ["mood", "call", "start", "end", "steps"],
+        "rows": [["good", 0, 900, 1100, 1]],
+    }
+    assert parse(json.dumps(data)) == PROFILE
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text[: len(text) // 2], "is damaged or cut short: line 1, column"),
+        (lambda text: "", "is not a profile"),
+        (lambda text: "[1]", "is not a profile: it does not say it is a 'pando-profile'"),
+        (
+            lambda text: text.replace('"version":1', '"version":2'),
+            "has version 2, and this program reads up to 1",
+        ),
+        (lambda text: text.replace('"version":1', '"version":"1"'), "has version 1"),
+        (lambda text: text.replace('"parts"', '"pards"'), "is damaged: KeyError"),
+        (lambda text: text.replace("[2,0,2,1]", "[9,0,2,1]"), "names parts that aren't there"),
+        (lambda text: text.replace("[10,1,20,2]", "[10,1,20,2,3,4]"), "longer than its program"),
+        (lambda text: text.replace("[10,1,20,2]", '[10,1,"x",2]'), "no integers"),
+        (lambda text: text.replace("[5,6]", "null"), "is damaged: TypeError"),
+        (
+            lambda text: text.replace('"input",0,64,0,2', '"input",0,64,0,9'),
+            "tensor x lives outside the program",
+        ),
+        (lambda text: text.replace('[0,"mm_1"', '[7,"mm_1"'), "names a piece that isn't there"),
+    ],
+)
+def test_what_is_no_profile_is_refused(change, message, tmp_path):
+    path = tmp_path / "profile.pop"
+    path.write_text(change(PROFILE.to_json()))
+    with pytest.raises(ProfileError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ProfileError, match=r"gone\.pop can't be read: No such file"):
+        load(tmp_path / "gone.pop")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "profile.pop").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match="is not a profile: it isn't text"):
+        load(tmp_path / "profile.pop")
+
+
+def test_reading_profiles_loads_no_torch():
+    code = "import sys, popvision.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,160 @@
+"""Profiles of ideal devices: every action of a schedule costs what it is said to cost, and nothing else takes time."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from popengine.compile import schedule
+from popengine.compile.schedule.check import ticks
+from popengine.profile import (
+    Block,
+    Call,
+    Memory,
+    Operation,
+    Option,
+    Part,
+    Pass,
+    Piece,
+    Profile,
+    Tensor,
+    Tick,
+    Track,
+)
+
+MS = 1_000_000
+
+
+def simulated(
+    stages: int = 4,
+    micro_batches: int = 8,
+    steps: int = 3,
+    training: bool = True,
+    cost: Callable[[str, int], int] = lambda phase, stage: MS,
+    blocks: tuple[str, ...] | None = None,
+    order=schedule.pipelined,
+    gap: int = 0,
+) -> Profile:
+    """A profile of `steps` steps, one a call, `gap` ns between them.
+
+    `blocks[i]` are the names of stage i's blocks, joined by ", ".
+    """
+    actions = order(range(stages), micro_batches, training)
+    when = ticks(actions)
+    blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
+    parts: dict[Part, int] = {}
+    programs, tracks, calls = {}, [], []
+    timed = _timed(actions, cost, training)
+    length = max(end for row in timed.values() for _, _, end in row)
+    for ipu, row in timed.items():
+        program, durations, at = [], [], 0
+        for action, start, end in row:
+            for kind, lasted in (("receive", start - at), ("compute", end - start)):
+                part = Part(ipu, kind, action.phase, action.stage)
+                program += [parts.setdefault(part, len(parts)), action.micro_batch]
+                durations.append(lasted)
+            at = end
+        programs[ipu] = program
+        tracks += [Track(step, step, 0, ipu, step * (length + gap), durations) for step in range(steps)]
+    calls = [Call(step, step * (length + gap), step * (length + gap) + length, 1) for step in range(steps)]
+    pieces = [
+        Piece(phase, stage, stage, "model.py:1") for phase in "FB"[: 1 + training] for stage in range(stages)
+    ]
+    operations = [
+        Operation(
+            i,
+            f"mm_{i}_{j}",
+            "mm",
+            name,
+            f"model.py:{j}",
+            micro_batches,
+            micro_batches * cost(p.phase, p.stage) // len(names),
+            1000,
+            4096,
+            512,
+        )
+        for i, p in enumerate(pieces)
+        for names in [blocks[p.stage].split(", ")]
+        for j, name in enumerate(names)
+    ]
+    return Profile(
+        "training" if training else "inference",
+        training,
+        blocks,
+        tuple(range(stages)),
+        {"micro_batch_size": 2, "iterations": 1, "accumulation": micro_batches, "replicas": 1, "groups": 1},
+        {
+            "mode": "pipelined",
+            "schedule_length": max(when.values()) + 1,
+            "schedule_actions": len(when),
+            "schedule_micro_batches": micro_batches,
+            "in_flight": actions.in_flight,
+            "calls": steps,
+            "failed_calls": 0,
+            "steps": steps,
+            "ns_in_calls": steps * length,
+            "detailed_step": [0, 0],
+            "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
+            "cores": 64,
+            "device": "cpu",
+            "versions": {"torch": "2"},
+            "made": "today",
+        },
+        programs,
+        (Pass("capture", 0.5), Pass("lower", 0.25)),
+        tuple(
+            Block(name, s, s, "model.py:1", 10)
+            for s, names in enumerate(blocks)
+            for name in names.split(", ")
+        ),
+        tuple(pieces),
+        tuple(operations),
+        tuple(parts),
+        tuple(tracks),
+        tuple(calls),
+        (),
+        tuple(Memory(0, ipu, 100, 0, 100, 200, 300) for ipu in range(stages)),
+        tuple(
+            Tensor(ipu, "x", "activation", m, 1024, 2 * m, min(2 * m + 2, 2 * micro_batches - 1))
+            for ipu in range(stages)
+            for m in range(min(2, micro_batches))
+        ),
+        tuple(
+            sorted(
+                (Tick(i, *a, when[a]) for i, row in actions.rows.items() for a in row),
+                key=lambda t: (t.tick, t.ipu),
+            )
+        ),
+        (Option("device_iterations", "3", "1"),),
+    )
+
+
+def _timed(actions, cost, training):
+    """For each ipu its actions with start and end."""
+    last = actions.stages - 1
+    done, free, rows = {}, defaultdict(int), defaultdict(list)
+    left = {ipu: list(row) for ipu, row in actions.rows.items()}
+    while any(left.values()):
+        for ipu, row in left.items():
+            while row:
+                action = row[0]
+                if action.phase == "F":
+                    final = ("B", 0) if training else ("F", last)
+                    need = (
+                        ("F", action.stage - 1, action.micro_batch)
+                        if action.stage
+                        else (*final, action.micro_batch - actions.in_flight)
+                    )
+                    ready = 0 if need[2] < 0 else done.get(need)
+                else:
+                    need = (
+                        ("B", action.stage + 1, action.micro_batch)
+                        if action.stage < last
+                        else ("F", last, action.micro_batch)
+                    )
+                    ready = done.get(need)
+                if ready is None:
+                    break
+                start = max(ready, free[ipu])
+                done[tuple(action)] = free[ipu] = start + cost(action.phase, action.stage)
+                rows[ipu].append((action, start, free[ipu]))
+                row.pop(0)
+    return dict(rows)

@@ -1,0 +1,81 @@
+"""The program `popvision`: what it prints and writes."""
+
+import json
+
+import pytest
+from simulated import MS, simulated
+
+from popvision.cli import main
+
+
+@pytest.fixture
+def report(tmp_path):
+    folder = tmp_path / "report"
+    simulated(3, 4).save(folder / "training" / "profile.pop")
+    simulated(3, 4, training=False).save(folder / "inference" / "profile.pop")
+    return folder
+
+
+def test_summary_prints_the_headline_of_both_profiles(report, capsys):
+    assert main(["summary", str(report)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("training: pipelined training, 3 stage(s)") < text.index(
+        "inference: pipelined inference"
+    )
+    assert "bubble        33.3% measured, 33.3% ideal" in text
+    assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
+
+
+def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
+    assert main([str(report), "--no-browser"]) == 0
+    assert capsys.readouterr().out.strip() == str(report / "report.html")
+    assert '"label":"inference"' in (report / "report.html").read_text()
+
+
+def test_one_profile_can_be_named_too(report, capsys):
+    assert main([str(report / "training"), "--no-browser"]) == 0
+    assert main(["summary", str(report / "training" / "profile.pop")]) == 0
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_compare_prints_both_runs_and_says_which_is_better(report, tmp_path, capsys):
+    simulated(3, 4, cost=lambda phase, stage: 2 * MS).save(tmp_path / "slow" / "training" / "profile.pop")
+    page = tmp_path / "both.html"
+    assert main(["compare", str(report), str(tmp_path / "slow"), "--output", str(page)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    step = next(line for line in lines if line.startswith("time of a step"))
+    assert step.split() == ["time", "of", "a", "step", "12", "ms", "<", "24", "ms", "2.00"]
+    assert '"better":"first"' in page.read_text()
+
+
+def test_runs_of_different_kinds_are_not_compared(report, tmp_path, capsys):
+    simulated(2, 2, training=False).save(tmp_path / "other" / "profile.pop")
+    assert main(["compare", str(report / "training"), str(tmp_path / "other")]) == 1
+    assert "no profile of the same kind" in capsys.readouterr().err
+
+
+def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path):
+    assert main(["export", str(report), str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"forward 0.0", "backward 2.3", "receive 1.0", "call"} <= names
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {"ipu 0", "ipu 1", "ipu 2"}
+    forward = next(event for event in events if event["name"] == "forward 0.1")
+    assert (forward["ts"], forward["dur"]) == (1000, 1000)  # microseconds
+    assert any(event["ph"] == "C" and event["args"]["bytes"] == 1024 for event in events)
+
+
+@pytest.mark.parametrize("command", [["summary"], [], ["export"]])
+def test_a_damaged_profile_is_an_error_in_words(command, report, tmp_path, capsys):
+    path = report / "training" / "profile.pop"
+    path.write_text(path.read_text()[:500])
+    more = [str(tmp_path / "trace.json")] if command == ["export"] else []
+    assert main([*command, str(report), *more]) == 1
+    assert "is damaged or cut short" in capsys.readouterr().err
+
+
+def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "no profile.pop in" in (error := capsys.readouterr().err)
+    assert "POPLAR_ENGINE_OPTIONS" in error

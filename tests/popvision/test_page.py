@@ -1,0 +1,274 @@
+"""The page in a real browser: every view opens, and zooms, tells, sorts, searches and compares.
+
+Screenshots lie in `build/screenshots`.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import browser
+import pytest
+from simulated import MS, simulated
+
+from popengine.profile import Profile, Track
+from popvision import html
+
+pytestmark = pytest.mark.skipif(
+    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
+)
+SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+VIEWS = ["headline", "trace", "memory", "operations", "host", "model", "compare"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    page = browser.Browser()
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    costs = {0: 3 * MS, 1: MS, 2: 2 * MS, 3: MS}
+    profile = simulated(
+        4, 8, cost=lambda phase, stage: costs[stage], blocks=("A, B", "C", "D", "E"), gap=2 * MS
+    )
+    profile.save(folder / "training" / "profile.pop")
+    simulated(4, 12, training=False).save(folder / "inference" / "profile.pop")
+    return html.write_report(folder)
+
+
+# The middle of the first backward that the trace shows on its first row.
+FIRST_BACKWARD = """(() => {
+  const trace = popvision.trace, lane = trace.lanes[0], box = trace.canvas.getBoundingClientRect();
+  for (let i = 0; i < lane.size; i++) {
+    const part = trace.parts[lane.part[i]];
+    if (part.phase !== "B" || part.kind !== "compute" || lane.start[i] < trace.view[0]) continue;
+    const middle = trace.x((lane.start[i] + lane.end[i]) / 2, box.width);
+    return [box.left + middle, box.top + trace.top + 10];
+  }
+})()"""
+
+
+def write(folder: Path, profile: Profile) -> Path:
+    profile.save(folder / "training" / "profile.pop")
+    target = html.write_report(folder)
+    assert target is not None
+    return target
+
+
+def canvas_of(chromium) -> dict:
+    return chromium.value("document.querySelector('main canvas.pan').getBoundingClientRect().toJSON()")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_opens_in_light_and_in_dark(chromium, report, view, theme):
+    chromium.faults.clear()
+    media = [{"name": "prefers-color-scheme", "value": theme}]
+    chromium.send("Emulation.setEmulatedMedia", features=media)
+    chromium.open(report, view)
+    chromium.screenshot(SHOTS / f"{view}-{theme}.png")
+    assert chromium.faults == []
+    assert chromium.value("document.documentElement.dataset.theme") == theme
+    assert chromium.value("document.querySelector('[aria-selected=true]').id") == f"tab-{view}"
+    assert len(chromium.value("document.getElementById('main').innerText")) > 50
+    assert chromium.value("document.querySelector('.fault')") is None
+
+
+def test_the_headline_shows_the_figures(chromium, report):
+    chromium.open(report)
+    text = chromium.value("document.getElementById('main').innerText")
+    assert "Slowest stage" in text and "A, B: 6 ms a micro-batch" in text
+    assert "Moving block B from stage 0 to stage 1" in text
+
+
+def test_the_trace_zooms_with_the_wheel_pans_with_a_drag_and_comes_back(chromium, report):
+    chromium.open(report, "trace")
+    before = chromium.value("popvision.trace.view")
+    box = canvas_of(chromium)
+    x, y = box["left"] + box["width"] / 2, box["top"] + 100
+    chromium.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
+    zoomed = chromium.value("popvision.trace.view")
+    assert zoomed[1] - zoomed[0] < 0.7 * (before[1] - before[0])
+    chromium.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+    chromium.mouse("mouseMoved", x - 200, y, button="left", buttons=1)
+    chromium.mouse("mouseReleased", x - 200, y, button="left", clickCount=1)
+    panned = chromium.value("popvision.trace.view")
+    assert panned[0] > zoomed[0]
+    assert panned[1] - panned[0] == pytest.approx(zoomed[1] - zoomed[0])
+    chromium.value("document.querySelector('main canvas.pan').focus()")
+    chromium.press("Home")
+    assert chromium.value("popvision.trace.view") == before
+
+
+def test_hovering_names_the_block_the_line_and_the_time(chromium, report):
+    chromium.open(report, "trace")
+    place = chromium.value(FIRST_BACKWARD)
+    chromium.mouse("mouseMoved", *place)
+    text = chromium.value("document.getElementById('tip').innerText")
+    assert text.splitlines()[:4] == [
+        "Backward of stage 0, micro-batch 0",
+        "blocks A, B",
+        "model.py:1",
+        "3 ms on ipu 0, replica 0",
+    ]
+
+
+def test_the_keyboard_walks_through_events_and_leads_to_their_operations(chromium, report):
+    chromium.open(report, "trace")
+    chromium.value("document.querySelector('main canvas.pan').focus()")
+    for key in ("ArrowDown", "ArrowDown", "."):
+        chromium.press(key)
+    assert "stage 1" in chromium.value("document.getElementById('tip').innerText")
+    chromium.press("Enter")
+    assert chromium.value("document.querySelector('[aria-selected=true]').id") == "tab-operations"
+    assert "stage1" in chromium.value("document.querySelector('input[type=search]').value")
+
+
+def test_tabs_are_walked_with_arrow_keys(chromium, report):
+    chromium.open(report)
+    chromium.value("document.getElementById('tab-headline').focus()")
+    chromium.press("ArrowRight")
+    assert chromium.value("document.activeElement.id") == "tab-trace"
+
+
+def cells(chromium, column: int) -> list[str]:
+    return chromium.value(
+        f"[...document.querySelectorAll('#operations tbody tr')].map(row => row.cells[{column}].innerText)"
+    )
+
+
+def test_operations_sort_by_a_click_on_a_header_and_lead_to_the_trace(chromium, report):
+    chromium.open(report, "operations")
+    assert cells(chromium, 5)[0] == "16 ms"  # the most expensive first: block D, 8 micro-batches of 2 ms
+    chromium.value(
+        "[...document.querySelectorAll('#operations th button')].find(b => b.innerText === 'block').click()"
+    )
+    assert cells(chromium, 1)[:2] == ["A", "A"]
+    assert chromium.value("document.querySelector('#operations th[aria-sort]').innerText").startswith("block")
+    chromium.value("document.querySelector('#operations tbody tr').click()")
+    assert chromium.value("document.querySelector('[aria-selected=true]').id") == "tab-trace"
+    assert chromium.value("popvision.trace.chosen !== null")
+
+
+def test_operations_are_searched_by_words(chromium, report):
+    chromium.open(report, "operations")
+    chromium.value("document.querySelector('input[type=search]').focus()")
+    chromium.type("backward stage2")
+    assert cells(chromium, 1) == ["D"]
+    assert cells(chromium, 2) == ["backward"]
+
+
+def test_the_memory_cursor_tells_what_is_alive(chromium, report):
+    chromium.open(report, "memory")
+    box = chromium.value("document.querySelector('main canvas').getBoundingClientRect().toJSON()")
+    chromium.mouse("mouseMoved", box["left"] + 120, box["top"] + 60)
+    text = chromium.value("document.querySelector('.alive').innerText")
+    assert "1.0 KiB" in text and "always live" in text
+
+
+def test_two_runs_are_compared_in_numbers_and_on_the_trace(chromium, tmp_path):
+    simulated(2, 4).save(tmp_path / "one" / "training" / "profile.pop")
+    simulated(2, 4, cost=lambda phase, stage: 2 * MS).save(tmp_path / "two" / "training" / "profile.pop")
+    page = html.write_comparison(tmp_path / "one", tmp_path / "two", tmp_path / "both.html")
+    chromium.open(page)
+    chromium.screenshot(SHOTS / "compare-two.png")
+    rows = chromium.value(
+        "[...document.querySelectorAll('table.figures tbody tr')].map(row => row.innerText)"
+    )
+    assert any(
+        row.split() == ["time", "of", "a", "step", "10", "ms", "✓", "20", "ms", "2.00"] for row in rows
+    )
+    spans = chromium.value("popvision.traces.map(trace => trace.view[1] - trace.view[0])")
+    assert spans[0] == spans[1]
+    assert chromium.value("popvision.traces[0].mark.text") == "the other ends here, 10 ms later"
+
+
+def test_a_hundred_thousand_events_stay_smooth(chromium, tmp_path):
+    profile = simulated(4, 250, steps=1)
+    length = profile.calls[0].end
+    tracks = tuple(
+        Track(0, step, 0, track.ipu, step * length, track.durations)
+        for step in range(25)
+        for track in profile.tracks
+    )
+    assert sum(len(track.durations) for track in tracks) == 100_000
+    chromium.open(write(tmp_path, dataclasses.replace(profile, tracks=tracks)), "trace")
+    chromium.value("popvision.trace.view = [...popvision.trace.all]")
+    took = chromium.value(
+        """(() => { const start = performance.now();
+        for (let i = 0; i < 20; i++) { popvision.trace.zoom(0.9); popvision.trace.canvas.drawNow(); }
+        return (performance.now() - start) / 20; })()"""
+    )
+    assert took < 50, f"a frame takes {took:.0f} ms"
+
+
+def test_names_in_a_profile_can_not_inject_script(chromium, tmp_path):
+    evil = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'>"
+    profile = simulated(2, 2, blocks=(evil, "B"))
+    options = tuple(option._replace(value=evil) for option in profile.options)
+    page = write(tmp_path, dataclasses.replace(profile, options=options, name=evil))
+    for view in VIEWS:
+        chromium.open(page, view)
+        assert chromium.value("window.hurt") is None
+        assert chromium.value("document.querySelector('main img')") is None
+    chromium.open(page, "model")
+    assert evil in chromium.value("document.getElementById('options').innerText")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text[: len(text) // 2], "is damaged or cut short"),
+        (
+            lambda text: text.replace('"version":1', '"version":9'),
+            "has version 9, and this program reads up to 1",
+        ),
+        (lambda text: "junk", "is not a profile"),
+        (lambda text: text.replace('"schedule_length":', '"schedule_length":"x",  "y":'), "is damaged"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_is_said_to_be(chromium, tmp_path, change, message):
+    write(tmp_path, simulated(2, 2))
+    path = tmp_path / "training" / "profile.pop"
+    path.write_text(change(path.read_text()))
+    page = html.write_report(tmp_path)
+    for view in VIEWS[:6]:
+        chromium.open(page, view)
+        assert message in chromium.value("document.querySelector('.fault').innerText")
+
+
+def test_an_empty_profile_has_a_state_of_its_own(chromium, tmp_path):
+    profile = simulated(2, 2)
+    facts = {**profile.facts, "calls": 0, "steps": 0, "ns_in_calls": 0, "detailed_step": None}
+    empty = dataclasses.replace(profile, tracks=(), calls=(), facts=facts, memory=(), tensors=())
+    page = write(tmp_path, empty)
+    chromium.faults.clear()
+    for view, words in [
+        ("headline", "Nothing was run"),
+        ("trace", "Nothing was recorded"),
+        ("host", "No call ended"),
+    ]:
+        chromium.open(page, view)
+        assert words in chromium.value("document.getElementById('main').innerText")
+    for view in VIEWS:
+        chromium.open(page, view)
+    assert chromium.faults == []
+
+
+def test_the_page_asks_nobody_for_anything(report):
+    text = report.read_text()
+    assert "default-src 'none'" in text
+    assert "http" + "s://" not in text and "import(" not in text
+    assert "<link" not in text and "src=" not in text.split('id="data"')[0]
+
+
+def test_the_page_never_stays_empty_when_its_script_fails(chromium, report, tmp_path):
+    broken = tmp_path / "broken.html"
+    broken.write_text(report.read_text().replace('"figures":{', '"figure":{'))
+    chromium.open(broken)
+    time.sleep(0.1)
+    assert "This page can't show the profile" in chromium.value("document.querySelector('.fault').innerText")

@@ -1,0 +1,211 @@
+"""Profiles of real runs: what the page says comes from what the engine did."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine.profile import load
+from popengine.run import meter
+from popengine.run.recorder import Recorder
+from popvision import memory
+from popvision.analysis import figures
+
+WIDTH, ROWS = 48, 4
+SLOW = 0.03  # seconds
+
+
+@torch.library.custom_op("popvision_test::slow", mutates_args=())
+def slow(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(SLOW)
+    return x.clone()
+
+
+slow.register_fake(torch.empty_like)
+slow.register_autograd(lambda context, gradient: gradient)
+
+
+class Model(nn.Module):
+    """Three blocks, of which one may be slow."""
+
+    def __init__(self, slow_block: int | None = None):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.slow_block = slow_block
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            with poptorch.Block(f"block{i}", ipu_id=i):
+                x = layer(x).relu()
+                if i == self.slow_block:
+                    x = torch.ops.popvision_test.slow(x)
+                if i == 2:
+                    loss = poptorch.identity_loss(x.square(), "mean")
+        return loss
+
+
+def train(folder: Path, calls: int = 3, slow_block: int | None = None, replicas: int = 1, **more) -> Model:
+    model = Model(slow_block)
+    options = poptorch.Options().deviceIterations(2).enableProfiling(folder).replicationFactor(replicas)
+    options.showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(5)
+    trainer = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(calls):
+        trainer(torch.randn(2 * 5 * replicas * ROWS, WIDTH))
+    trainer.detachFromDevice()
+    return model
+
+
+def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
+    train(tmp_path, slow_block=1)
+    profile = load(tmp_path / "training" / "profile.pop")
+    found = figures(profile)
+    assert found.slowest == 1
+    assert found.stages[1].forward == pytest.approx(SLOW * 1e9, rel=0.15)
+    operation = max(profile.operations, key=lambda operation: operation.ns)
+    assert (operation.kind, operation.block) == ("popvision_test.slow", "block1")
+    assert operation.ns / operation.calls == pytest.approx(SLOW * 1e9, rel=0.15)
+    assert operation.where.startswith(__file__)
+
+
+def test_a_run_writes_profiles_of_both_kinds_and_one_page(tmp_path):
+    model = train(tmp_path)
+    options = (
+        poptorch.Options().deviceIterations(3).enableProfiling(tmp_path).showCompilationProgressBar(False)
+    )
+    inference = poptorch.inferenceModel(model, options)
+    inference(torch.randn(3 * ROWS, WIDTH))
+    inference.destroy()
+    assert load(tmp_path / "training" / "profile.pop").training
+    assert not load(tmp_path / "inference" / "profile.pop").training
+    page = (tmp_path / "report.html").read_text()
+    assert '"label":"training"' in page and '"label":"inference"' in page
+
+
+def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
+    train(tmp_path, calls=3)
+    profile = load(tmp_path / "training" / "profile.pop")
+    assert (profile.facts["calls"], profile.facts["steps"]) == (3, 6)
+    assert figures(profile).samples_per_call == 2 * 5 * ROWS
+    assert [entry.name for entry in profile.passes] == ["capture", "partition", "schedule", "lower", "load"]
+    linear = WIDTH * WIDTH + WIDTH
+    assert [block.parameters for block in profile.blocks] == [linear] * 3
+    products = [operation for operation in profile.operations if operation.kind == "addmm"]
+    assert [operation.flops for operation in products] == [2 * ROWS * WIDTH * WIDTH] * 3
+    for row in profile.memory:
+        assert row.weights == row.gradients == 4 * linear
+        assert row.optimizer == pytest.approx(2 * 4 * linear, rel=0.01)  # two moments, and a step count
+    changed = {option.name: option.value for option in profile.options}
+    assert changed["device_iterations"] == "2" and changed["gradient_accumulation"] == "5"
+
+
+def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
+    counted: dict[int, list[int]] = {}
+
+    class Counting(meter.Meter):
+        """Counts all that is there anew after each instruction."""
+
+        def __init__(self, worker):
+            super().__init__(worker)
+            counted[worker.ipu] = []
+
+        def after(self, index, instruction):
+            super().after(index, instruction)
+            worker = self._worker
+            state = {value.untyped_storage()._cdata for value in worker.store.state.values()}
+            batch = {value.untyped_storage()._cdata for value in worker.run.inputs}
+            found = {}
+            for frame in worker.frames.values():
+                for value in frame.values():
+                    storage = value.untyped_storage()
+                    if storage._cdata in batch:
+                        found[value.data_ptr()] = value.nbytes
+                    elif storage._cdata not in state:
+                        found[storage._cdata] = storage.nbytes()
+            counted[worker.ipu].append(sum(found.values()))
+
+    monkeypatch.setattr("popengine.run.recorder.Meter", Counting)
+    train(tmp_path)
+    profile = load(tmp_path / "training" / "profile.pop")
+    for ipu in profile.devices:
+        rows = [row for row in profile.tensors if row.ipu == ipu]
+        assert memory.held(rows, len(counted[ipu])) == pytest.approx(counted[ipu], rel=0.01)
+        assert max(counted[ipu]) > 0
+
+
+def test_every_replica_and_ipu_has_its_row(tmp_path):
+    train(tmp_path, replicas=2)
+    profile = load(tmp_path / "training" / "profile.pop")
+    places = {(track.replica, track.ipu) for track in profile.tracks}
+    assert places == {(replica, ipu) for replica in range(2) for ipu in range(3)}
+    assert {(row.replica, row.ipu) for row in profile.memory} == places
+    assert {(use.replica, use.ipu) for use in figures(profile).usages} == places
+
+
+def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recorder.__init__, "__defaults__", (800,))
+    train(tmp_path, calls=20)
+    profile = load(tmp_path / "training" / "profile.pop")
+    steps = sorted({track.step for track in profile.tracks})
+    assert 0 in steps and 39 in steps and len(steps) < 20
+    assert sum(len(track.durations) for track in profile.tracks) <= 800
+    assert any(f"holds {len(steps)} of 40 steps" in text for text in figures(profile).warnings)
+
+
+def test_a_failed_call_is_counted_apart(tmp_path):
+    model = Model()
+    options = (
+        poptorch.Options().deviceIterations(3).enableProfiling(tmp_path).showCompilationProgressBar(False)
+    )
+    inference = poptorch.inferenceModel(model, options)
+    for _ in range(2):
+        inference(torch.randn(3 * ROWS, WIDTH))
+    worker = inference._engine._workers[0]
+    code = dict(worker._code)
+    worker._code = {i: lambda values: 1 / 0 for i in code}
+    with pytest.raises(poptorch.Error):
+        inference(torch.randn(3 * ROWS, WIDTH))
+    worker._code = code
+    inference(torch.randn(3 * ROWS, WIDTH))
+    inference.destroy()
+    profile = load(tmp_path / "inference" / "profile.pop")
+    assert (profile.facts["calls"], profile.facts["failed_calls"]) == (3, 1)
+    assert any("1 call(s) failed" in text for text in figures(profile).warnings)
+
+
+def test_waiting_for_the_loader_is_noted(tmp_path):
+    class Slowly(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return torch.zeros(WIDTH)
+
+    options = (
+        poptorch.Options().deviceIterations(3).enableProfiling(tmp_path).showCompilationProgressBar(False)
+    )
+    inference = poptorch.inferenceModel(Model(), options)
+    for batch in poptorch.DataLoader(options, Slowly(), batch_size=2):
+        inference(batch)
+    inference.destroy()
+    assert figures(load(tmp_path / "inference" / "profile.pop")).host["loader"] >= 0.24
+
+
+def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):
+    program = (
+        "import poptorch, torch\n"
+        "model = poptorch.inferenceModel(torch.nn.Linear(2, 2))\n"
+        "model(torch.ones(1, 2))\n"
+    )
+    wish = '{"autoReport.all":"true", "autoReport.directory":"report"}'
+    environment = {**os.environ, "POPLAR_ENGINE_OPTIONS": wish}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
+    assert load(tmp_path / "report" / "inference" / "profile.pop").facts["calls"] == 1
+    assert (tmp_path / "report" / "report.html").exists()
