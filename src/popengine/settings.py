@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 Mode = Literal["pipelined", "sharded", "phased"]
-AutoRule = Literal["same_as_ipu", "auto_increment"]
+AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 OptimizerKind = Literal["sgd", "adam", "adamw", "rmsprop", "lamb"]
 
@@ -23,11 +23,16 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How the stages take turns, and which block belongs to which: by `stages`, or by the `auto` rule."""
+    """How the stages take turns, and which block belongs to which: by `stages`, or by the `auto` rule.
+
+    The rule "balance" places the blocks on `ipus` ipus of `capacity` bytes by measured cost.
+    """
 
     mode: Mode = "pipelined"
     auto: AutoRule | None = "same_as_ipu"
     stages: tuple[StagePlan, ...] = ()
+    ipus: int = 1
+    capacity: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from .plumbing import (
 )
 from .poptorch_core import createPoptorchError
 from .strategies import (
+    AutoBalance,
     ParallelPhasedExecution,
     Phase,
     PipelinedExecution,

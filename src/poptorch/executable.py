@@ -17,6 +17,7 @@ from popengine.settings import Settings
 from . import hooks
 from .anchors import Anchors, Request, resolve
 from .arguments import Call, Compiled, sample, traced_outputs
+from .balancing import balanced
 from .enums import OutputMode
 from .options import Options
 from .options.freeze import OUTPUTS
@@ -81,6 +82,9 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     graph, anchors = resolve(graph, traced, requests, settings.training)
     settings = replace(settings, anchors=anchors.wanted)
+    if settings.strategy.auto == "balance":
+        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        settings = balanced(graph, settings, weights, samples)
     plan = compile_graph(graph, settings, done)
     return Executable(plan, settings, Compiled(call), template, returned, anchors)
 

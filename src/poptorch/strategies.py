@@ -6,7 +6,9 @@ the engine's value. Whether the model's blocks match is the engine's question, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from popengine.errors import Error
@@ -105,11 +107,33 @@ class ExecutionStrategy:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class AutoBalance:
+    """Place the blocks of a model on this many ipus so that the slowest is as fast as possible. (Ours.)
+
+    The first compilation runs one micro-batch and measures each block; the log says what was chosen and why.
+
+    Args:
+        ipus:     how many, each one stage of consecutive blocks
+        capacity: bytes an ipu may hold of weights, gradients, optimizer state and activations
+
+    >>> opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoBalance(4)))
+    """
+
+    ipus: int
+    capacity: float = math.inf
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.ipus, int) and self.ipus > 0, (
+            f"AutoBalance takes a number of ipus from 1; found {self.ipus!r}"
+        )
+
+
 class PipelinedExecution(ExecutionStrategy):
     """Stages work at the same time, each on another micro-batch.
 
-    Args: one `AutoStage` (default `SameAsIpu`), or the stages in order, numbered from 0: each a `Stage`,
-        a block id, or a list of block ids.
+    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0: each
+        a `Stage`, a block id, or a list of block ids.
 
     >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
     """
@@ -117,12 +141,12 @@ class PipelinedExecution(ExecutionStrategy):
     _execution_mode = _PIPELINED
     _mode: Mode = "pipelined"
 
-    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
-        self._auto: AutoStage | None = None
+    def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
+        self._auto: AutoStage | AutoBalance | None = None
         self._order: tuple[Stage, ...] = ()
         if not args:
             self._auto = AutoStage.SameAsIpu
-        elif len(args) == 1 and isinstance(args[0], AutoStage):
+        elif len(args) == 1 and isinstance(args[0], AutoStage | AutoBalance):
             self._auto = args[0]
         else:
             self._order = tuple(_as_stage(argument) for argument in args)
@@ -132,12 +156,15 @@ class PipelinedExecution(ExecutionStrategy):
         return {"execution_mode": self._execution_mode}
 
     def freeze(self) -> Strategy:
+        if isinstance(self._auto, AutoBalance):
+            return Strategy(self._mode, "balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
         auto = None if self._auto is None else _AUTO_RULES[self._auto]
         return Strategy(self._mode, auto, tuple(stage.freeze() for stage in self._order))
 
     def __repr__(self) -> str:
         stages = ", ".join(map(repr, self._order))
-        return f"{type(self).__name__}({stages if self._auto is None else f'AutoStage.{self._auto.name}'})"
+        auto = f"AutoStage.{self._auto.name}" if isinstance(self._auto, AutoStage) else repr(self._auto)
+        return f"{type(self).__name__}({stages if self._auto is None else auto})"
 
 
 class ShardedExecution(PipelinedExecution):

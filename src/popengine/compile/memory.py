@@ -1,18 +1,17 @@
-"""What a plan needs: bytes that each stage holds for one micro-batch between its forward and its backward."""
+"""What a partition needs: bytes that each stage holds for one micro-batch between its forward and its backward."""
 
 from __future__ import annotations
 
 import torch
 
-from ..ir import Plan
+from ..ir import Partition
 
 
-def held_bytes(plan: Plan) -> tuple[int, ...]:
+def held_bytes(partition: Partition) -> tuple[int, ...]:
     """For each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
     """
-    partition = plan.partition
     nodes = {node.name: node for node in partition.graph.code.nodes}
     flowing = {name for piece in partition.pieces for name in piece.writes}
     flowing |= {slot.name for slot in partition.graph.slots if slot.role == "input"}

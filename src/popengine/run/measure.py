@@ -1,0 +1,55 @@
+"""Measures what each piece of a partition takes, by running all of them on one micro-batch, one after another.
+
+Sources of a cost model: no schedule, no threads, no update; a few rounds, and of each piece the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir import Partition
+from .build import build
+
+
+def measure(
+    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
+) -> list[float]:
+    """Seconds of each piece, in one thread.
+
+    Args:
+        weights: parameters and buffers by canonical name; they are only read
+        inputs:  one micro-batch
+    """
+    graph = partition.graph
+    given: dict[str, Tensor] = {}
+    for slot in graph.slots:
+        if slot.role == "input":
+            given[slot.name] = inputs[int(slot.key)].detach()
+        elif slot.role == "constant":
+            given[slot.name] = graph.constants[slot.key]
+        elif slot.role == "loss_scale":
+            given[slot.name] = torch.ones(slot.shape, dtype=slot.dtype)
+        else:
+            given[slot.name] = weights[slot.key].detach()
+    codes = [build(piece) for piece in partition.pieces]
+    best = [float("inf")] * len(codes)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for _ in range(rounds):
+                values = dict(given)
+                for i, piece in enumerate(partition.pieces):
+                    taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
+                    start = perf_counter()
+                    made = codes[i](taken)
+                    best[i] = min(best[i], perf_counter() - start)
+                    values.update(zip(piece.writes, made, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    return best
