@@ -31,14 +31,17 @@ def reduce_over_replicas(
     """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ...
 
     Args:
-        instances: a process group whose processes add up their totals too, in order of their ranks
+        instances: a process group whose processes go on with the sum, in order of their ranks, so that it is
+            the one that a single process with all their replicas makes
     """
     first, *others = members
     if replica == first:
+        if instances is not None:
+            _begin_with_earlier_instances(sums, instances)
         for other in others:
             torch._foreach_add_(sums, channels.receive((name, other)))
         if instances is not None:
-            _reduce_over_instances(sums, instances)
+            _take_from_last_instance(sums, instances)
         # A copy: this replica writes to its sums again at once.
         total = [value.clone() for value in sums] if others else []
         for other in others:
@@ -48,19 +51,34 @@ def reduce_over_replicas(
         torch._foreach_copy_(sums, channels.receive((name, "total", replica)))
 
 
-def _reduce_over_instances(sums: list[Tensor], group: Any) -> None:
-    """All gradients of a dtype travel as one tensor; everybody adds up what all have, in the same order."""
-    for dtype in dict.fromkeys(value.dtype for value in sums):
-        chosen = [value for value in sums if value.dtype == dtype]
-        mine = torch.cat([value.flatten() for value in chosen])
-        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everybody, mine, group=group)
-        total = everybody[0]
-        for other in everybody[1:]:
-            total += other
-        parts = total.split([value.numel() for value in chosen])
-        for value, part in zip(chosen, parts, strict=True):
-            value.copy_(part.view_as(value))
+def _begin_with_earlier_instances(sums: list[Tensor], group: Any) -> None:
+    if rank := dist.get_rank(group):
+        for values in _by_dtype(sums):
+            packed = torch.empty(sum(value.numel() for value in values), dtype=values[0].dtype)
+            dist.recv(packed, rank - 1, group)
+            torch._foreach_add_(values, _unpacked(packed, values))
+
+
+def _take_from_last_instance(sums: list[Tensor], group: Any) -> None:
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    for values in _by_dtype(sums):
+        packed = torch.cat([value.flatten() for value in values]).cpu()
+        if rank < last:
+            dist.send(packed, rank + 1, group)
+        dist.broadcast(packed, last, group)
+        if rank < last:
+            torch._foreach_copy_(values, _unpacked(packed, values))
+
+
+def _by_dtype(sums: list[Tensor]) -> list[list[Tensor]]:
+    """What can travel as one tensor."""
+    dtypes = dict.fromkeys(value.dtype for value in sums)
+    return [[value for value in sums if value.dtype == dtype] for dtype in dtypes]
+
+
+def _unpacked(packed: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = packed.to(like[0].device).split([value.numel() for value in like])
+    return [part.view_as(value) for part, value in zip(parts, like, strict=True)]
 
 
 def average(sums: list[Tensor], divisor: float) -> None:

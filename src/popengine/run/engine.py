@@ -55,7 +55,7 @@ class Engine:
             self._prepare_updates(ipu, store)
         groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
-            group = groups.get(ipu)
+            group = groups.get((replica, ipu))
             self._workers.append(Worker(ipu, replica, plan, settings, store, rules, group))
         self.close = weakref.finalize(self, _close, list(self._workers))
 
@@ -234,16 +234,21 @@ class Engine:
         return value[self.settings.replica_groups[key].row_for(replica, len(value))]
 
 
-def _process_groups(plan: Plan, settings: Settings) -> dict[int, Any]:
-    """For each ipu a group of its own over all instances, since ipus meet their kind at different times."""
-    if settings.counts.instances == 1 or not settings.training:
+def _process_groups(plan: Plan, settings: Settings) -> dict[tuple[int, int], Any]:
+    """By replica and ipu, a group over all instances for each worker that meets its kind there: they come at
+    different times."""
+    counts = settings.counts
+    if counts.instances == 1 or not settings.training:
         return {}
     if not dist.is_initialized():
         raise Error(
-            f"the model trains in {settings.counts.instances} processes, but they have not met\n"
+            f"the model trains in {counts.instances} processes, but they have not met\n"
             "  fix: call popdist.init() before the model; or options.Distributed.disable() to train alone"
         )
-    return {ipu: dist.new_group() for ipu in sorted(plan.programs)}
+    firsts = {0} | {
+        groups.members(r)[0] for groups in settings.replica_groups.values() for r in range(counts.replicas)
+    }
+    return {(replica, ipu): dist.new_group() for replica in sorted(firsts) for ipu in sorted(plan.programs)}
 
 
 def _close(workers: list[Worker]) -> None:

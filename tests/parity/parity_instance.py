@@ -1,0 +1,60 @@
+"""One instance of a training with several: `python parity_instance.py <file>` leaves its weights there.
+
+Also imported by its test, which trains the same with all replicas in one process.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import popdist
+import poptorch
+
+
+class Net(nn.Module):
+    """Two stages with dropout, so that every replica has to draw its own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        with poptorch.Block("a"):
+            x = self.dropout(self.a(x).relu())
+        with poptorch.Block("b"):
+            return nn.functional.mse_loss(self.b(x), targets)
+
+
+ITERATIONS, ACCUMULATION, ROWS, CALLS = 2, 4, 2, 3
+
+
+def trained(opts: poptorch.Options, instances: int, instance: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and weights after some calls with dropout, momentum and clipping over two stages."""
+    replicas = opts.replication_factor
+    opts.deviceIterations(ITERATIONS).randomSeed(7).showCompilationProgressBar(False)
+    opts.outputMode(poptorch.OutputMode.All).setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
+    opts.Training.gradientAccumulation(ACCUMULATION)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, max_grad_norm=0.2)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    losses = []
+    for _ in range(CALLS):
+        rows = ITERATIONS * ACCUMULATION * instances * replicas * ROWS
+        data = torch.randn(rows, 5), torch.randn(rows, 3)
+        shards = [
+            value.unflatten(0, (ITERATIONS * ACCUMULATION, instances, -1))[:, instance].flatten(0, 1)
+            for value in data
+        ]
+        losses.append(executor(*shards))
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    popdist.init()
+    results = trained(popdist.poptorch.Options(), popdist.getNumInstances(), popdist.getInstanceIndex())
+    popdist.synchronize()
+    torch.save(results, sys.argv[1])

@@ -1,0 +1,55 @@
+"""Instances: processes that train together compute what one process with all their replicas computes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import parity_instance
+import pytest
+import torch
+
+import poptorch
+from popdist.environment import Launch
+
+PROGRAM = Path(parity_instance.__file__)
+
+
+def run(tmp_path, instances, replicas):
+    """Start the instances as a launcher would, and collect what they leave."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launches = [
+        Launch(instances * replicas, replicas, 2, i * replicas, i, instances, i) for i in range(instances)
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, tmp_path / f"{launch.instance}.pt"],
+            env={
+                **os.environ,
+                **launch.variables(),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for launch in launches
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0] * instances
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(tmp_path / f"{i}.pt") for i in range(instances)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["one replica each", "two replicas each"])
+def test_two_instances_train_to_the_bits_of_one_with_all_replicas(tmp_path, replicas):
+    first, second = run(tmp_path, 2, replicas)
+    losses, weights = parity_instance.trained(poptorch.Options().replicationFactor(2 * replicas), 1, 0)
+    for _, mine in (first, second):
+        assert [name for name in weights if not torch.equal(mine[name], weights[name])] == []
+    for call, expected in enumerate(losses):
+        halves = torch.stack([result[0][call].reshape(-1, replicas) for result in (first, second)], dim=1)
+        assert torch.equal(halves.flatten(), expected)
