@@ -40,8 +40,18 @@ class _Flow:
         self.partition, self.schedule = partition, schedule
         self.pieces = partition.pieces
         self.piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(self.pieces)}
-        self.maker = {name: i for i, piece in enumerate(self.pieces) for name in piece.writes}
         graph = partition.graph
+        # State that nobody writes may be a result, but who reads it takes it from its own ipu: what is handed
+        # over is no copy, and the weight changes at the end of the step.
+        written = {result.key for result in graph.results if result.kind == "buffer"}
+        self.fixed = {
+            slot.name
+            for slot in graph.slots
+            if slot.role != "input" and (slot.role != "buffer" or slot.key not in written)
+        }
+        self.maker = {
+            name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in self.fixed
+        }
         self.inputs = {slot.name: slot.key for slot in graph.slots if slot.role == "input"}
         trained = {result.key for result in graph.results if result.kind == "gradient"}
         self.trained = {
@@ -60,7 +70,9 @@ class _Flow:
         for i, piece in enumerate(self.pieces):
             others = {
                 ipu: tuple(
-                    name for name in piece.writes if name not in self.inputs and (name, ipu) in self.readers
+                    name
+                    for name in piece.writes
+                    if name not in self.inputs and name not in self.fixed and (name, ipu) in self.readers
                 )
                 for ipu in ipus
                 if ipu != self.ipu(i)
@@ -153,7 +165,7 @@ class _Flow:
         for other, names in self.sends[index].items():
             parts.append(lambda m, c=(str(piece), other), n=names: Send(c, n, m))
         parts += self._results(piece)
-        if done := tuple(name for name in piece.writes if readers[name][-1] <= index):
+        if done := tuple(n for n in piece.writes if n in self.fixed or readers[n][-1] <= index):
             parts.append(lambda m: Free(done, m))
         return parts
 

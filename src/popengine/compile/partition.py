@@ -73,9 +73,10 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
             made[result.name] = ("F", home.get(result.name, 0))
             needs[made[result.name]][result.name] = None
     wanted = {result.name for result in graph.results}
+    fixed = {slot.name for slot in graph.slots if slot.role != "input"} - kept  # every ipu has its own
     for place_ in order:
         for name in needs[place_]:
-            if made.get(name, place_) != place_:
+            if name not in fixed and made.get(name, place_) != place_:
                 wanted.add(name)
                 if order.index(made[name]) > order.index(place_):
                     raise _flows_back(name, made[name], place_, placement, graph)
