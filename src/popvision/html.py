@@ -20,7 +20,16 @@ from .find import profiles_at
 from .memory import curve, detailed
 
 REPORT = "report.html"
-SCRIPTS = ("base.js", "trace.js", "memory.js", "operations.js", "panels.js", "viewer.js")  # in this order
+SCRIPTS = (
+    "base.js",
+    "lanes.js",
+    "trace.js",
+    "steer.js",
+    "memory.js",
+    "operations.js",
+    "panels.js",
+    "viewer.js",
+)  # in this order
 
 
 def write_report(directory: Path) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import browser
 import pytest
+import test_runs
 from simulated import MS, simulated
 
 from popengine.profile import Profile, Track
@@ -83,6 +84,16 @@ def test_the_headline_shows_the_figures(chromium, report):
     text = chromium.value("document.getElementById('main').innerText")
     assert "Slowest stage" in text and "A, B: 6 ms a micro-batch" in text
     assert "Moving block B from stage 0 to stage 1" in text
+
+
+def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_path):
+    test_runs.train(tmp_path, slow_block=1)
+    chromium.open(tmp_path / "report.html")
+    tiles = chromium.value("[...document.querySelectorAll('.tile')].map(tile => tile.innerText)")
+    assert any(tile.startswith("Slowest stage\n1\nblock1: ") for tile in tiles)
+    chromium.open(tmp_path / "report.html", "operations")
+    assert (cells(chromium, 0)[0], cells(chromium, 1)[0]) == ("popvision_test.slow", "block1")
+    chromium.screenshot(SHOTS / "slowed.png")
 
 
 def test_the_trace_zooms_with_the_wheel_pans_with_a_drag_and_comes_back(chromium, report):

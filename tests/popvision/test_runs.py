@@ -67,10 +67,11 @@ def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
     profile = load(tmp_path / "training" / "profile.pop")
     found = figures(profile)
     assert found.slowest == 1
-    assert found.stages[1].forward == pytest.approx(SLOW * 1e9, rel=0.15)
+    # Never less than the sleep; how much more is up to who else uses the cores.
+    assert SLOW <= found.stages[1].forward / 1e9 < 1.7 * SLOW
     operation = max(profile.operations, key=lambda operation: operation.ns)
     assert (operation.kind, operation.block) == ("popvision_test.slow", "block1")
-    assert operation.ns / operation.calls == pytest.approx(SLOW * 1e9, rel=0.15)
+    assert SLOW <= operation.ns / operation.calls / 1e9 < 1.7 * SLOW
     assert operation.where.startswith(__file__)
 
 

@@ -117,7 +117,7 @@ class Recorder:
         if kept.seen < DETAILED_STEPS and worker.replica == 0:
             times = self._detailed(worker, program[:most], call, number)
         else:
-            times = _timed(program[:most])
+            times = timed(program[:most])
         kept.add(call, number, times)
         for handle, instruction in program[most:]:
             handle(instruction)
@@ -141,7 +141,7 @@ class Recorder:
         return times
 
 
-def _timed(program: Program) -> array:
+def timed(program: Program) -> array:
     """When the first instruction began and each one ended."""
     now = perf_counter_ns
     times = array("q", [now()])

@@ -1,60 +1,17 @@
 // The execution trace: a row an ipu, the schedule's order under it, the host above, one clock for all.
+// This file draws it; steer.js lets it be moved and asked.
 
-const WORDS = { compute: "compute", receive: "wait for", send: "send", load: "load input", accumulate: "add to gradient sums", keep: "keep buffers", store: "return output", update: "update weights", free: "free" };
-
-/** Tracks joined with the program: for each replica and ipu, arrays in order of time. */
-function lanesOf(profile) {
-  const parts = rows(profile.parts), found = new Map();
-  for (const track of rows(profile.tracks)) {
-    const key = `${track.replica}.${track.ipu}`;
-    if (!found.has(key)) found.set(key, { replica: track.replica, ipu: track.ipu, tracks: [] });
-    found.get(key).tracks.push(track);
-  }
-  const lanes = [...found.values()].sort((a, b) => a.replica - b.replica || a.ipu - b.ipu);
-  for (const lane of lanes) {
-    lane.tracks.sort((a, b) => a.start - b.start);
-    const size = lane.tracks.reduce((sum, track) => sum + track.durations.length, 0), program = profile.programs[lane.ipu];
-    Object.assign(lane, { start: new Float64Array(size), end: new Float64Array(size), part: new Int32Array(size), batch: new Int32Array(size), track: new Int32Array(size), size: 0 });
-    lane.tracks.forEach((track, number) => {
-      let at = track.start;
-      track.durations.forEach((duration, index) => {
-        const i = lane.size;
-        if (parts[program[2 * index]].kind !== "free") {
-          lane.start[i] = at; lane.end[i] = at + duration; lane.part[i] = program[2 * index];
-          lane.batch[i] = program[2 * index + 1]; lane.track[i] = number; lane.size += 1;
-        }
-        at += duration;
-      });
-    });
-  }
-  return { lanes, parts };
-}
-
-/** Windows of the steps: from the first computation to the end of the last instruction that isn't waiting. */
-function stepsOf({ lanes, parts }) {
-  const found = new Map();
-  for (const lane of lanes) {
-    for (let i = 0; i < lane.size; i++) {
-      const part = parts[lane.part[i]];
-      if (part.kind === "receive") continue;
-      const track = lane.tracks[lane.track[i]], key = `${track.call}.${track.step}`;
-      const step = found.get(key) || { call: track.call, step: track.step, start: Infinity, end: -Infinity };
-      if (part.kind === "compute") step.start = Math.min(step.start, lane.start[i]);
-      step.end = Math.max(step.end, lane.end[i]);
-      found.set(key, step);
-    }
-  }
-  return [...found.values()].filter((step) => step.start < step.end).sort((a, b) => a.start - b.start);
-}
-
-class Trace {
-  constructor(entry, { compact = false, goTo = null } = {}) {
+class TracePicture {
+  constructor(entry, { compact = false } = {}) {
     this.profile = entry.profile;
     this.compact = compact;
-    this.goTo = goTo;
     Object.assign(this, lanesOf(this.profile));
     this.steps = stepsOf(this);
-    this.ticks = rows(this.profile.schedule);
+    this.ticks = new Map(); // by ipu
+    for (const tick of rows(this.profile.schedule)) {
+      if (!this.ticks.has(tick.ipu)) this.ticks.set(tick.ipu, []);
+      this.ticks.get(tick.ipu).push(tick);
+    }
     this.calls = rows(this.profile.calls);
     this.host = rows(this.profile.host);
     this.blocks = rows(this.profile.blocks);
@@ -72,7 +29,6 @@ class Trace {
       "aria-label": "Execution trace. Arrows pan, plus and minus zoom, comma and full stop step through events, Enter lists an event's operations",
     });
     this.view = this.oneStep();
-    this.listen();
   }
 
   /** The window of a step in the middle of the run: the first ones are not typical. */
@@ -227,7 +183,7 @@ class Trace {
   drawIdeal(context, width, lane, top) {
     const length = this.profile.facts.schedule_length;
     if (!length) return;
-    const own = this.ticks.filter((tick) => tick.ipu === lane.ipu);
+    const own = this.ticks.get(lane.ipu) || [];
     for (const step of this.steps) {
       if (step.end < this.view[0] || step.start > this.view[1]) continue;
       const unit = (step.end - step.start) / length;
@@ -253,189 +209,10 @@ class Trace {
     context.textAlign = "left";
   }
 
-  // ---- asking
-
-  /** The event at a point, as [lane, index], or the host's, or nothing. */
-  at(x, y, width) {
-    const lane = this.lanes[Math.floor((y - this.top) / this.rowHeight)];
-    if (!lane || x < this.left) return null;
-    const time = this.time(x, width), slack = 2 * (this.view[1] - this.view[0]) / width;
-    const i = firstEndingAfter(lane, time - slack);
-    return i < lane.size && lane.start[i] <= time + slack ? [lane, i] : null;
-  }
-
-  words([lane, i]) {
-    const part = this.parts[lane.part[i]], batch = lane.batch[i], track = lane.tracks[lane.track[i]];
-    const piece = this.pieces.find((entry) => entry.phase === part.phase && entry.stage === part.stage);
-    const phase = { F: "Forward", B: "Backward" }[part.phase];
-    const lines = [part.kind === "compute" ? `${phase} of stage ${part.stage}, micro-batch ${batch}` : `${WORDS[part.kind]}${part.peer >= 0 ? ` ipu ${part.peer}` : ""}${batch >= 0 ? `, micro-batch ${batch}` : ""}`];
-    if (part.stage >= 0) lines.push(`blocks ${this.profile.stages[part.stage]}`);
-    if (piece && part.kind === "compute") lines.push(piece.where);
-    lines.push(`${units.time(lane.end[i] - lane.start[i])} on ipu ${lane.ipu}, replica ${lane.replica}`);
-    if (part.bytes) lines.push(units.bytes(part.bytes));
-    lines.push(`step ${track.step}, call ${track.call}`);
-    return lines;
-  }
-
-  choose(place, { follow = true } = {}) {
-    this.chosen = place;
-    if (place && follow) {
-      const [lane, i] = place, span = this.view[1] - this.view[0];
-      if (lane.start[i] < this.view[0] || lane.end[i] > this.view[1]) this.show([lane.start[i] - span / 4, lane.start[i] + (3 * span) / 4]);
-      const box = this.canvas.getBoundingClientRect(), x = Math.max(this.left, this.x(lane.start[i], box.width));
-      tip.show(box.left + x, box.top + this.top + this.lanes.indexOf(lane) * this.rowHeight, this.words(place));
-    }
-    this.canvas.redraw();
-  }
-
-  listen() {
-    const canvas = this.canvas;
-    let dragged = null;
-    const position = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top, box.width]; };
-    canvas.addEventListener("pointermove", (event) => {
-      const [x, y, width] = position(event);
-      if (dragged) {
-        const shift = ((dragged.x - x) / (width - this.left)) * (dragged.view[1] - dragged.view[0]);
-        dragged.moved = dragged.moved || Math.abs(dragged.x - x) > 3;
-        this.show([dragged.view[0] + shift, dragged.view[1] + shift]);
-        return;
-      }
-      const place = this.at(x, y, width);
-      if (place) tip.show(event.clientX, event.clientY, this.words(place)); else tip.hide();
-    });
-    canvas.addEventListener("pointerleave", () => tip.hide());
-    canvas.addEventListener("blur", () => tip.hide());
-    if (this.compact) return;
-    canvas.addEventListener("pointerdown", (event) => {
-      const [x] = position(event);
-      dragged = { x, view: [...this.view], moved: false };
-      canvas.setPointerCapture(event.pointerId);
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      const [x, y, width] = position(event);
-      if (dragged && !dragged.moved) this.choose(this.at(x, y, width), { follow: false });
-      dragged = null;
-    });
-    canvas.addEventListener("dblclick", () => this.openOperations());
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const [x, , width] = position(event);
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / width);
-      else this.zoom(Math.exp(event.deltaY * 0.0016), this.time(x, width));
-    }, { passive: false });
-    canvas.addEventListener("keydown", (event) => this.key(event));
-  }
-
-  key(event) {
-    const actions = {
-      ArrowLeft: () => this.pan(-0.15), ArrowRight: () => this.pan(0.15), "+": () => this.zoom(0.7), "=": () => this.zoom(0.7), "-": () => this.zoom(1 / 0.7),
-      Home: () => this.show(this.oneStep()), 0: () => this.show([...this.all]), ".": () => this.next(1), ",": () => this.next(-1),
-      ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1), Enter: () => this.openOperations(), Escape: () => { tip.hide(); this.choose(null); },
-    };
-    if (!actions[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    actions[event.key]();
-  }
-
-  next(step) {
-    if (!this.chosen) { this.lane(0); return; }
-    const [lane, i] = this.chosen;
-    let j = i + step;
-    while (j >= 0 && j < lane.size && this.parts[lane.part[j]].kind !== "compute") j += step;
-    if (j >= 0 && j < lane.size) this.choose([lane, j]);
-  }
-
-  lane(step) {
-    const number = this.chosen ? this.lanes.indexOf(this.chosen[0]) + step : 0, lane = this.lanes[number];
-    if (!lane || !lane.size) return;
-    let i = firstEndingAfter(lane, this.chosen ? this.chosen[0].start[this.chosen[1]] : this.view[0]);
-    while (i < lane.size - 1 && this.parts[lane.part[i]].kind !== "compute") i += 1;
-    this.choose([lane, Math.min(i, lane.size - 1)]);
-  }
-
-  openOperations() {
-    if (!this.chosen || !this.goTo) return;
-    const part = this.parts[this.chosen[0].part[this.chosen[1]]];
-    if (part.stage >= 0) this.goTo("operations", { stage: part.stage, phase: part.phase });
-  }
-
-  /** Choose the first computation of a piece in a typical step. */
-  find(phase, stage) {
-    const begin = this.oneStep()[0];
-    for (const lane of this.lanes) {
-      for (let i = firstEndingAfter(lane, begin); i < lane.size; i++) {
-        const part = this.parts[lane.part[i]];
-        if (part.kind === "compute" && part.phase === phase && part.stage === stage) {
-          const span = (lane.end[i] - lane.start[i]) * 6;
-          this.show([lane.start[i] - span / 3, lane.start[i] + (2 * span) / 3]);
-          this.choose([lane, i], { follow: false });
-          return true;
-        }
-      }
-    }
-    return false;
-  }
-
   legend() {
     const entries = this.profile.stages.flatMap((blocks, stage) => this.profile.training
       ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`backward`, stageColour(stage, "B")]]
       : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
     return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"]]);
   }
-}
-
-/** Index of the first event that ends after a time: events of a lane follow one another. */
-function firstEndingAfter(lane, time) {
-  let low = 0, high = lane.size;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (lane.end[middle] <= time) low = middle + 1; else high = middle;
-  }
-  return low;
-}
-
-function traceView(entry, page) {
-  const trace = new Trace(entry, { goTo: page.goTo });
-  page.trace = trace;
-  if (!trace.lanes.length) return emptyCard("Nothing was recorded", "The model was compiled, but no call of it ended while profiling was on.");
-  const button = (name, action) => make("button", { type: "button", class: "plain", onclick: action }, name);
-  const steps = make("select", { class: "plain", "aria-label": "Step", onchange: () => {
-    const step = trace.steps[Number(steps.value)], margin = (step.end - step.start) * 0.02;
-    trace.show([step.start - margin, step.end + margin]);
-  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, `step ${step.step} of call ${step.call}`)));
-  const map = overview(trace);
-  return make("div", {},
-    make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Who ran what, and when"), make("span", { class: "spring" }),
-        steps, button("One step", () => trace.show(trace.oneStep())), button("One call", () => trace.show(trace.oneCall())), button("All", () => trace.show([...trace.all])),
-        button("−", () => trace.zoom(1 / 0.6)), button("+", () => trace.zoom(0.6))),
-      map, trace.canvas, trace.legend()),
-    make("p", { class: "hint" }, "Wheel zooms, drag pans. ", ...["←", "→", "+", "−", "↑", "↓", ",", ".", "Enter"].flatMap((key) => [make("kbd", {}, key), " "]),
-      " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
-}
-
-/** The whole run in a strip; the frame is what the trace shows. */
-function overview(trace) {
-  const canvas = sharpCanvas(26, (context, width) => {
-    const [low, high] = trace.all, x = (time) => ((time - low) / (high - low || 1)) * width;
-    context.fillStyle = themed("--lane"); context.fillRect(0, 4, width, 18);
-    context.fillStyle = "#8794a3";
-    for (const call of trace.calls) context.fillRect(x(call.start), 4, Math.max(1, x(call.end) - x(call.start)), 18);
-    context.fillStyle = themed("--accent");
-    for (const step of trace.steps) context.fillRect(x(step.start), 14, Math.max(1, x(step.end) - x(step.start)), 8);
-    context.strokeStyle = themed("--ink"); context.lineWidth = 2;
-    const start = Math.max(1, x(trace.view[0])), end = Math.min(width - 1, x(trace.view[1]));
-    context.strokeRect(start, 2, Math.max(3, end - start), 22);
-  }, { "aria-label": "The whole run; calls grey, recorded steps coloured, the frame is what the trace shows", role: "img" });
-  canvas.style.marginBottom = "10px";
-  canvas.removeAttribute("tabindex");
-  const go = (event) => {
-    const box = canvas.getBoundingClientRect(), share = (event.clientX - box.left) / box.width, span = trace.view[1] - trace.view[0];
-    const middle = trace.all[0] + share * (trace.all[1] - trace.all[0]);
-    trace.show([middle - span / 2, middle + span / 2]);
-  };
-  canvas.addEventListener("pointerdown", (event) => { canvas.setPointerCapture(event.pointerId); go(event); });
-  canvas.addEventListener("pointermove", (event) => { if (event.buttons) go(event); });
-  trace.follower = canvas.redraw;
-  return canvas;
 }
