@@ -10,24 +10,29 @@ import torch
 from torch import Tensor
 
 from ..ir import Piece
+from .direct import direct
 from .draws import draw
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
 # Kernels that make the workspace of their backward only where gradients are on.
-_MAKE_WORKSPACE = ("aten.mkldnn_rnn_layer.default",)
+NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
 
 
-def build(piece: Piece, **more: Any) -> Code:
+def build(piece: Piece, call: Callable[[Any], Callable[..., Any]] = direct, **more: Any) -> Code:
     """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
 
-    `more`: other names that its source may use.
+    Args:
+        call: from an operation of torch.ops to what the source calls for it
+        more: other names that its source may use
     """
     names: dict[str, Any] = {"torch": torch, "draw": draw, "inf": float("inf"), "nan": float("nan"), **more}
-    for position, call in enumerate(piece.calls):
-        namespace, operation, overload = call.rsplit("::", 1)[-1].split(".")
-        function = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
-        names[f"f{position}"] = _with_gradients_on(function) if call in _MAKE_WORKSPACE else function
+    for position, name in enumerate(piece.calls):
+        namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
+        operation = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        is_drawn = f"draw(f{position}," in piece.source  # draws look at what they are given to draw
+        function = operation if is_drawn else call(operation)
+        names[f"f{position}"] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.source, _file(piece), "exec"), names)
     return names["piece"]
 
