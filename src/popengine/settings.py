@@ -156,7 +156,14 @@ class Settings:
     automatic_loss_scaling: bool = False
     stochastic_rounding: bool = False  # of weight updates in half precision
     finite_checks: bool = False  # floating point exceptions: stop where an infinity or a NaN is made
+    shard_optimizer: int | None = None  # share the state of parameters with at least so many elements
+    off_device: tuple[str, ...] = ()  # kinds of tensors that may wait in the host's memory ("optimizer", ...)
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: str = "cpu"
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
+
+    def members(self, key: str, replica: int) -> tuple[int, ...]:
+        """The replicas that have the same value of a parameter, in order."""
+        groups = self.replica_groups.get(key)
+        return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

@@ -21,6 +21,7 @@ from ..ir import Plan
 from ..settings import Hyper, Settings
 from .recorder import Recorder
 from .results import Results
+from .sharing import owners
 from .store import Store
 from .worker import Channels, Run, Worker
 
@@ -51,8 +52,8 @@ class Engine:
         for (_, ipu), store in self.stores.items():
             self._fill(ipu, store)
         self.write(weights)
-        for (_, ipu), store in self.stores.items():
-            self._prepare_updates(ipu, store)
+        for (replica, ipu), store in self.stores.items():
+            self._prepare_updates(replica, ipu, store)
         groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
             group = groups.get((replica, ipu))
@@ -69,18 +70,23 @@ class Engine:
             else:
                 store.state[name] = torch.empty(slot.shape, dtype=slot.dtype)
 
-    def _prepare_updates(self, ipu: int, store: Store) -> None:
+    def _prepare_updates(self, replica: int, ipu: int, store: Store) -> None:
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
         gradients = {result.key for result in self.plan.partition.graph.results if result.kind == "gradient"}
-        for name in self.plan.state[ipu]:
-            slot = self._slots[name]
-            if slot.role == "parameter" and slot.key in gradients:
-                weight = store.state[name]
-                store.sums[slot.key] = torch.zeros_like(weight, dtype=optimizer.accumulator_type)
-                if slot.key in optimizer.group_of:
-                    store.states[slot.key] = self._rules.init_state(optimizer, weight)  # type: ignore[attr-defined]
+        slots = [self._slots[name] for name in self.plan.state[ipu]]
+        weights = {
+            slot.key: store.state[slot.name]
+            for slot in slots
+            if slot.role == "parameter" and slot.key in gradients
+        }
+        updated = {key: weight.numel() for key, weight in weights.items() if key in optimizer.group_of}
+        store.owner = owners(updated, self.settings, replica)
+        for key, weight in weights.items():
+            store.sums[key] = torch.zeros_like(weight, dtype=optimizer.accumulator_type)
+            if key in updated and store.owner.get(key, replica) == replica:
+                store.states[key] = self._rules.init_state(optimizer, weight)  # type: ignore[attr-defined]
 
     # ---- running -----------------------------------------------------------------------------------------
 
@@ -201,15 +207,18 @@ class Engine:
             store.loss_factor = factor
 
     def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of replica 0's optimizer state, by parameter; one row a group where there are groups."""
+        """Copies of a replica's optimizer state, by parameter; one row a group where there are groups."""
         found: dict[str, dict[str, Tensor]] = {}
         for ipu in self.plan.programs:
-            for key, state in self.stores[0, ipu].states.items():
-                rows = [self.stores[replica, ipu].states[key] for replica in self._rows(key)]
-                found[key] = {
-                    name: torch.stack([row[name] for row in rows]) if self._is_grouped(key) else value.clone()
-                    for name, value in state.items()
-                }
+            for key in self.stores[0, ipu].sums:
+                rows = [store.states[key] for store in self._keepers(ipu, key) if key in store.states]
+                if rows:
+                    found[key] = {
+                        name: torch.stack([row[name] for row in rows])
+                        if self._is_grouped(key)
+                        else value.clone()
+                        for name, value in rows[0].items()
+                    }
         return found
 
     def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -226,6 +235,11 @@ class Engine:
     def _rows(self, key: str) -> tuple[int, ...]:
         """The replicas whose values the host receives."""
         return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
+
+    def _keepers(self, ipu: int, key: str) -> list[Store]:
+        """The stores that hold what the host receives of a parameter's optimizer state."""
+        own = [(replica, self.stores[replica, ipu]) for replica in self._rows(key)]
+        return [self.stores[store.owner.get(key, replica), ipu] for replica, store in own]
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
         """A replica's share of a host value."""

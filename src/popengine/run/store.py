@@ -19,6 +19,7 @@ class Store:
         self.state: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         self.states: dict[str, dict[str, Tensor]] = {}
+        self.owner: dict[str, int] = {}  # of parameters whose state the replicas share: who has it
         self._before: dict[str, Tensor] = {}  # references: what is replaced, not written to
         self._copies: tuple[list[Tensor], list[Tensor]] | None = None
         self._states_before: dict[str, tuple[str, ...]] = {}

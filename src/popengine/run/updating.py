@@ -6,7 +6,7 @@ it in a fixed order, so that every layout and every run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..settings import Hyper, Settings
 from .collectives import Meeting, average, exchange, reduce_over_replicas, total_norm
 from .draws import mix
 from .scaling import Count, count, next_factor
+from .sharing import pass_on
 from .store import Store
 
 
@@ -61,14 +62,18 @@ class Updater:
             if keys:
                 self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
         store.back_up()
+        mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):
-            names = [name for name in keys if optimizer.group_of.get(name) == group]
+            names = [name for name in mine if optimizer.group_of.get(name) == group]
             if names:
                 weights = [store.state[store.slot[name]] for name in names]
                 gradients = [store.sums[name] for name in names]
                 states = [store.states[name] for name in names]
                 generators = self._generators(names, weights, key)
                 self.rules.update(optimizer, rates, weights, gradients, states, generators)
+        for members, names in self._by_members(store.owner).items():
+            weights = {name: store.state[store.slot[name]] for name in names}
+            pass_on(weights, store.owner, members, self.ipu, self.replica, channels)
 
     def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, channels: Meeting) -> None:
         name = ("sums", self.ipu, members)
@@ -78,13 +83,11 @@ class Updater:
             scale *= counts.accumulation * len(members) * counts.instances
         average(sums, scale)
 
-    def _by_members(self, keys: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+    def _by_members(self, keys: Iterable[str]) -> dict[tuple[int, ...], list[str]]:
         """Parameters by the replicas that have the same value of them."""
-        everyone, groups = tuple(range(self.settings.counts.replicas)), self.settings.replica_groups
         found: dict[tuple[int, ...], list[str]] = {}
         for key in keys:
-            members = groups[key].members(self.replica) if key in groups else everyone
-            found.setdefault(members, []).append(key)
+            found.setdefault(self.settings.members(key, self.replica), []).append(key)
         return found
 
     def _adapt_scale(self, gradients: list[Tensor], scale: float, channels: Meeting) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from popengine.errors import Error
 from popengine.settings import Counts, Optimizer, Outputs, ReplicaGroups, Settings
 from poptorch.enums import CommGroupType, OutputMode, ReductionType
 from poptorch.options.options import Options
 from poptorch.strategies import PipelinedExecution
+
+logger = logging.getLogger("poptorch::python")
 
 OUTPUTS: dict[OutputMode, Outputs] = {
     OutputMode.Final: "final",
@@ -80,5 +84,28 @@ def freeze(
         automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
+        shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
+        off_device=_off_device(options),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
     )
+
+
+def _least_shared(options: Options) -> int | None:
+    """From how many elements on a parameter has one replica that keeps its optimizer state; None: replicas have all."""
+    values = options.TensorLocations.location_optimizer.toDict()
+    if not values.get("replicated_tensor_sharding", False):
+        return None
+    return values.get("min_elements_for_replicated_tensor_sharding", 0)
+
+
+def _off_device(options: Options) -> tuple[str, ...]:
+    """The kinds of tensors that the user allows to be kept in the host's memory."""
+    kinds = ("activation", "weight", "optimizer", "accumulator")
+    locations = options.TensorLocations.toDict()
+    found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
+    if found:
+        logger.info(
+            "useOnChipStorage(False) for %s: the devices are CPUs, whose memory is the host's, so nothing moves",
+            ", ".join(found),
+        )
+    return found
