@@ -24,14 +24,12 @@ _FUNCTIONS = """
     tanh.default transpose.int unsqueeze.default where.self
 """
 _METHODS = "expand.default permute.default view.default"
-_LAYERS = """
-    avg_pool2d.default gelu.default log_sigmoid_forward.default max_pool2d_with_indices.default silu.default
-"""
+_LAYERS = "avg_pool2d.default gelu.default max_pool2d_with_indices.default silu.default"
 
 
 def _by_name() -> dict[str, Callable[..., Any]]:
     homes: tuple[tuple[str, Any], ...] = (
-        (_FUNCTIONS, torch._C._VariableFunctions),
+        (_FUNCTIONS, torch._C._VariableFunctions),  # pyright: ignore[reportAttributeAccessIssue]
         (_METHODS, torch.Tensor),
         (_LAYERS, torch._C._nn),  # pyright: ignore[reportAttributeAccessIssue]
     )
