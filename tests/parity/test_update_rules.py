@@ -1,0 +1,114 @@
+"""Every optimizer: 20 updates, pipelined over two stages, against torch.optim or the rule's formula."""
+
+from functools import partial
+
+import pytest
+import torch
+from parity_rules import Formula, adam, lamb, plain, rmsprop_tf, sgd, trained
+
+from poptorch import optim
+
+
+def differing(given, expected):
+    assert given.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(given[name], value)]
+
+
+def formula(rule):
+    return lambda parameters: Formula(parameters, rule)
+
+
+TORCH = {
+    "sgd": ("SGD", {"lr": 0.05}),
+    "sgd, decay": ("SGD", {"lr": 0.05, "weight_decay": 0.1}),
+    "sgd, momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd, nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "sgd, maximize": ("SGD", {"lr": 0.01, "momentum": 0.5, "maximize": True}),
+    "adam": ("Adam", {"lr": 0.01}),
+    "adam, decay": ("Adam", {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}),
+    "adamw": ("AdamW", {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "rmsprop": ("RMSprop", {"lr": 0.01}),
+    "rmsprop, momentum": ("RMSprop", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "alpha": 0.9}),
+    "rmsprop, centered": ("RMSprop", {"lr": 0.01, "centered": True}),
+    "rmsprop, centered, momentum": ("RMSprop", {"lr": 0.001, "centered": True, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("case", TORCH)
+@pytest.mark.parametrize("library", [optim, torch.optim], ids=["poptorch", "torch"])
+def test_an_optimizer_that_torch_has_trains_to_torchs_bits(case, library):
+    name, rates = TORCH[case]
+    expected = plain(partial(getattr(torch.optim, name), **rates))
+    assert differing(trained(partial(getattr(library, name), **rates)), expected) == []
+
+
+FORMULAS = {
+    "sgd, dampening": (
+        partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+        sgd(0.1, 0.9, 0.5, 0.1),
+    ),
+    "sgd, dampening without momentum": (partial(optim.SGD, lr=0.1, dampening=0.5), sgd(0.1, 0, 0.5)),
+    "sgd, combined": (
+        partial(optim.SGD, lr=0.05, momentum=0.9, use_combined_accum=True, velocity_scaling=4.0),
+        sgd(0.05, 0.9),
+    ),
+    "adam": (partial(optim.Adam, lr=0.01, weight_decay=0.1), adam(0.01, decay=0.1, coupled=True)),
+    "adamw without bias correction": (
+        partial(optim.AdamW, lr=0.001, weight_decay=0.1, bias_correction=False),
+        adam(0.001, decay=0.1, corrected=False),
+    ),
+    "rmsprop of tensorflow": (partial(optim.RMSprop, lr=0.01, use_tf_variant=True), rmsprop_tf(0.01)),
+    "rmsprop of tensorflow, all": (
+        partial(
+            optim.RMSprop,
+            lr=0.01,
+            momentum=0.9,
+            weight_decay=0.1,
+            centered=True,
+            alpha=0.9,
+            eps=0.01,
+            use_tf_variant=True,
+        ),
+        rmsprop_tf(0.01, 0.9, 0.01, 0.1, 0.9, True),
+    ),
+    "lamb": (partial(optim.LAMB, lr=0.01, weight_decay=0.1), lamb(0.01, decay=0.1)),
+    "lamb without bias correction": (
+        partial(optim.LAMB, lr=0.01, bias_correction=False),
+        lamb(0.01, corrected=False),
+    ),
+    "lamb, max_weight_norm": (
+        partial(optim.LAMB, lr=0.05, weight_decay=0.1, max_weight_norm=0.5),
+        lamb(0.05, decay=0.1, max_weight_norm=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMULAS)
+def test_a_rule_follows_its_formula(case):
+    optimizer, rule = FORMULAS[case]
+    given, expected = trained(optimizer), plain(formula(rule))
+    for name, value in expected.items():
+        # The formula is another order of float32 operations: some 1e-7 an update, carried over 20 of them.
+        torch.testing.assert_close(
+            given[name], value, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_the_formulas_differ_where_the_options_do():
+    ends = [plain(formula(rule))["d.weight"] for rule in (lamb(0.05), lamb(0.05, max_weight_norm=0.5))]
+    ends += [plain(formula(rule))["d.weight"] for rule in (adam(0.01), adam(0.01, corrected=False))]
+    for i, one in enumerate(ends):
+        assert all((one - other).abs().max() > 1e-3 for other in ends[:i])
+
+
+def test_groups_have_their_own_rates():
+    def grouped(library):
+        def build(parameters):
+            first, *rest = parameters
+            return library.SGD(
+                [{"params": [first], "lr": 0.2, "momentum": 0.0}, {"params": rest}], lr=0.05, momentum=0.9
+            )
+
+        return build
+
+    assert differing(trained(grouped(optim)), plain(grouped(torch.optim))) == []
