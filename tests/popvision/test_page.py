@@ -195,6 +195,10 @@ def test_two_runs_are_compared_in_numbers_and_on_the_trace(chromium, tmp_path):
     )
     spans = chromium.value("popvision.traces.map(trace => trace.view[1] - trace.view[0])")
     assert spans[0] == spans[1]
+    starts = chromium.value(
+        "popvision.traces.map(trace => trace.steps[2].start - trace.view[0])"
+    )  # both begin at the left
+    assert starts[0] == pytest.approx(starts[1]) and starts[0] < 0.1 * spans[0]
     assert chromium.value("popvision.traces[0].mark.text") == "the other ends here, 10 ms later"
 
 

@@ -155,6 +155,8 @@ function align(traces) {
   const [a, b] = traces;
   if (!a.steps.length || !b.steps.length) return;
   const origin = (trace) => trace.steps[Math.min(2, trace.steps.length - 1)].start;
+  const limits = [Math.min(...traces.map((trace) => trace.all[0] - origin(trace))), Math.max(...traces.map((trace) => trace.all[1] - origin(trace)))];
+  for (const trace of traces) trace.all = limits.map((time) => time + origin(trace)); // so that both can show what either has
   let busy = false;
   const couple = (one, other) => {
     one.follower = (view) => {
