@@ -132,10 +132,10 @@ class Schedule:
 
 
 # ---- instructions: what an ipu's program is made of; `micro_batch` is within the step --------------------
+# (Tuples, for speed: a long program has 100,000s. What one is, is said by its type, not by its equality.)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Take the rows of this micro-batch from the user's inputs."""
 
     names: tuple[str, ...]
@@ -143,8 +143,7 @@ class Load:
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(NamedTuple):
     """Wait for values of this micro-batch (None: of the whole step) from another ipu."""
 
     channel: tuple[str, int]
@@ -152,8 +151,7 @@ class Receive:
     micro_batch: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Hand values of this micro-batch (None: of the whole step) to another ipu."""
 
     channel: tuple[str, int]
@@ -161,8 +159,7 @@ class Send:
     micro_batch: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Run a piece on this micro-batch; reads in `held` come from the ipu's state, the others from what was
     loaded, received or computed for the micro-batch; those in `last` nobody needs afterwards."""
 
@@ -172,8 +169,7 @@ class Compute:
     last: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(NamedTuple):
     """Add gradients to their sums; the first of a step replaces the sum."""
 
     names: tuple[str, ...]
@@ -181,8 +177,7 @@ class Accumulate:
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(NamedTuple):
     """Replace buffers by their next value."""
 
     names: tuple[str, ...]
@@ -190,8 +185,7 @@ class Keep:
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """Put values into the user's results (positions of `Graph.results`)."""
 
     names: tuple[str, ...]
@@ -199,16 +193,14 @@ class Store:
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """Forget values of this micro-batch."""
 
     names: tuple[str, ...]
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """Reduce the sums over the replicas and update the weights that live on this ipu."""
 
     keys: tuple[str, ...]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 
 from ..ir import Graph, Plan
 from ..settings import Settings
@@ -20,6 +22,24 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     """
     counts, training = settings.counts, settings.training
     check_work(graph.visits, used_visits(graph), settings.strategy, counts, training)
+    with _without_collector():
+        return _compile(graph, settings, done)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A long schedule makes 100,000s of tuples and no cycles: searching them for cycles takes most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _compile(graph: Graph, settings: Settings, done: Callable[[str], None]) -> Plan:
+    counts, training = settings.counts, settings.training
     parts = partition(graph, settings.strategy, settings.recompute)
     done("partition")
     order = schedules.pipelined if settings.strategy.mode == "pipelined" else schedules.sharded
