@@ -10,10 +10,14 @@ UPDATES, ACCUMULATION, ROWS = 20, 4, 2
 
 
 class Formula:
-    """An optimizer from a formula: `rule(weight, gradient, state)` gives the new weight."""
+    """An optimizer from a formula: `rule(weight, gradient, state)` gives the new weight.
+
+    `gradients`: of another dtype than the weights, perhaps.
+    """
 
     def __init__(self, parameters, rule):
         self.parameters = list(parameters)
+        self.gradients = []
         self.states = [{} for _ in self.parameters]
         self.rule = rule
 
@@ -23,8 +27,8 @@ class Formula:
 
     @torch.no_grad()
     def step(self):
-        for parameter, state in zip(self.parameters, self.states, strict=True):
-            parameter.copy_(self.rule(parameter.clone(), parameter.grad, state))
+        for parameter, gradient, state in zip(self.parameters, self.gradients, self.states, strict=True):
+            parameter.copy_(self.rule(parameter.clone(), gradient, state))
 
 
 def sgd(lr, momentum=0.0, dampening=0.0, decay=0.0, nesterov=False):
@@ -96,8 +100,9 @@ def plain(optimizer, mean=True, clip=None, model=parity_models.Digits, sums=torc
                 if total
                 else [n.to(sums) for n in new]
             )
-        for parameter, gradient in zip(user.parameters(), total or [], strict=True):
-            parameter.grad = (gradient / ACCUMULATION if mean else gradient).to(parameter.dtype)
+        step.gradients = [gradient / ACCUMULATION if mean else gradient for gradient in total or []]
+        for parameter, gradient in zip(user.parameters(), step.gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
         if clip is not None:
             assert torch.nn.utils.clip_grad_norm_(user.parameters(), clip) > clip  # else nothing is tested
         step.step()
