@@ -173,7 +173,8 @@ def capture(
     recorder = Recorder(state.describe)
 
     def pretend(like: Tensor) -> Tensor:
-        with fake:
+        # A shape is all there is to ask for: what a tensor subclass does when it is used has no place here.
+        with torch._C.DisableTorchFunctionSubclass(), fake:
             return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
 
     parameters = {
