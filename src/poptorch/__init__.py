@@ -4,9 +4,10 @@ from popengine.errors import Error, RecoverableError, UnrecoverableError
 
 from . import autocasting, optim, profiling, testing
 from .autocasting import autocast
-from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, removeBlocks
+from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, print, removeBlocks
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import *  # noqa: F403
+from .environment import log_recorded
 from .hooks import registerPostCompileHook, registerPreCompileHook
 from .logs import logger, setLogLevel
 from .model import PoplarExecutor, inferenceModel, load, trainingModel
@@ -55,3 +56,6 @@ from .strategies import (
 from .structure import ICustomArgParser, registerCustomArgParser
 from .system import ipuHardwareIsAvailable, ipuHardwareVersion
 from .version import __version__
+
+log_recorded()
+del log_recorded

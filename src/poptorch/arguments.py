@@ -59,6 +59,7 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
         parameters = signature.parameters.values()
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             raise
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         partial = set(list(signature.parameters)[: len(args)]) | set(kwargs)
         missing = [
             parameter.name
@@ -67,13 +68,15 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
             and parameter.name not in partial
             and parameter.kind is not parameter.VAR_KEYWORD
         ]
-        if missing and str(error).startswith("missing"):
+        unknown = not takes_any and set(kwargs) - set(signature.parameters)
+        if missing and not unknown and str(error).startswith("missing"):
             raise Error(
                 f"Mandatory parameter {missing[0]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
             ) from None
+        what = f"unknown arguments {', '.join(sorted(unknown))}" if unknown else error
         raise AssertionError(
-            f"the model can't be called like this: {error}; forward is forward{signature}"
+            f"the model can't be called like this: {what}; forward is forward{signature}"
         ) from None
     bound.apply_defaults()
     return Call(bound)

@@ -1,23 +1,32 @@
-"""Automatic casts, of PopTorch 3.0 and before: `autocast`, by way of torch.autocast to float16.
+"""Automatic casts, of PopTorch 3.0 and before: `autocast`, in a compiled model only.
 
-In a compiled model only; on plain PyTorch nothing is cast.
+With the default policy torch.autocast decides; lists of operations of the user's are followed here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from popengine.compile.capture import current
-from popengine.errors import Error
 
 
 class Policy:
-    """Which operations run in which precision. Here torch decides, so only the default is accepted."""
+    """Which operations run in which precision, by the names of torch's functions.
+
+    Args:
+        fp16, fp32: operations whose operands are cast to float16, to float32
+        promote, demote: operations with operands of several types, which take the widest, the narrowest
+    Lists that are not given are those of torch.autocast to float16.
+    """
 
     def __init__(
         self,
@@ -26,17 +35,67 @@ class Policy:
         promote: Sequence[str] | None = None,
         demote: Sequence[str] | None = None,
     ) -> None:
-        lists = {"fp16": fp16, "fp32": fp32, "promote": promote, "demote": demote}
-        named = [name for name, operations in lists.items() if operations is not None]
-        if named:
-            raise Error(
-                f"autocasting.Policy: lists of operations ({', '.join(named)}) are not supported\n"
-                "  why: casts follow torch.autocast, whose lists are fixed\n"
-                "  fix: use the default policy, and cast by hand what differs: x.half(), x.float()"
-            )
+        rules = {"fp16": fp16, "fp32": fp32, "promote": promote, "demote": demote}
+        self._rule_of = {name: rule for rule, names in rules.items() for name in names or ()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._rule_of or ''})"
+
+    def _dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
+        """What to cast the operands of an operation to; None: nothing is said of it."""
+        rule = self._rule_of.get(name)
+        if rule is None:
+            return None
+        if rule in ("fp16", "fp32"):
+            return torch.float16 if rule == "fp16" else torch.float32
+        by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
+        return by_size[-1 if rule == "promote" else 0]
 
 
 default = Policy()
+_policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # None: autocast does nothing
+
+
+@contextlib.contextmanager
+def following(policy: Policy | None) -> Iterator[None]:
+    """While a model is captured: what `autocast` does there."""
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+class _Casts(TorchFunctionMode):
+    """Follows the lists of a policy, before torch.autocast sees a call."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        floats = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+        dtype = self._policy._dtype(getattr(func, "__name__", ""), floats) if floats else None
+        if dtype is None:
+            return func(*args, **kwargs)
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        args, kwargs = tree_map(cast, (args, kwargs))
+        with contextlib.ExitStack() as stack:  # torch.autocast must not cast it again
+            for device in _devices():
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return func(*args, **kwargs)
+
+
+def _devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
@@ -52,10 +111,11 @@ class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
 
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
-        if current() is not None:
-            devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-            for device in devices:
+        policy = _policy.get()
+        if current() is not None and policy is not None:
+            for device in _devices():
                 stack.enter_context(torch.autocast(device, torch.float16, self._enabled))
+            stack.enter_context(_Casts(policy if self._enabled else default))
         self._stacks.append(stack)
 
     def __exit__(self, *details: Any) -> None:

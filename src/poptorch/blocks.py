@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -41,9 +42,7 @@ class Block(nn.Module):
         _open(self._user_id, self._ipu_id)
 
     def __exit__(self, *_: object) -> None:
-        capture = current()
-        if capture is not None:
-            capture.leave()
+        Block.end()
 
     @staticmethod
     def useAutoId() -> None:
@@ -55,6 +54,13 @@ class Block(nn.Module):
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block that lasts until the next one."""
         _open(user_id, ipu_id)
+
+    @staticmethod
+    def end() -> None:
+        """End the open block, as leaving a `with` does: what runs before the next one belongs to none."""
+        capture = current()
+        if capture is not None:
+            capture.leave()
 
 
 class _BeginBlockHook:
@@ -153,3 +159,8 @@ def module_repr(module: nn.Module) -> str:
     if not children:
         return f"{name}({', '.join(lines)})"
     return f"{name}(\n  " + "\n  ".join(lines + children) + "\n)"
+
+
+def print(module: nn.Module) -> None:
+    """Print a module with the blocks that begin in it."""
+    builtins.print(module_repr(module))

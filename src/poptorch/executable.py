@@ -14,14 +14,17 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
-from . import hooks
+from . import announcing, hooks
 from .anchors import Anchors, Request, resolve
 from .arguments import Call, Compiled, sample, traced_outputs
+from .autocasting import following
 from .balancing import balanced
 from .enums import OutputMode
 from .options import Options
 from .options.freeze import OUTPUTS
+from .overlapping import check_overlap
 from .replicas import one_row_each
+from .tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,19 @@ def compile_model(
     requests = _requests(options)
     asked = {request.long_name for request in requests.values()}
     samples = [sample(tensor, settings.counts) for tensor in call.tensors]
+    precision = options.Precision
+    policy = precision.autocast_policy if precision.autocast_enabled else None
     template: Any = None
     returned, traced = 0, {}
 
     def forward(tensors: list[Tensor]) -> list[Tensor]:
         nonlocal template, returned
-        template, outputs = traced_outputs(call.given_to(model, tensors))
+        with following(policy), Traced() as traced_functions:
+            value = call.given_to(model, tensors)
+        template, outputs = traced_outputs(value)
         returned = len(outputs)
+        if settings.training:
+            traced_functions.warn_about(outputs)
         for name, value in {**dict(zip(call.paths, tensors, strict=True)), **_losses()}.items():
             traced[name] = len(outputs) if name in asked else -1
             outputs += [value] if name in asked else []
@@ -80,12 +89,14 @@ def compile_model(
     done("capture")
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
+    check_overlap(graph, options)
     graph, anchors = resolve(graph, traced, requests, settings.training)
     settings = replace(settings, anchors=anchors.wanted)
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)
     plan = compile_graph(graph, settings, done)
+    announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     return Executable(plan, settings, Compiled(call), template, returned, anchors)
 
 

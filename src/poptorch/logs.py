@@ -26,6 +26,33 @@ LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF
 logger = logging.getLogger("poptorch::python")
 
 
+class Repeats(logging.Filter):
+    """Lets the same line pass a few times in a row, and says so once when it leaves the others out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit: int | None = None
+        self._line, self._count = ("", ""), 0
+
+    def restart(self, limit: int) -> None:
+        """Count anew, up to `limit`."""
+        self.limit, self._count = limit, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = (record.levelname, record.getMessage())
+        self._count = self._count + 1 if line == self._line else 1
+        self._line = line
+        if self.limit is None or self._count <= self.limit:
+            return True
+        if self._count == self.limit + 1:
+            record.msg, record.args = "%s [repeated: left out from now on, see maxRepeatLogs]", (line[1],)
+            return True
+        return False
+
+
+repeats = Repeats()
+
+
 class _Formatter(logging.Formatter):
     """`[07:12:00.123] [poptorch::python] [warning] text`"""
 
@@ -75,6 +102,7 @@ def configure(level: str, destination: str) -> None:
         else logging.FileHandler(destination, delay=True)
     )
     handler.setFormatter(_Formatter())
+    handler.addFilter(repeats)
     logger.addHandler(handler)
     try:
         setLogLevel(level)

@@ -19,12 +19,13 @@ from popengine.errors import Error
 from popengine.run.results import Results
 
 from . import arguments, caching, saving, wrapping
+from .announcing import PassTimes, announce
 from .counters import Counters, counters_of
 from .enums import ConnectionType
 from .executable import compile_model
 from .files import FileOwner
 from .inquiries import Inquiries
-from .logs import logger
+from .logs import logger, repeats
 from .optim import SGD
 from .optim.guard import OptimizerGuard
 from .options import Options
@@ -109,10 +110,10 @@ class PoplarExecutor(FileOwner, Inquiries):
             )
         options = Options() if options is None else options
         self._options = resolved(options, training)
+        repeats.restart(self._options.max_repeat_logs)
         options._freeze()
         self._training = training
         self._user_model = model if isinstance(model, nn.Module) else _Function(model)
-        wrapping.check_buffers(self._user_model)
         # Flags of the top level are fixed now; everything below is shared with the user's model.
         self._model = wrapping.shallow_copy(self._user_model)
         self._signature = inspect.signature(self._model.forward)
@@ -126,6 +127,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._has_run = False
         self.per_replica_params = {}
         if training:
+            wrapping.check_buffers(self._user_model)
             scaling = bool(self._options._Popart.options.get("automaticLossScalingSettings.enabled", False))
             self._guard = OptimizerGuard(self._options._relax_optimizer_checks, scaling)
             if optimizer is None:
@@ -210,6 +212,7 @@ class PoplarExecutor(FileOwner, Inquiries):
                 if found is None:
                     found = compile_model(self._model, call, options, settings, done)
                     cache.store(found)
+            announce(found.plan, found.settings)
             self._executable = found
             try:
                 if options.connection_type != ConnectionType.Never:
@@ -223,10 +226,12 @@ class PoplarExecutor(FileOwner, Inquiries):
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:
         shown = self._options._show_progress_bar
+        times = PassTimes()
         layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
         with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
             def done(name: str) -> None:
+                times.done(name)
                 bar.update(_PASSES.index(name) + 1 - bar.n)
                 if self._reporter is not None:
                     self._reporter.passed(name)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
+from .enums import MeanReductionStrategy
 from .logs import logger
 from .optim import Optimizer as PoptorchOptimizer
 from .optim.state import rate_entries, state_entries, states_of
@@ -37,6 +38,7 @@ class OptimizerOwner(ExecutorState):
         frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
         if not self.isCompiled():
             self._optimizer_settings = frozen
+            self._pick_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
                 lost = [name for name, p in parameters if p.requires_grad and name not in frozen.group_of]
             if lost:
@@ -47,6 +49,16 @@ class OptimizerOwner(ExecutorState):
             self._optimizer._release()
         self._optimizer = optimizer
         self._link_optimizer()
+
+    def _pick_reduction_strategy(self, optimizer: Any) -> None:
+        """Sums of gradients that are kept in float16 are divided as they grow, lest they overflow."""
+        narrow = self._optimizer_settings.accumulator_type == torch.float16
+        if narrow and not getattr(optimizer, "use_combined_accum", False):
+            self._options._unfreeze()
+            self._options.Training.setMeanAccumulationAndReplicationReductionStrategy(
+                MeanReductionStrategy.Running
+            )
+            self._options._freeze()
 
     def _link_optimizer(self) -> None:
         """A poptorch optimizer reads its state from the devices of the executor it belongs to."""

@@ -67,6 +67,9 @@ class _Marked:
 class PoptorchParameter(_Marked, nn.Parameter):
     """A parameter whose values are on devices."""
 
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
+
 
 class PoptorchBuffer(_Marked, Tensor):
     """A buffer whose values are on devices."""

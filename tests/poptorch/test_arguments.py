@@ -34,7 +34,8 @@ ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [((ONE, ONE, ONE), {}), ((ONE, ONE), {"other": ONE}), ((ONE, ONE), {"a": ONE})]
+    ("args", "kwargs"),
+    [((ONE, ONE, ONE), {}), ((ONE, ONE), {"other": ONE}), ((ONE,), {"other": ONE}), ((ONE, ONE), {"a": ONE})],
 )
 def test_wrong_calls_are_assertion_errors(args, kwargs):
     with pytest.raises(AssertionError, match=r"forward\(a, b\)"):

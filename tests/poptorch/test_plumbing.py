@@ -40,5 +40,24 @@ def test_autocast_runs_products_in_half_inside_a_compiled_model():
     half, single = torch.float16, torch.float32
     assert [value.dtype for value in found] == [half, single, half, single]
     assert {value.dtype for value in forward(x)} == {single}
-    with pytest.raises(poptorch.Error, match="fp16"):
-        poptorch.autocasting.Policy(fp16=["linear"])
+
+
+def test_autocast_follows_the_policy_of_the_options():
+    def forward(x, wide):
+        with poptorch.autocast():
+            return x.exp(), torch.add(x.half(), wide), torch.sub(x.half(), wide), torch.matmul(x, x)
+
+    options = poptorch.Options()
+    policy = poptorch.autocasting.Policy(["exp"], ["matmul"], ["add"], ["sub"])
+    options.Precision.autocastPolicy(policy)
+    x = torch.randn(2, 2)
+    found = poptorch.inferenceModel(forward, options)(x, x)
+    half, single = torch.float16, torch.float32
+    assert [value.dtype for value in found] == [half, single, half, single]
+
+
+def test_autocast_does_nothing_where_the_options_say_so():
+    options = poptorch.Options()
+    options.Precision.autocastEnabled(False)
+    model = poptorch.inferenceModel(poptorch.autocast()(torch.nn.Linear(2, 2)), options)
+    assert model(torch.randn(1, 2)).dtype == torch.float32

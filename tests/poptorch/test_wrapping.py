@@ -233,3 +233,15 @@ def test_a_marked_buffer_prints_as_a_tensor():
     _executor, _ = trainer(model)
     assert repr(model.mean) == "tensor([1., 1.])"
     assert repr(model.layer.bias).startswith("Parameter containing:")
+
+
+def test_a_parameter_can_be_a_buffer_of_a_model_for_inference():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", nn.Parameter(torch.full((2,), 3.0), requires_grad=False))
+
+        def forward(self, x):
+            return x * self.scale
+
+    assert poptorch.inferenceModel(Model())(torch.ones(1, 2)).tolist() == [[3, 3]]

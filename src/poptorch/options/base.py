@@ -71,7 +71,6 @@ class OptionsDict(Freezable):
     _values: dict[str, Any]
     _positive: ClassVar[frozenset[str]] = frozenset()  # counts: 0 of them makes no sense
     _renamed: ClassVar[dict[str, str]] = {}  # old name -> its new name, which means the same
-    _gone: ClassVar[dict[str, str]] = {}  # old name -> what to write instead
 
     def __init__(self, **defaults: Any) -> None:
         super().__init__()
@@ -120,8 +119,7 @@ class OptionsDict(Freezable):
             return values[name]
         if name in self._renamed:
             return getattr(self, self._renamed[name])
-        advice = f": {self._gone[name]}" if name in self._gone else ""
-        raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{advice}")
+        raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

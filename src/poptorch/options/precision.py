@@ -6,23 +6,34 @@ from typing import Self
 
 import torch
 
+from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
 from poptorch.logs import logger
 from poptorch.options.base import OptionsDict
 from poptorch.options.popart import Popart
 
-_AUTOCAST = "autocast options left PopTorch in 3.1; use torch.autocast, or model.half() for all of a model"
 _PARTIALS = {torch.float: "float", torch.half: "half"}
 
 
 class Precision(OptionsDict):
     _popart: Popart
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
-    _gone = {"autocastEnabled": _AUTOCAST, "autocastPolicy": _AUTOCAST}
 
     def __init__(self, popart: Popart) -> None:
-        super().__init__()
+        super().__init__(autocast_enabled=True, autocast_policy=autocasting.default)
         self._declare(_popart=popart)
+
+    def autocastEnabled(self, autocast_enabled: bool) -> Self:
+        """False: `poptorch.autocast` casts nothing in this model. Raises: ValueError, if not a bool."""
+        if not isinstance(autocast_enabled, bool):
+            raise ValueError(f"autocastEnabled takes a bool; found {autocast_enabled!r}")
+        return self.set(autocast_enabled=autocast_enabled)
+
+    def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
+        """What `poptorch.autocast` casts. Raises: ValueError, if not a `poptorch.autocasting.Policy`."""
+        if not isinstance(autocast_policy, autocasting.Policy):
+            raise ValueError(f"autocastPolicy takes a poptorch.autocasting.Policy; found {autocast_policy!r}")
+        return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
         """Recorded: round half-precision results at random, without bias."""

@@ -25,7 +25,7 @@ MARKS = [
     (lambda x: poptorch.recomputationCheckpoint(x), "poptorch.recomputation_checkpoint.default"),
     (lambda x: poptorch.set_available_memory(x, 0.3), "poptorch.set_available_memory.default"),
     (
-        lambda x: poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop),
+        lambda x: poptorch.set_overlap_for_input(x, poptorch.OverlapMode.NoOverlap),
         "poptorch.set_overlap_for_input.default",
     ),
 ]

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import poptorch
 from popengine.errors import Error
 from poptorch.optim import LAMB, SGD, Adam, AdamW
 from poptorch.optim.guard import OptimizerGuard
@@ -151,3 +152,15 @@ def test_a_subclass_is_warned_about_once(caplog):
     set_optimizer = compiled_with(optimizer := Mine(MODEL.parameters(), lr=0.1))
     set_optimizer(optimizer)
     assert len(caplog.messages) == 1
+
+
+def test_an_accumulator_in_float16_makes_means_running():
+    strategies = {}
+    for kind in (torch.float16, torch.float32):
+        model, options = torch.nn.Linear(1, 1), poptorch.Options()
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, accum_type=kind)
+        executor = poptorch.trainingModel(model, options, optimizer)
+        name = "mean_accumulation_and_replication_reduction_strategy"
+        strategies[kind] = executor.options.Training(name), options.Training(name)
+    post, running = poptorch.MeanReductionStrategy.Post, poptorch.MeanReductionStrategy.Running
+    assert strategies == {torch.float16: (running, post), torch.float32: (post, post)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import popart
+from poptorch.autocasting import Policy
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.options import Options
 from poptorch.strategies import PipelinedExecution, ShardedExecution
@@ -167,6 +168,11 @@ def test_old_names_that_only_changed_still_work():
     assert options.Popart is options._popart is options._Popart
 
 
-def test_an_old_name_that_is_gone_names_what_to_write():
-    with pytest.raises(AttributeError, match=r"Invalid attribute 'autocastEnabled' .*torch.autocast"):
-        Options().Precision.autocastEnabled(True)
+def test_the_options_of_autocast_take_a_bool_and_a_policy():
+    precision = Options().Precision.autocastEnabled(False).autocastPolicy(Policy(fp16=["linear"]))
+    assert precision.autocast_enabled is False
+    assert "autocast_policy=Policy({'linear': 'fp16'})" in repr(precision)
+    with pytest.raises(ValueError, match="autocastEnabled takes a bool; found 1"):
+        precision.autocastEnabled(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"autocastPolicy takes a poptorch.autocasting.Policy; found 'fp16'"):
+        precision.autocastPolicy("fp16")  # type: ignore[arg-type]
