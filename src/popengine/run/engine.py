@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import Error
 from ..ir import Plan
 from ..settings import Hyper, Settings
+from .backends import load
 from .recorder import Recorder
 from .results import Results
 from .sharing import owners
@@ -54,10 +55,11 @@ class Engine:
         self.write(weights)
         for (replica, ipu), store in self.stores.items():
             self._prepare_updates(replica, ipu, store)
+        codes = load(plan, settings)
         groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
             group = groups.get((replica, ipu))
-            self._workers.append(Worker(ipu, replica, plan, settings, store, rules, group))
+            self._workers.append(Worker(ipu, replica, plan, settings, store, rules, group, codes))
         self.close = weakref.finalize(self, _close, list(self._workers))
 
     def _fill(self, ipu: int, store: Store) -> None:

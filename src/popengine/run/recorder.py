@@ -124,7 +124,9 @@ class Recorder:
 
     def _detailed(self, worker: Any, program: Program, call: int, number: int) -> array:
         ticks: list[int] = []
-        plain, worker._code = worker._code, _ticking(worker.plan.partition.pieces, worker._code, ticks)
+        plain = worker._code
+        if worker.settings.backend == "eager":  # compiled pieces have no operations any more
+            worker._code = _ticking(worker.plan.partition.pieces, plain, ticks)
         detail = Detail(call, number, Meter(worker))
         times = array("q", [perf_counter_ns()])
         try:
@@ -133,7 +135,7 @@ class Recorder:
                 handle(instruction)
                 detail.meter.after(index, instruction)
                 times.append(perf_counter_ns())
-                if isinstance(instruction, Compute):
+                if ticks and isinstance(instruction, Compute):
                     detail.add(instruction.piece, ticks)
         finally:
             worker._code = plain

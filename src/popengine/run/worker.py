@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import ir
 from ..errors import Error, RunError
 from ..settings import Hyper, Settings
-from .build import build, user_line
+from .build import Code, user_line
 from .checks import FiniteCheck
 from .draws import mix
 from .recorder import Recorder
@@ -93,6 +93,7 @@ class Worker:
         store: Store,
         rules: Any,
         instances: Any,
+        codes: Sequence[Code],
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store = store
@@ -102,7 +103,7 @@ class Worker:
         self.run: Run
         self.step = 0
         pieces = plan.partition.pieces
-        self._code = {i: build(p) for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
+        self._code = {i: codes[i] for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
         handlers: dict[type, Callable[[Any], None]] = {
             ir.Load: self._load,
             ir.Receive: self._receive,

@@ -12,6 +12,7 @@ from poptorch.options.base import OptionsDict
 from poptorch.options.popart import Popart
 from poptorch.strategies import ExecutionStrategy
 
+BACKENDS = ("eager", "inductor")
 _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 
 
@@ -110,6 +111,13 @@ class ExecutionOptions(OptionsDict):
         assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
         self._popart.set("syntheticDataMode", mode)
         return self
+
+    def compiler(self, backend: str) -> Self:
+        """What runs the model's operations (not in PopTorch): "eager" runs them one by one, "inductor" compiles them
+        into fused C++ kernels before the first step. Wins over the environment variable POPTORCH_BACKEND.
+        """
+        assert backend in BACKENDS, f"compiler takes one of {', '.join(BACKENDS)}; found {backend!r}"
+        return self.createOrSet(backend=backend)
 
     def enableStableNorm(self, enabled: bool) -> Self:
         """Compute the statistics of norms in two passes."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from popengine.errors import Error
-from popengine.settings import Counts, Optimizer, Outputs, ReplicaGroups, Settings
+from popengine.settings import Backend, Counts, Optimizer, Outputs, ReplicaGroups, Settings
 from poptorch.enums import CommGroupType, OutputMode, ReductionType
+from poptorch.options.execution import BACKENDS
 from poptorch.options.options import Options
 from poptorch.strategies import PipelinedExecution
 
@@ -87,7 +89,22 @@ def freeze(
         shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
         off_device=_off_device(options),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
+        backend=_backend(options),
     )
+
+
+def _backend(options: Options) -> Backend:
+    """What runs the pieces: as the options say, else the environment.
+
+    Raises:
+        Error: POPTORCH_BACKEND names none
+    """
+    name = options("backend") if options.exists("backend") else os.environ.get("POPTORCH_BACKEND", "eager")
+    if name not in BACKENDS:
+        raise Error(
+            f"POPTORCH_BACKEND is {name!r}, which is no backend\n  fix: one of {', '.join(map(repr, BACKENDS))}"
+        )
+    return name
 
 
 def _least_shared(options: Options) -> int | None:

@@ -1,0 +1,22 @@
+"""Backends: what makes the pieces of a plan callable. Choosing another changes how fast a piece runs, no more.
+
+eager     the source of a piece, run as it is: no wait, and the same bits in every layout
+inductor  each piece compiled by torch._inductor into fused C++ kernels; results differ by rounding
+"""
+
+from __future__ import annotations
+
+from ...ir import Plan
+from ...settings import Settings
+from ..build import Code, build
+from . import inductor
+
+
+def load(plan: Plan, settings: Settings) -> tuple[Code, ...]:
+    """The functions of all pieces of a plan, in their order."""
+    pieces = plan.partition.pieces
+    if (
+        settings.backend == "inductor" and not settings.finite_checks
+    ):  # these look at each operation's results
+        return inductor.load(plan.partition, settings.device)
+    return tuple(build(piece) for piece in pieces)

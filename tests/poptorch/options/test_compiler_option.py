@@ -1,0 +1,29 @@
+"""Options.compiler, and the environment variable that stands behind it."""
+
+import pytest
+
+import poptorch
+from poptorch.options.freeze import freeze, resolved
+
+
+def backend_of(options):
+    return freeze(resolved(options, training=False), training=False, optimizer=None).backend
+
+
+def test_pieces_run_eagerly_unless_somebody_says_otherwise(monkeypatch):
+    monkeypatch.delenv("POPTORCH_BACKEND", raising=False)
+    assert backend_of(poptorch.Options()) == "eager"
+
+
+def test_the_environment_chooses_a_backend_and_the_option_wins_over_it(monkeypatch):
+    monkeypatch.setenv("POPTORCH_BACKEND", "inductor")
+    assert backend_of(poptorch.Options()) == "inductor"
+    assert backend_of(poptorch.Options().compiler("eager")) == "eager"
+
+
+def test_an_unknown_backend_is_refused_with_those_that_there_are(monkeypatch):
+    with pytest.raises(AssertionError, match="compiler takes one of eager, inductor; found 'gcc'"):
+        poptorch.Options().compiler("gcc")
+    monkeypatch.setenv("POPTORCH_BACKEND", "gcc")
+    with pytest.raises(poptorch.Error, match="POPTORCH_BACKEND is 'gcc'"):
+        backend_of(poptorch.Options())
