@@ -1,0 +1,103 @@
+"""The tables of docs/reference, held against the package, both ways: neither can drift from the other."""
+
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import poptorch
+from poptorch.announcing import HARDWARE_RULES
+from poptorch.environment import RECORDED
+from poptorch.options import OptionsDict
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+HEADING = re.compile(r"^## `([\w.]+)`( arguments| members)?$")
+ROW = re.compile(r"^\| (\w+) \| (\w+) \| .*\|$")
+
+
+def tables():
+    """{(what, kind): [(name, answer), ...]}"""
+    found, here = {}, None
+    for path in sorted(FOLDER.glob("*.md")):
+        for line in path.read_text().splitlines():
+            if line.startswith("#"):
+                heading = HEADING.match(line)
+                here = (heading[1], (heading[2] or "").strip()) if heading else (path.stem, "")
+            elif (row := ROW.match(line)) and row[1] != "name":
+                found.setdefault(here, []).append((row[1], row[2]))
+    return found
+
+
+TABLES = tables()
+
+
+def resolved(path):
+    """The object with a dotted name."""
+    parts = path.split(".")
+    value = importlib.import_module(parts[0])
+    for part in parts[1:]:
+        value = getattr(value, part)
+    return value
+
+
+def exported(what, kind):
+    """The public names of a module or class, the parameters of a constructor, the members of an enum."""
+    if kind == "members":
+        return set(resolved(what).__members__)
+    if kind == "arguments":
+        return set(inspect.signature(resolved(what).__init__).parameters) - {"self"}
+    if what == "torch.ops.poptorch":
+        schemas = torch._C._jit_get_all_schemas()
+        return {s.name.removeprefix("poptorch::") for s in schemas if s.name.startswith("poptorch::")}
+    value = resolved(what)
+    if isinstance(value, types.ModuleType):
+        named = {n: v for n, v in vars(value).items() if not n.startswith("_")}
+        if what in ("poptorch", "poptorch.optim"):
+            return {n for n, v in named.items() if not isinstance(v, types.ModuleType)}
+        return {n for n, v in named.items() if _module_of(v) == what and n != "following"}
+    inherited = (
+        _names_of(OptionsDict) if value is not OptionsDict and issubclass(value, OptionsDict) else set()
+    )
+    return _names_of(value) - inherited
+
+
+def _names_of(kind):
+    """Public methods, properties and declared fields, of its bases too."""
+    return {
+        name
+        for base in kind.__mro__
+        if base.__module__.startswith("poptorch")
+        for name in {**vars(base), **vars(base).get("__annotations__", {})}
+        if not name.startswith("_")
+    }
+
+
+def _module_of(value):
+    return getattr(value, "__module__", None) or type(value).__module__
+
+
+@pytest.mark.parametrize(("what", "kind"), [key for key in TABLES if key[0] != "environment"])
+def test_a_table_lists_what_is_exported(what, kind):
+    assert sorted(name for name, _ in TABLES[what, kind]) == sorted(exported(what, kind))
+
+
+@pytest.mark.parametrize(("what", "kind"), TABLES)
+def test_every_name_has_one_of_three_answers(what, kind):
+    assert {answer for _, answer in TABLES[what, kind]} <= {"real", "recorded", "refused"}
+
+
+def test_every_enum_and_optimizer_has_a_table():
+    enums = {n for n in poptorch.enums.__all__ if getattr(poptorch.enums, n).__name__ == n}
+    assert {what for what, kind in TABLES if kind == "members"} == {f"poptorch.{name}" for name in enums}
+    optimizers = {"SGD", "Adam", "AdamW", "RMSprop", "LAMB"}
+    assert {f"poptorch.optim.{name}" for name in optimizers} <= {what for what, _ in TABLES}
+
+
+def test_the_environment_has_all_recorded_variables():
+    listed = dict(TABLES["environment", ""])
+    assert {name for name in RECORDED if listed[name] != "recorded"} == set()
+    assert listed[HARDWARE_RULES] == "real"
