@@ -1,0 +1,174 @@
+"""What public programs do beside the ordinary, each corner in a few lines."""
+
+import ctypes
+import logging
+import math
+
+import pytest
+import torch
+from executor_models import Trained, batch, options, trainer
+from torch import nn
+
+import popart
+import poptorch
+from poptorch import _impl, optim
+from poptorch._poplar_executor import PoplarExecutor
+
+
+def inference(forward, *inputs, opts=None):
+    return poptorch.inferenceModel(forward, opts)(*inputs)
+
+
+def test_enums_of_popart_are_passed_as_integers():
+    opts = poptorch.Options()
+    schedule = int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized)
+    opts._Popart.set("accumulateOuterFragmentSettings.schedule", schedule)
+    opts._Popart.set("accumulateOuterFragmentSettings.excludedVirtualGraphs", ["0"])
+    opts._Popart.set("subgraphCopyingStrategy", int(popart.SubgraphCopyingStrategy.JustInTime))
+    opts._Popart.set("virtualGraphMode", int(popart.VirtualGraphMode.Manual))
+    opts._Popart.set("outlineThreshold", 10.0)
+    opts._Popart.setPatterns({"TiedGather": True, "UpdateInplacePrioritiesForIpu": True})
+    opts.enableSyntheticData(int(popart.SyntheticDataMode.RandomNormal))
+    assert inference(lambda x: x * 2, torch.zeros(2), opts=opts).shape == (2,)
+
+
+def test_options_are_read_back_in_snake_case():
+    opts = options(iterations=3, accumulation=2, replicas=4)
+    assert (opts.device_iterations, opts.replication_factor) == (3, 4)
+    assert opts.Training.gradient_accumulation == 2
+    assert opts.outputMode(poptorch.OutputMode.All).toDict()["replication_factor"] == 4
+    assert (opts.Distributed.processId, opts.Distributed.num_distributed_processes) == (0, 1)
+
+
+def test_a_compiled_library_of_custom_operations_may_be_loaded():
+    ctypes.CDLL(None)  # whatever a program loads, its operators are looked up by name
+    opts = poptorch.Options()
+    with pytest.raises(poptorch.Error, match=r"poptorch.registerCustomOp\('Cube'"):
+        inference(lambda x: poptorch.custom_op([x], "Cube", "com.acme", 1, [x])[0], torch.ones(2), opts=opts)
+
+
+def test_operations_are_called_as_torch_ops():
+    def forward(x):
+        torch.ops.poptorch.push_name_scope("scope")
+        x = torch.ops.poptorch.internal_cast(x + 1, "FLOAT16")
+        torch.ops.poptorch.pop_name_scope()
+        return x
+
+    assert inference(forward, torch.ones(2)).dtype == torch.float16
+
+
+def test_insides_that_programs_touch():
+    executor, model = trainer()
+    assert not executor._executable and isinstance(executor, PoplarExecutor)
+    executor(*batch())
+    assert executor._executable and executor._user_model is model
+    assert executor._options.output_mode == executor.options.output_mode == poptorch.OutputMode.Final
+    assert poptorch.DataLoader(options(iterations=2), [1, 2, 3, 4])._combined_batch_size == 2
+    _impl.unwrapModelIfNecessary(model)
+    assert type(model) is Trained
+    _impl.rewrapModelIfNecessary(model)
+    assert type(model).__name__ == "PoptorchTrained"
+    with pytest.raises(poptorch.Error, match="no PopART graph"):
+        executor._debugGetPopartIR()
+
+
+def test_a_model_trains_without_an_optimizer():
+    model = Trained()
+    before = model.layer.weight.detach().clone()
+    executor = poptorch.trainingModel(model, options())
+    executor(*batch())
+    assert not torch.equal(model.layer.weight, before)
+    assert executor._optimizer.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.LAMB])
+def test_rates_may_be_none(kind):
+    model = Trained()
+    optimizer = kind(model.parameters(), lr=None, betas=None, eps=None)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    poptorch.trainingModel(model, options(), optimizer)(*batch())
+
+
+def test_lamb_takes_its_largest_norm_by_keyword_as_none_and_in_a_group():
+    model = Trained()
+    groups = [
+        {"params": [p], "max_weight_norm": n} for p, n in zip(model.parameters(), (None, 2.0), strict=True)
+    ]
+    optimizer = optim.LAMB(groups, lr=0.1, max_weight_norm=None)
+    optimizer._step_count = 1
+    poptorch.trainingModel(model, options(), optimizer)(*batch())
+
+
+def test_inputs_may_be_none_nested_images_and_integers():
+    def forward(x, nothing, pair, image, count, *, mask=None):
+        assert nothing is None and mask is None
+        return x * count + pair[0][1] + image.float() / 255
+
+    x = torch.ones(2)
+    image = torch.full((2,), 255, dtype=torch.uint8)
+    executor = poptorch.inferenceModel(forward)
+    assert executor(x, None, ((x, x), x), image, 3, mask=None).tolist() == [5, 5]
+
+
+def test_a_model_may_have_no_inputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self):
+            return poptorch.identity_loss(self.weight**2, "sum")
+
+    model = Model()
+    executor = poptorch.trainingModel(model, options(iterations=2), optim.SGD(model.parameters(), lr=0.25))
+    assert executor().item() == pytest.approx(3 * 0.25)
+    assert model.weight.tolist() == [0.25] * 3
+
+
+def test_half_weights_train_with_adamw_for_more_than_ten_steps():
+    torch.manual_seed(0)
+    model = Trained().half()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, loss_scaling=128.0, accum_type=torch.float16)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    losses = [executor(*(value.half() for value in batch()))[1].item() for _ in range(20)]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+
+
+def test_many_workers_are_too_many_for_a_small_machine(caplog, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert poptorch.DataLoader(options(), [1, 2], num_workers=64).num_workers == 2
+    assert "num_workers=64 is more than this machine's cores: using 2" in caplog.text
+
+
+def test_programs_find_the_hardware_that_they_ask_for():
+    assert poptorch.ipuHardwareIsAvailable() and poptorch.ipuHardwareIsAvailable(16)
+    assert poptorch.ipuHardwareVersion() == 2
+
+
+def test_a_profile_is_asked_for_by_engine_options(tmp_path, monkeypatch):
+    settings = f'{{"autoReport.all": "true", "autoReport.directory": "{tmp_path}"}}'
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", settings)
+    executor, _ = trainer()
+    executor(*batch())
+    executor.destroy()
+    assert (tmp_path / "training" / "profile.pop").exists()
+
+
+def test_schedulers_work_and_count_once_they_are_set(caplog):
+    caplog.set_level(logging.WARNING)
+    model = Trained()
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    optimizer._step_count = 1
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    executor(*batch())
+    optimizer.step()
+    scheduler.step()
+    before = model.layer.weight.detach().clone()
+    executor(*batch())
+    assert not torch.equal(model.layer.weight, before)
+    before = model.layer.weight.detach().clone()
+    executor.setOptimizer(optimizer)
+    executor(*batch())
+    assert torch.equal(model.layer.weight, before)
+    assert "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['initial_lr']" in caplog.text
