@@ -1,5 +1,6 @@
 """Executors beside each other: collected while another runs, taking turns, in other threads, after a failed forward."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -29,11 +30,15 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def trained_alone():
+    return {model: losses(executor_of(model), batches(model, UPDATES)) for model in (Digits, Transformer)}
+
+
+@pytest.fixture
 def alone():
     """What each model's training gives with nobody beside it."""
-    torch.set_num_threads(1)
-    return {model: losses(executor_of(model), batches(model, UPDATES)) for model in (Digits, Transformer)}
+    return trained_alone()
 
 
 def test_two_executors_that_take_turns_train_as_alone(alone):
