@@ -124,3 +124,25 @@ def test_an_exception_in_forward_arrives_as_it_is_and_leaves_everything_usable(a
     assert same(before + losses(other, rows[3:]), alone[Digits])
     monkeypatch.setattr(Unsure, "fails", False)
     assert same(losses(executor, rows), alone[Digits])
+
+
+def test_two_threads_that_call_one_executor_wait_for_each_other():
+    torch.manual_seed(0)
+    user = annotated(made(Digits))
+    executor = poptorch.inferenceModel(
+        user, options(poptorch.PipelinedExecution(["a", "b"], ["c", "d"]), 1, 4)
+    )
+    calls = [Digits.data(8) for _ in range(2)]
+    expected = [executor(*call)[0] for call in calls]
+    wrong = []
+
+    def ask(call, scores):
+        wrong.extend(1 for _ in range(30) if not torch.equal(executor(*call)[0], scores))
+
+    threads = [threading.Thread(target=ask, args=both) for both in zip(calls, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []

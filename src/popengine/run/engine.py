@@ -7,6 +7,7 @@ everything is put back to where it was before the call.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -44,6 +45,7 @@ class Engine:
         self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
         self._rules = rules
         self._channels = Channels()
+        self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
         self._workers: list[Worker] = []
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
         for replica in range(settings.counts.replicas):
@@ -101,6 +103,10 @@ class Engine:
         Raises:
             Error: a piece failed. Weights, buffers and optimizer state are as before the call.
         """
+        with self._turn:
+            return self._run(inputs, hyper, recorder)
+
+    def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         counts, training = self.settings.counts, self.settings.training
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
         run = Run(
