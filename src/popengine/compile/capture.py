@@ -33,6 +33,7 @@ from .recorder import Recorder, line_of, user_line
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
+_SEEDS = (1 << 63) - 1
 _ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
 
 
@@ -116,6 +117,15 @@ class Capture:
 
     def describe(self, func: Any) -> dict[str, Any]:
         """The meta of a node for an operation that is about to run."""
+        meta = self._place(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # Nothing is drawn while tracing, but torch's generator is moved on as if. A checkpoint that puts its
+            # state back, to compute something again, so gets the same number: the same random numbers.
+            meta["numbers"] = torch.initial_seed()
+            torch.default_generator.manual_seed(meta["numbers"] + 1 & _SEEDS)
+        return meta
+
+    def _place(self, func: Any) -> dict[str, Any]:
         if self.phase == "F":
             where = user_line()
             if self.block == _ENDED:
@@ -192,6 +202,7 @@ def capture(
             recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     scale = pretend(torch.empty(()))
     token = _active.set(state)
+    random = torch.get_rng_state()
     try:
         with _tracing(training), fake, _in_place_of(module, parameters, buffers), recorder, _explained():
             with LossFinder(state), MixedPrecision():
@@ -216,6 +227,7 @@ def capture(
                 gradients = {}
     finally:
         _active.reset(token)
+        torch.set_rng_state(random)
     results = [("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)]
     results += [
         ("gradient", name, recorder.node(value)) for name, value in gradients.items() if value is not None

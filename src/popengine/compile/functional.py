@@ -11,7 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .recorder import Recorder
 
 aten = torch.ops.aten
-_KEPT = ("phase", "block", "where", "scope", "attributes", "group")  # of a node's meta, when it's replayed
+_KEPT = (
+    "phase",
+    "block",
+    "where",
+    "scope",
+    "attributes",
+    "group",
+    "numbers",
+)  # of a node's meta, when it's replayed
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -67,11 +75,11 @@ def drop_what_does_nothing(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):
             graph.erase_node(node)
-    draws = 0
+    draws: dict[Any, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _draws(node):
-            node.meta["draw"] = draws
-            draws += 1
+            # Recomputing a part of the forward draws the numbers that it drew first: see `Capture.describe`.
+            node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
 
 
