@@ -3,6 +3,7 @@
 Also imported by its test, which trains the same with all replicas in one process.
 """
 
+import os
 import sys
 
 import torch
@@ -30,7 +31,9 @@ class Net(nn.Module):
 ITERATIONS, ACCUMULATION, ROWS, CALLS = 2, 4, 2, 3
 
 
-def trained(opts: poptorch.Options, instances: int, instance: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(
+    opts: poptorch.Options, instances: int, instance: int, calls: int = CALLS
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and weights after some calls with dropout, momentum and clipping over two stages."""
     replicas = opts.replication_factor
     opts.deviceIterations(ITERATIONS).randomSeed(7).showCompilationProgressBar(False)
@@ -41,7 +44,7 @@ def trained(opts: poptorch.Options, instances: int, instance: int) -> tuple[list
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, max_grad_norm=0.2)
     executor = poptorch.trainingModel(model, opts, optimizer)
     losses = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         rows = ITERATIONS * ACCUMULATION * instances * replicas * ROWS
         data = torch.randn(rows, 5), torch.randn(rows, 3)
         shards = [
@@ -55,6 +58,15 @@ def trained(opts: poptorch.Options, instances: int, instance: int) -> tuple[list
 if __name__ == "__main__":
     torch.set_num_threads(1)
     popdist.init()
-    results = trained(popdist.poptorch.Options(), popdist.getNumInstances(), popdist.getInstanceIndex())
+    place = popdist.getNumInstances(), popdist.getInstanceIndex()
+    if sys.argv[2:] == ["second leaves early"]:
+        try:
+            trained(popdist.poptorch.Options(), *place, CALLS - place[1])
+            results = None
+        except poptorch.UnrecoverableError as error:
+            results = str(error)
+        torch.save(results, sys.argv[1])
+        os._exit(0)  # as one that is killed: nobody says goodbye
+    results = trained(popdist.poptorch.Options(), *place)
     popdist.synchronize()
     torch.save(results, sys.argv[1])

@@ -16,7 +16,7 @@ from popdist.environment import Launch
 PROGRAM = Path(parity_instance.__file__)
 
 
-def run(tmp_path, instances, replicas):
+def run(tmp_path, instances, replicas, *how):
     """Start the instances as a launcher would, and collect what they leave."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -26,7 +26,7 @@ def run(tmp_path, instances, replicas):
     ]
     processes = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, tmp_path / f"{launch.instance}.pt"],
+            [sys.executable, PROGRAM, tmp_path / f"{launch.instance}.pt", *how],
             env={
                 **os.environ,
                 **launch.variables(),
@@ -53,3 +53,9 @@ def test_two_instances_train_to_the_bits_of_one_with_all_replicas(tmp_path, repl
     for call, expected in enumerate(losses):
         halves = torch.stack([result[0][call].reshape(-1, replicas) for result in (first, second)], dim=1)
         assert torch.equal(halves.flatten(), expected)
+
+
+def test_an_instance_that_others_have_left_says_so(tmp_path):
+    left, early = run(tmp_path, 2, 1, "second leaves early")
+    assert early is None
+    assert "another instance has left the training" in left and "same number of calls" in left

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..errors import UnrecoverableError
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -51,6 +54,20 @@ def reduce_over_replicas(
         torch._foreach_copy_(sums, channels.receive((name, "total", replica)))
 
 
+@contextmanager
+def _together() -> Iterator[None]:
+    """What torch.distributed raises here means that another process failed, or is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UnrecoverableError(
+            f"another instance has left the training: {error}\n"
+            "  why: all instances add up their gradients, and have to make the same number of calls\n"
+            "  fix: see what the other instance says, and start all of them again"
+        ) from error
+
+
+@_together()
 def _begin_with_earlier_instances(sums: list[Tensor], group: Any) -> None:
     if rank := dist.get_rank(group):
         for values in _by_dtype(sums):
@@ -59,6 +76,7 @@ def _begin_with_earlier_instances(sums: list[Tensor], group: Any) -> None:
             torch._foreach_add_(values, _unpacked(packed, values))
 
 
+@_together()
 def _take_from_last_instance(sums: list[Tensor], group: Any) -> None:
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     for values in _by_dtype(sums):
