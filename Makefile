@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/mnist_pipeline/main.py
+
+bench-all: bench
+	for name in resnet bert overhead start memory; do $(BIN)/python benchmarks/$$name/main.py || exit; done
 
 clean:
 	rm -rf $(VENV) build dist

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+CALM = 0.1  # cores that other programs may use
+
 Unit = Callable[[], float]  # does one unit of work; returns a number on which contenders should agree
 
 
@@ -47,17 +49,26 @@ class Measurement:
     first: float  # from the start of its set-up to the end of its first unit
     rounds: tuple[float, ...]
     numbers: tuple[float, ...]  # what each unit returned, the first one included
+    others: tuple[float, ...] = ()  # cores that other programs used during each round
+
+    @property
+    def calm(self) -> tuple[float, ...]:
+        """The rounds in which the machine was ours; all of them if none was."""
+        quiet = [r for r, others in zip(self.rounds, self.others, strict=False) if others < CALM]
+        return tuple(quiet) or self.rounds
 
     @property
     def median(self) -> float:
-        return statistics.median(self.rounds)
+        return statistics.median(self.calm)
 
 
 def measure(
-    contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None] = print
+    contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None] = print, patience: int = 1
 ) -> list[Measurement]:
     """Set up each contender, then let them work in turns.
 
+    Args:
+        patience: times the rounds, the most that a contender gets to have its rounds in calm
     Returns: a `Measurement` for each contender, in their order
     Raises:  RuntimeError, with the child's traceback, if a contender fails
     """
@@ -67,10 +78,14 @@ def measure(
             teams.append(Team(contender))
             teams[-1].work()
             progress(f"{contender.name}: first unit after {teams[-1].seconds[0]:.2f} s")
-        for number in range(rounds):
-            for team in rotated(teams, number):
+        for number in range(rounds * patience):
+            waiting = [team for team in rotated(teams, number) if team.calm_rounds < rounds or patience == 1]
+            for team in waiting:
+                if patience > 1:
+                    await_calm()
                 team.work()
-            progress(f"round {number + 1} of {rounds}")
+            if waiting:
+                progress(f"round {number + 1}, of at most {rounds * patience}")
         return [team.measurement() for team in teams]
     finally:
         for team in teams:
@@ -89,6 +104,7 @@ class Team:
         self.name = contender.name
         self.seconds: list[float] = []
         self.numbers: list[float] = []
+        self.others: list[float] = []
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -104,12 +120,22 @@ class Team:
 
     def work(self) -> None:
         """One unit of work in all processes, from the first message to the last answer."""
+        used, own = cores_used(), self.own()
         start = time.perf_counter()
         for pipe in self.pipes:
             pipe.send("work")
         answers = [self.receive(pipe) for pipe in self.pipes]
         self.seconds.append(time.perf_counter() - start)
         self.numbers.append(answers[-1])
+        self.others.append((cores_used() - used - self.own() + own) / self.seconds[-1])
+
+    @property
+    def calm_rounds(self) -> int:
+        return sum(others < CALM for others in self.others[1:])
+
+    def own(self) -> float:
+        """Seconds of a core that these processes and this one have used."""
+        return time.process_time() + sum(used_by(process.pid) for process in self.processes)
 
     def receive(self, pipe: Connection) -> float:
         try:
@@ -121,7 +147,8 @@ class Team:
         return answer
 
     def measurement(self) -> Measurement:
-        return Measurement(self.name, self.seconds[0], tuple(self.seconds[1:]), tuple(self.numbers))
+        first, *rounds = self.seconds
+        return Measurement(self.name, first, tuple(rounds), tuple(self.numbers), tuple(self.others[1:]))
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -130,6 +157,35 @@ class Team:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+
+
+def cores_used() -> float:
+    """Seconds that all cores together have been busy, or taken by another machine on the same processor."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _waiting, *interrupts_and_stolen = map(int, words)
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
+
+
+def used_by(process: int | None) -> float:
+    """Seconds of a core that a running process has used."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def await_calm(most: float = 20.0) -> None:
+    """Wait until other programs leave the cores alone, or the seconds are over."""
+    end = time.perf_counter() + most
+    while time.perf_counter() < end:
+        used = cores_used()
+        time.sleep(0.3)
+        if (cores_used() - used) / 0.3 < CALM:
+            return
 
 
 def child(pipe: Connection, setup: Callable[[int], Unit], rank: int) -> None:
@@ -157,14 +213,19 @@ def table(measurements: Sequence[Measurement], baseline: str, items: int, noun: 
         [
             measured.name,
             f"{measured.median:.3f}",
-            f"{min(measured.rounds):.3f}",
-            f"{max(measured.rounds):.3f}",
+            f"{min(measured.calm):.3f}",
+            f"{max(measured.calm):.3f}",
             f"{items / measured.median:.0f}",
             f"{base / measured.median:.2f}×",
             f"{measured.first:.2f}",
         ]
         for measured in measurements
     ]
+    return markdown(head, rows)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table: the first column of words, the others of numbers."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(line(cells, widths) for cells in [head, rule, *rows])
@@ -176,7 +237,7 @@ def line(cells: list[str], widths: list[int]) -> str:
 
 
 def environment() -> str:
-    """Where a measurement was made, and the command that repeats it."""
+    """Where a measurement is made, and the command that repeats it; ask before measuring."""
     lines = {
         "command": shlex.join(["python", *map(relative, sys.argv)]),
         "commit": commit(),
@@ -184,6 +245,7 @@ def environment() -> str:
         "python": platform.python_version(),
         "cores": str(len(os.sched_getaffinity(0))),
         "processor": processor(),
+        "load": f"{os.getloadavg()[0]:.1f} before the measurement",
     }
     return "\n".join(f"{name}: {value}" for name, value in lines.items())
 
