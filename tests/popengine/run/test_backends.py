@@ -102,6 +102,19 @@ def test_kernels_have_one_thread_whatever_the_caller_has(monkeypatch):
 
 
 @needs_a_compiler
+def test_what_was_compiled_is_found_on_disk_by_the_next_process():
+    from torch._dynamo.utils import counters
+
+    partition = partition_of(net(0.5))
+    inductor.load(partition, "cpu")
+    inductor.compiled.cache_clear()  # as in another process
+    counters.clear()
+    inductor.load(partition, "cpu")
+    assert counters["inductor"]["fxgraph_cache_hit"] == len(partition.pieces)
+    assert not counters["inductor"]["fxgraph_cache_bypass"]
+
+
+@needs_a_compiler
 def test_values_that_lie_otherwise_in_memory_are_copied():
     partition = partition_of(net(0.5))
     piece, likes = partition.pieces[0], values_read(partition, "cpu")[0]

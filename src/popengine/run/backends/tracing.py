@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...body import LIBRARY
@@ -63,7 +64,7 @@ def trace(
     piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """The fx graph of a piece, and the fake tensors it was traced on (the last one is the key, if it draws)."""
-    fake = FakeTensorMode()
+    fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
     with fake:
         values = [like.empty() for like in reads]
         if piece.draws:
