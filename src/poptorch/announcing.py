@@ -11,7 +11,7 @@ import os
 import time
 
 from popengine.compile import schedule as schedules
-from popengine.errors import Error
+from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
 from popengine.ir import Plan
 from popengine.settings import Settings
 
@@ -22,16 +22,24 @@ _LARGEST_SYSTEM = 64
 _DRAWN = 64  # micro-batches; a wider drawing is no use in a log
 
 
-class PassTimes:
-    """Logs the time of each pass when it's done."""
+class Passes:
+    """Follows the passes of one compilation: logs the time of each, and tells an error where it arose."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._left = list(names)
         self._since = time.perf_counter()
 
     def done(self, name: str) -> None:
         now = time.perf_counter()
         logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - self._since))
         self._since = now
+        del self._left[: self._left.index(name) + 1]
+
+    def locate(self, error: Error) -> None:
+        """Say in an error of the engine's which pass it is from; its message stays as it is."""
+        if isinstance(error, CaptureError | PartitionError | ScheduleError):
+            error.type = "poptorch_cpp_error"
+            error.location = f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile"
 
 
 def announce(plan: Plan, settings: Settings) -> None:

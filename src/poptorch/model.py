@@ -19,7 +19,7 @@ from popengine.errors import Error
 from popengine.run.results import Results
 
 from . import arguments, caching, saving, wrapping
-from .announcing import PassTimes, announce
+from .announcing import Passes, announce
 from .counters import Counters, counters_of
 from .enums import ConnectionType
 from .executable import compile_model
@@ -226,17 +226,21 @@ class PoplarExecutor(FileOwner, Inquiries):
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:
         shown = self._options._show_progress_bar
-        times = PassTimes()
+        passes = Passes(_PASSES)
         layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
         with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
             def done(name: str) -> None:
-                times.done(name)
+                passes.done(name)
                 bar.update(_PASSES.index(name) + 1 - bar.n)
                 if self._reporter is not None:
                     self._reporter.passed(name)
 
-            yield done
+            try:
+                yield done
+            except Error as error:
+                passes.locate(error)
+                raise
 
     # ---- before compilation ------------------------------------------------------------------------------
 

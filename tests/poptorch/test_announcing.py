@@ -46,6 +46,22 @@ def test_the_log_says_which_block_is_where(caplog):
     assert "2 logical ipus × 1 replica: each is a thread of this process on cpu" in caplog.text
 
 
+def test_an_error_of_the_compiler_says_which_pass_it_is_from():
+    model = poptorch.inferenceModel(chain(0, 1), poptorch.Options())
+    with pytest.raises(poptorch.Error) as found:
+        model.compile(torch.zeros(1, 1))
+    assert found.value.type == "poptorch_cpp_error"
+    assert found.value.location == "Error raised in:\n  [0] partition\n  [1] PoplarExecutor.compile"
+    assert "Error raised in" not in found.value.message
+    assert str(found.value) == f"'poptorch_cpp_error': {found.value.message}\n{found.value.location}"
+
+
+def test_an_error_of_the_host_has_no_location():
+    with pytest.raises(poptorch.Error) as found:
+        poptorch.inferenceModel(chain(0)).detachFromDevice()
+    assert (found.value.type, found.value.location) == ("poptorch_py_error", "")
+
+
 def test_any_number_of_ipus_can_be_had():
     assert compiled(0, 1, 70).isCompiled()
 
