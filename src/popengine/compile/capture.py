@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -238,16 +239,20 @@ def capture(
 # ---- what runs around the forward ------------------------------------------------------------------------
 
 
+_CAPTURING = threading.RLock()  # the flag is one for the process: threads that compile take turns
+
+
 @contextlib.contextmanager
 def _tracing(training: bool) -> Iterator[None]:
     """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
-            yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    with _CAPTURING:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
+                yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager
