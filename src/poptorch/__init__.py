@@ -1,4 +1,4 @@
-"""PopTorch's programming model on CPUs and CUDA GPUs: the public names, nothing else."""
+"""PopTorch's programming model on ordinary machines: the public names, nothing else."""
 
 from popengine.errors import Error, RecoverableError, UnrecoverableError
 
