@@ -1,4 +1,8 @@
-"""Makes a piece callable: the eager backend runs its source as it is."""
+"""Makes a piece callable: the eager backend runs its source as it is.
+
+A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for another device, its
+operations are those of that device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from ..ir import Piece
 from .direct import direct
-from .draws import draw
+from .draws import draw, drawing_on
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -19,22 +23,44 @@ Code = Callable[[list[Any]], tuple[Tensor, ...]]
 NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
 
 
-def build(piece: Piece, call: Callable[[Any], Callable[..., Any]] = direct, **more: Any) -> Code:
+CPU = torch.device("cpu")
+
+
+def build(
+    piece: Piece,
+    call: Callable[[Any], Callable[..., Any]] = direct,
+    device: torch.device = CPU,
+    **more: Any,
+) -> Code:
     """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
 
     Args:
-        call: from an operation of torch.ops to what the source calls for it
-        more: other names that its source may use
+        call:   from an operation of torch.ops to what the source calls for it
+        device: where what it reads is, and all that it makes
+        more:   other names that its source may use
     """
-    names: dict[str, Any] = {"torch": torch, "draw": draw, "inf": float("inf"), "nan": float("nan"), **more}
+    names: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
+    names |= {"draw": draw if device.type == "cpu" else drawing_on(device), **more}
     for position, name in enumerate(piece.calls):
         namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
         operation = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         is_drawn = f"draw(f{position}," in piece.source  # draws look at what they are given to draw
-        function = operation if is_drawn else call(operation)
+        function = operation if is_drawn else _there(operation, call, device)
         names[f"f{position}"] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.source, _file(piece), "exec"), names)
     return names["piece"]
+
+
+def _there(
+    operation: Any, call: Callable[[Any], Callable[..., Any]], device: torch.device
+) -> Callable[..., Any]:
+    if device.type != "cpu":
+        from .devices import operations  # nobody else needs it
+
+        function = operations.for_device(operation, device)
+        if function is not direct(operation):  # it stands in for the operation there
+            return function
+    return call(operation)
 
 
 def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:

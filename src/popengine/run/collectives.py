@@ -1,10 +1,14 @@
-"""Sums over replicas, instances and ipus, in a fixed order, so that every run gives the same bits."""
+"""Sums over replicas, instances and ipus, in a fixed order, so that every run gives the same bits.
+
+What waits for others is a generator: it yields the name of a channel and is sent what came there. So a thread
+of its own may wait, and a thread that drives many workers goes on with another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +20,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Meeting(Protocol):
-    """The channels in which workers meet."""
-
-    def __getitem__(self, name: Any) -> Any: ...
-    def receive(self, name: Any) -> Any: ...
+Give = Callable[[Any, Any], None]  # put a value into the channel of this name
+Waits = Generator[Any, Any, None]
 
 
 def reduce_over_replicas(
@@ -28,9 +29,9 @@ def reduce_over_replicas(
     replica: int,
     members: Sequence[int],
     name: Any,
-    channels: Meeting,
+    give: Give,
     instances: Any = None,
-) -> None:
+) -> Waits:
     """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ...
 
     Args:
@@ -42,16 +43,16 @@ def reduce_over_replicas(
         if instances is not None:
             _begin_with_earlier_instances(sums, instances)
         for other in others:
-            torch._foreach_add_(sums, channels.receive((name, other)))
+            torch._foreach_add_(sums, (yield name, other))
         if instances is not None:
             _take_from_last_instance(sums, instances)
         # A copy: this replica writes to its sums again at once.
         total = [value.clone() for value in sums] if others else []
         for other in others:
-            channels[name, "total", other].put(total)
+            give((name, "total", other), total)
     else:
-        channels[name, replica].put(sums)
-        torch._foreach_copy_(sums, channels.receive((name, "total", replica)))
+        give((name, replica), sums)
+        torch._foreach_copy_(sums, (yield name, "total", replica))
 
 
 @contextmanager
@@ -106,16 +107,16 @@ def average(sums: list[Tensor], divisor: float) -> None:
 
 
 def exchange(
-    mine: Mapping[K, V], what: str, ipu: int, replica: int, ipus: Sequence[int], channels: Meeting
-) -> dict[K, V]:
+    mine: Mapping[K, V], what: str, ipu: int, replica: int, ipus: Sequence[int], give: Give
+) -> Generator[Any, Any, dict[K, V]]:
     """Everything that the ipus of one replica have to say, joined."""
     for other in ipus:
         if other != ipu:
-            channels[what, ipu, other, replica].put(mine)
+            give((what, ipu, other, replica), mine)
     everything = dict(mine)
     for other in ipus:
         if other != ipu:
-            everything |= channels.receive((what, other, ipu, replica))
+            everything |= yield what, other, ipu, replica
     return everything
 
 

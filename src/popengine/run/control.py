@@ -12,27 +12,27 @@ from .build import Code, build
 
 
 @functools.cache
-def _code(body: str) -> Code:
-    return build(Body.unpacked(body).piece)
+def _code(body: str, device: torch.device) -> Code:
+    return build(Body.unpacked(body).piece, device=device)
 
 
-def _run(body: str, values: list[Tensor]) -> list[Tensor]:
+def _run(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
     # The graph around counts on contiguous tensors, as it was told when it was captured.
-    return [value.contiguous() for value in _code(body)(values)]
+    return [value.contiguous() for value in _code(body, device)(values)]
 
 
 def _cond(
     condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
 ) -> list[Tensor]:
     if bool(condition):
-        return _run(then_body, list(then_inputs))
-    return _run(else_body, list(else_inputs))
+        return _run(then_body, list(then_inputs), condition.device)
+    return _run(else_body, list(else_inputs), condition.device)
 
 
 def _loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     state = list(state)
     for _ in range(count):
-        state = _run(body, [*state, *others])
+        state = _run(body, [*state, *others], state[0].device)
     return state
 
 

@@ -7,8 +7,10 @@ every layout of stages draws the same numbers, and recomputing a draw gives the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +45,40 @@ _LIKE: dict[Any, Callable[..., Any]] = {
 }
 
 
+class Source(Protocol):
+    """Whoever hands out generators."""
+
+    def generator(self, device: torch.device, key: int, place: int) -> torch.Generator:
+        """One that draws the numbers of `key` and `place`."""
+        ...
+
+    def refuse(self, operation: Any) -> None:
+        """Told of each operation that can't draw from a generator of its own."""
+        ...
+
+
+# Set where generators have to be known beforehand: in a call that is captured as a graph.
+_source: ContextVar[Source | None] = ContextVar("source of generators", default=None)
+
+
+@contextmanager
+def drawing_from(source: Source) -> Iterator[None]:
+    """All draws inside take their generators from here."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+def generator(device: torch.device, key: int, place: int) -> torch.Generator:
+    """The generator of one draw."""
+    source = _source.get()
+    if source is not None:
+        return source.generator(device, key, place)
+    return torch.Generator(device).manual_seed(mix(key, place))
+
+
 _default = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
@@ -53,21 +89,38 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
             (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
         )
     )
-    generator = torch.Generator(device)
-    generator.manual_seed(mix(key, place))
+    numbers = generator(device, key, place)
     fill = _LIKE.get(func)
     if fill is not None:
-        return fill(torch.empty_like(args[0], **kwargs), *args[1:], generator)
+        return fill(torch.empty_like(args[0], **kwargs), *args[1:], numbers)
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
-        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=generator)
+        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=numbers)
         return value * kept / (1 - chance), kept.bool()
     func = _WITH_GENERATOR.get(func, func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
-        return func(*args, generator=generator, **kwargs)
-    return _from_default(generator, func, *args, **kwargs)
+        return func(*args, generator=numbers, **kwargs)
+    if (source := _source.get()) is not None:
+        source.refuse(func)
+    return _from_default(numbers, func, *args, **kwargs)
+
+
+def drawing_on(there: torch.device) -> Callable[..., Any]:
+    """`draw`, where all that is drawn is to be on this device."""
+
+    def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+        return draw(func, key, place, *args, **kwargs_on(there, func, kwargs))
+
+    return draw_there
+
+
+def kwargs_on(there: torch.device, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation that makes tensors, so that it makes them on this device."""
+    if there.type != "cpu" and any(argument.name == "device" for argument in func._schema.arguments):
+        return {**kwargs, "device": there}
+    return kwargs
 
 
 def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:

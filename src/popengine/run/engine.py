@@ -1,15 +1,15 @@
 """The engine: loads a plan, runs calls of it, and holds the only mutable state there is.
 
-One process; a thread for each ipu of each replica. A call hands all of them the same `Run` and waits; the
-device loop (device iterations × accumulation) happens in the threads. The first failure stops all, and
-everything is put back to where it was before the call.
+One process; a worker for each ipu of each replica. A call hands all of them the same `Run` and waits; the device
+loop (device iterations × accumulation) happens in the threads that drive the workers (`crew.py`). The first
+failure stops all, and everything is put back to where it was before the call.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -17,14 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Error
+from ..errors import Error, UnrecoverableError
 from ..ir import Plan
 from ..settings import Hyper, Settings
+from . import devices
 from .backends import load
+from .crew import Crew
+from .devices.base import Device
 from .recorder import Recorder
+from .remote import RemoteWorker
 from .results import Results
 from .sharing import owners
 from .store import Store
+from .turns import Turns
 from .worker import Channels, Run, Worker
 
 _PATIENCE = 0.2  # seconds; an interrupt that comes without a signal wakes nobody who waits
@@ -36,10 +41,17 @@ class Engine:
     Args:
         weights: parameters and buffers by canonical name; they are copied
         rules:   the module of update rules (init_state, update, norms, clip_)
+        device:  from the number of an ipu to a new device for it; by default of the settings' kind
     """
 
     def __init__(
-        self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], rules: object, seed: int
+        self,
+        plan: Plan,
+        settings: Settings,
+        weights: Mapping[str, Tensor],
+        rules: object,
+        seed: int,
+        device: Callable[[int], Device] | None = None,
     ) -> None:
         self.plan, self.settings, self.seed, self.step = plan, settings, seed, 0
         self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
@@ -48,33 +60,63 @@ class Engine:
         self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
         self._workers: list[Worker] = []
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
+        self.devices: dict[tuple[int, int], Device] = {}
+        device = device or devices.of(settings.device)
         for replica in range(settings.counts.replicas):
             for ipu in plan.programs:
                 keys = {n: s.key for n, s in self._slots.items() if s.role in ("parameter", "buffer")}
                 self.stores[replica, ipu] = Store(keys)
-        for (_, ipu), store in self.stores.items():
-            self._fill(ipu, store)
+                self.devices[replica, ipu] = device(ipu)
+        for place, store in self.stores.items():
+            self._fill(place, store)
         self.write(weights)
-        for (replica, ipu), store in self.stores.items():
-            self._prepare_updates(replica, ipu, store)
-        codes = load(plan, settings)
+        for place, store in self.stores.items():
+            with self.devices[place].running():
+                self._prepare_updates(place, store)
+        codes = {place: load(plan, settings, place) for place in {d.place for d in self.devices.values()}}
         groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
-            group = groups.get((replica, ipu))
-            self._workers.append(Worker(ipu, replica, plan, settings, store, rules, group, codes))
-        self.close = weakref.finalize(self, _close, list(self._workers))
+            group, home = groups.get((replica, ipu)), self.devices[replica, ipu]
+            kind = RemoteWorker if home.is_remote else Worker
+            code = codes[home.place]
+            self._workers.append(kind(ipu, replica, plan, settings, store, rules, group, code, home))
+        self._settle()
+        self._crews = self._together() if self._is_serial() else self._apart()
+        self._recorded_crews: list[Crew] = [] if self._is_serial() else self._crews
+        self._close = weakref.finalize(self, _close, self._crews, self._recorded_crews)
 
-    def _fill(self, ipu: int, store: Store) -> None:
-        for name in self.plan.state[ipu]:
-            slot = self._slots[name]
-            if slot.role == "constant":
-                store.state[name] = self.plan.partition.graph.constants[slot.key]
-            elif slot.role == "loss_scale":
-                store.state[name] = torch.ones(slot.shape, dtype=slot.dtype)
-            else:
-                store.state[name] = torch.empty(slot.shape, dtype=slot.dtype)
+    def close(self) -> None:
+        """End the threads."""
+        self._close()
 
-    def _prepare_updates(self, replica: int, ipu: int, store: Store) -> None:
+    def _is_serial(self) -> bool:
+        """Whether one thread drives all workers: where all are on one device that wants it so."""
+        homes = self.devices.values()
+        return all(home.is_serial for home in homes) and len({home.place for home in homes}) == 1
+
+    def _together(self) -> list[Crew]:
+        return [Crew(self._workers, "ipus", Turns(self._workers))]
+
+    def _apart(self) -> list[Crew]:
+        return [
+            Crew([worker], f"ipu {worker.ipu} replica {worker.replica}", worker.alone)
+            for worker in self._workers
+        ]
+
+    def _fill(self, place: tuple[int, int], store: Store) -> None:
+        home = self.devices[place]
+        with home.running():
+            for name in self.plan.state[place[1]]:
+                slot = self._slots[name]
+                if slot.role == "constant":
+                    store.state[name] = self.plan.partition.graph.constants[slot.key].to(home.place)
+                elif slot.role == "loss_scale":
+                    store.state[name] = torch.ones(slot.shape, dtype=slot.dtype, device=home.place)
+                else:
+                    store.state[name] = torch.empty(slot.shape, dtype=slot.dtype, device=home.place)
+
+    def _prepare_updates(self, place: tuple[int, int], store: Store) -> None:
+        replica, ipu = place
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
@@ -109,12 +151,13 @@ class Engine:
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         counts, training = self.settings.counts, self.settings.training
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
+        home = self._workers[0].device
         run = Run(
             [
                 value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-                for value in inputs
+                for value in map(home.on_host, inputs)
             ],
-            Results(self.plan.partition.graph, self.settings),
+            Results(self.plan.partition.graph, self.settings, home.host_empty),
             hyper,
             counts.iterations if training else 1,
             self.step,
@@ -131,14 +174,15 @@ class Engine:
         if recorder is not None:
             recorder.begin_call()
         failure: BaseException | None = None
+        crews = self._crews_for(recorder)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)  # some libraries keep one number for the process
-            failure = self._await(run)
+            failure = self._await(run, crews)
         except BaseException as interrupt:  # Ctrl-C arrives here, in the main thread
             failure = interrupt
             self._channels.stop()
-            self._settle()
+            _until_idle(crews)
         finally:
             torch.set_num_threads(threads)
         if self.plan.credits or failure is not None:
@@ -146,20 +190,28 @@ class Engine:
         if recorder is not None:
             recorder.end_call(run.steps, failed=failure is not None)
         if failure is not None:
-            for store in self.stores.values():
-                store.restore()
+            if not isinstance(failure, UnrecoverableError):
+                self._restore()
             raise failure
         self.step += run.steps
         return run.results
 
-    def _await(self, run: Run) -> BaseException | None:
-        """Hand the run to all workers and wait for them; the first failure."""
-        failure, unfinished = None, len(self._workers)
-        for worker in self._workers:
-            worker.inbox.put(run)
+    def _crews_for(self, recorder: Recorder | None) -> list[Crew]:
+        """A recorder looks at each ipu by itself, so there each has a thread, whatever it has else."""
+        if recorder is None:
+            return self._crews
+        if not self._recorded_crews:
+            self._recorded_crews += self._apart()
+        return self._recorded_crews
+
+    def _await(self, run: Run, crews: Sequence[Crew]) -> BaseException | None:
+        """Hand the run to all crews and wait for them; the first failure."""
+        failure, unfinished = None, len(crews)
+        for crew in crews:
+            crew.inbox.put(run)
         while unfinished:
             try:
-                _, error = run.finished.get(timeout=_PATIENCE)
+                error = run.finished.get(timeout=_PATIENCE)
             except Empty:
                 continue
             unfinished -= 1
@@ -168,31 +220,32 @@ class Engine:
                 self._channels.stop()
         return failure
 
+    def _restore(self) -> None:
+        for place, store in self.stores.items():
+            with self.devices[place].running():
+                store.restore()
+        self._settle()
+
     def _settle(self) -> None:
-        """Wait until no worker runs. They answer in turn, so all that they were told before has ended."""
-        while True:
-            answers: SimpleQueue[None] = SimpleQueue()
-            try:
-                for worker in self._workers:
-                    worker.inbox.put(answers)
-                for _ in self._workers:
-                    answers.get()
-                return
-            except KeyboardInterrupt:  # a second one: it is stopping already
-                continue
+        """Wait for all devices."""
+        for home in self.devices.values():
+            home.settle()
 
     # ---- weights and state -------------------------------------------------------------------------------
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica."""
         with torch.no_grad():
-            for (replica, _), store in self.stores.items():
-                for key, value in store.held(weights).items():
-                    weight = self._row(key, weights[key], replica)
-                    store.state[store.slot[key]] = torch.empty_like(value).copy_(weight)
+            for place, store in self.stores.items():
+                with self.devices[place].running():
+                    for key, value in store.held(weights).items():
+                        weight = self._row(key, weights[key], place[0])
+                        store.state[store.slot[key]] = torch.empty_like(value).copy_(weight)
+        self._settle()
 
     def read(self) -> dict[str, Tensor]:
-        """References to replica 0's parameters and buffers, by canonical name: copy what you keep.
+        """Replica 0's parameters and buffers, by canonical name: references where they are the host's, so copy
+        what you keep.
 
         A parameter with replica groups has one row a group."""
         found: dict[str, Tensor] = {}
@@ -200,9 +253,13 @@ class Engine:
             for name in self.plan.state[ipu]:
                 slot = self._slots[name]
                 if slot.role in ("parameter", "buffer"):
-                    values = [self.stores[replica, ipu].state[name] for replica in self._rows(slot.key)]
+                    values = [self._fetch((r, ipu), name) for r in self._rows(slot.key)]
                     found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
         return found
+
+    def _fetch(self, place: tuple[int, int], name: str) -> Tensor:
+        with self.devices[place].running():
+            return self.devices[place].fetch(self.stores[place].state[name])
 
     @property
     def loss_factor(self) -> float:
@@ -219,23 +276,31 @@ class Engine:
         found: dict[str, dict[str, Tensor]] = {}
         for ipu in self.plan.programs:
             for key in self.stores[0, ipu].sums:
-                rows = [store.states[key] for store in self._keepers(ipu, key) if key in store.states]
+                keepers = [place for place in self._keepers(ipu, key) if key in self.stores[place].states]
+                rows = [self._fetch_state(place, key) for place in keepers]
                 if rows:
                     found[key] = {
-                        name: torch.stack([row[name] for row in rows])
-                        if self._is_grouped(key)
-                        else value.clone()
+                        name: torch.stack([row[name] for row in rows]) if self._is_grouped(key) else value
                         for name, value in rows[0].items()
                     }
         return found
 
+    def _fetch_state(self, place: tuple[int, int], key: str) -> dict[str, Tensor]:
+        with self.devices[place].running():
+            state = self.stores[place].states[key]
+            return {name: self.devices[place].fetch(value).clone() for name, value in state.items()}
+
     def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy optimizer state into every replica; what is not given stays."""
-        for (replica, _), store in self.stores.items():
+        for place, store in self.stores.items():
             for key, state in store.states.items():
-                for name, value in states.get(key, {}).items():
-                    dtype = state[name].dtype if name in state else value.dtype
-                    state[name] = self._row(key, value, replica).detach().to(dtype).clone()
+                with self.devices[place].running():
+                    for name, value in states.get(key, {}).items():
+                        like = state.get(name, value)
+                        home = like.device if name in state else store.state[store.slot[key]].device
+                        row = self._row(key, value, place[0]).detach()
+                        state[name] = row.to(home, like.dtype, copy=True)
+        self._settle()
 
     def _is_grouped(self, key: str) -> bool:
         return key in self.settings.replica_groups
@@ -244,10 +309,9 @@ class Engine:
         """The replicas whose values the host receives."""
         return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
 
-    def _keepers(self, ipu: int, key: str) -> list[Store]:
-        """The stores that hold what the host receives of a parameter's optimizer state."""
-        own = [(replica, self.stores[replica, ipu]) for replica in self._rows(key)]
-        return [self.stores[store.owner.get(key, replica), ipu] for replica, store in own]
+    def _keepers(self, ipu: int, key: str) -> list[tuple[int, int]]:
+        """The places that hold what the host receives of a parameter's optimizer state."""
+        return [(self.stores[row, ipu].owner.get(key, row), ipu) for row in self._rows(key)]
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
         """A replica's share of a host value."""
@@ -273,6 +337,20 @@ def _process_groups(plan: Plan, settings: Settings) -> dict[tuple[int, int], Any
     return {(replica, ipu): dist.new_group() for replica in sorted(firsts) for ipu in sorted(plan.programs)}
 
 
-def _close(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.close()
+def _until_idle(crews: Sequence[Crew]) -> None:
+    """Wait until no crew runs. They answer in turn, so all that they were told before has ended."""
+    while True:
+        answers: SimpleQueue[None] = SimpleQueue()
+        try:
+            for crew in crews:
+                crew.inbox.put(answers)
+            for _ in crews:
+                answers.get()
+            return
+        except KeyboardInterrupt:  # a second one: it is stopping already
+            continue
+
+
+def _close(crews: list[Crew], recorded: list[Crew]) -> None:
+    for crew in (*crews, *recorded):
+        crew.close()

@@ -5,7 +5,8 @@ For each output tensor the chosen (iteration, accumulation, replica) stand after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from ..ir import Graph, Result
 from ..settings import Anchor, Counts, Outputs, Settings
+from .devices.base import Device
 
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 # Devices have no 64-bit types in this model; what returns to the user is narrower.
 RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
@@ -23,7 +26,13 @@ class Rows:
     """The values of one tensor that a mode asks for, and when each began and ended to arrive."""
 
     def __init__(
-        self, counts: Counts, mode: Outputs, period: int, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        counts: Counts,
+        mode: Outputs,
+        period: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        empty: Empty,
     ) -> None:
         self._counts, self._mode, self._period = counts, mode, period
         copies = {
@@ -32,21 +41,49 @@ class Rows:
             "sum": counts.replicas,
             "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
         }[mode]
-        make = torch.zeros if mode == "sum" else torch.empty
-        self.values = make((copies, *shape), dtype=RETURNED.get(dtype, dtype))
+        self.values = empty((copies, *shape), RETURNED.get(dtype, dtype))
+        if mode == "sum":
+            self.values.zero_()
+        self._totals: dict[int, tuple[Device, Tensor]] = {}  # sums that are still on their device
         self.started, self.finished = [0.0] * copies, [0.0] * copies
 
-    def put(self, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Copy one micro-batch's value to its row, if the mode wants it."""
+    def put(
+        self, iteration: int, accumulation: int, replica: int, value: Tensor, device: Device | None
+    ) -> None:
+        """Copy one micro-batch's value to its row, if the mode wants it. `device`: where it is, if not here."""
         row = self._row(iteration, accumulation, replica)
         if row is None:
             return
         self.started[row] = perf_counter()
-        if self._mode == "sum":
+        if device is not None:
+            self._take_from(device, row, value)
+        elif self._mode == "sum":
             self.values[row].add_(value)
         else:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
+
+    def _take_from(self, device: Device, row: int, value: Tensor) -> None:
+        if self._mode != "sum":
+            device.download(self.values[row], value)
+            return
+        if row not in self._totals:
+            self._totals[row] = device, torch.zeros_like(value, dtype=self.values.dtype)
+        self._totals[row][1].add_(value)
+
+    def finish(self, device: Device) -> None:
+        """The device's last value has been put."""
+        for row, (home, total) in list(self._totals.items()):
+            if home is device:
+                device.download(self.values[row], total)
+                del self._totals[row]
+
+    def copied(self) -> Rows:
+        """The values as they are, with the present as the time at which they came."""
+        rows, now = copy.copy(self), perf_counter()
+        rows.values = self.values.clone()
+        rows.started, rows.finished = [now] * len(self.started), [now] * len(self.finished)
+        return rows
 
     def _row(self, iteration: int, accumulation: int, replica: int) -> int | None:
         counts = self._counts
@@ -70,9 +107,13 @@ class Rows:
 
 
 class Results:
-    """Result tensors of one call, allocated before it."""
+    """Result tensors of one call, allocated before it.
 
-    def __init__(self, graph: Graph, settings: Settings) -> None:
+    Args:
+        empty: makes a tensor in the host's memory
+    """
+
+    def __init__(self, graph: Graph, settings: Settings, empty: Empty) -> None:
         counts = self._counts = settings.counts
         self._results: Sequence[Result] = graph.results
         self._rows: dict[int, Rows] = {}  # of outputs, by position
@@ -84,15 +125,15 @@ class Results:
         for position, result in enumerate(graph.results):
             if result.kind == "output":
                 mode, period = modes.get(position, (settings.outputs, settings.return_period))
-                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype)
+                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, empty)
             elif result.kind == "input":  # every micro-batch's value goes back
                 every = (counts.iterations, counts.accumulation, counts.groups)
-                self._written[position] = torch.empty((*every, *result.shape), dtype=result.dtype)
+                self._written[position] = empty((*every, *result.shape), result.dtype)
         weights = {slot.key: slot for slot in graph.slots if slot.role in ("parameter", "buffer")}
         for anchor in settings.anchors:
             if anchor.is_weight:
                 slot, once = weights[anchor.key], replace(counts, accumulation=1)
-                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype)
+                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, empty)
                 self._anchors[anchor] = rows
         start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
         inputs = sum(slot.role == "input" for slot in graph.slots)
@@ -105,17 +146,40 @@ class Results:
         row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
-    def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Take one micro-batch's value of a result."""
+    def put(
+        self,
+        position: int,
+        iteration: int,
+        accumulation: int,
+        replica: int,
+        value: Tensor,
+        device: Device | None = None,
+    ) -> None:
+        """Take one micro-batch's value of a result, from a device that is not the host or from here."""
         if position in self._written:
             group = self._counts.group_of(replica)
-            self._written[position][iteration, accumulation, group].copy_(value)
+            target = self._written[position][iteration, accumulation, group]
+            target.copy_(value) if device is None else device.download(target, value)
         else:
-            self._rows[position].put(iteration, accumulation, replica, value)
+            self._rows[position].put(iteration, accumulation, replica, value, device)
 
-    def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
+    def put_weight(
+        self, anchor: Anchor, iteration: int, replica: int, value: Tensor, device: Device | None = None
+    ) -> None:
         """Take a weight's value that somebody asked for."""
-        self._anchors[anchor].put(iteration, 0, replica, value)
+        self._anchors[anchor].put(iteration, 0, replica, value, device)
+
+    def finish(self, device: Device) -> None:
+        """The device has no more values: what it has summed up goes to the host."""
+        for rows in (*self._rows.values(), *self._anchors.values()):
+            rows.finish(device)
+
+    def copied(self) -> Results:
+        """The results as they are now, in memory of their own."""
+        results = copy.copy(self)
+        results._rows = {position: rows.copied() for position, rows in self._rows.items()}
+        results._anchors = {anchor: rows.copied() for anchor, rows in self._anchors.items()}
+        return results
 
     def anchored(self, anchor: Anchor) -> Tensor:
         """What an anchor has kept, joined as outputs are."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Settings
-from .collectives import Meeting
+from .collectives import Give, Waits
 
 
 def owners(elements: Mapping[str, int], settings: Settings, replica: int) -> dict[str, int]:
@@ -40,8 +40,8 @@ def pass_on(
     members: Sequence[int],
     ipu: int,
     replica: int,
-    channels: Meeting,
-) -> None:
+    give: Give,
+) -> Waits:
     """Give the others the weights that this replica has updated, and take theirs.
 
     References, not copies: their owner writes to them again only after everybody has given its next gradients.
@@ -49,7 +49,7 @@ def pass_on(
     others = [other for other in members if other != replica]
     if mine := [weight for key, weight in weights.items() if owner[key] == replica]:
         for other in others:
-            channels["updated", ipu, replica, other].put(mine)
+            give(("updated", ipu, replica, other), mine)
     for other in others:
         if theirs := [weight for key, weight in weights.items() if owner[key] == other]:
-            torch._foreach_copy_(theirs, channels.receive(("updated", ipu, other, replica)))
+            torch._foreach_copy_(theirs, (yield "updated", ipu, other, replica))

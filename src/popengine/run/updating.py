@@ -6,7 +6,7 @@ it in a fixed order, so that every layout and every run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Settings
-from .collectives import Meeting, average, exchange, reduce_over_replicas, total_norm
-from .draws import mix
+from .collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
+from .devices.base import Device
+from .draws import generator
 from .scaling import Count, count, next_factor
 from .sharing import pass_on
 from .store import Store
@@ -38,7 +39,9 @@ class Updater:
         store: Store,
         rules: Any,
         instances: Any,
+        device: Device,
     ) -> None:
+        self.device = device
         self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
         self.instances = instances
         self.place = {slot.key: place for place, slot in enumerate(plan.partition.graph.slots)}
@@ -46,19 +49,22 @@ class Updater:
             i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
         ]
 
-    def update(self, keys: Sequence[str], hyper: Hyper, key: int, channels: Meeting) -> None:
+    def begin(self, hyper: Hyper | None) -> None:
+        """A call starts, with these rates."""
+
+    def update(self, keys: Sequence[str], hyper: Hyper, key: int, give: Give) -> Waits:
         """One weight update of these parameters; `key` is that of the step's random numbers."""
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
         sums = [store.sums[name] for name in keys]
         scale = hyper.loss_scaling * store.loss_factor
         for members, names in self._by_members(keys).items():
-            self._reduce([store.sums[name] for name in names], members, scale, channels)
-        if self.settings.automatic_loss_scaling and not self._adapt_scale(sums, scale, channels):
+            yield from self._reduce([store.sums[name] for name in names], members, scale, give)
+        if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(sums, scale, give)):
             return
         if optimizer.max_grad_norm != float("inf"):
             norms = dict(zip(keys, self.rules.norms(sums), strict=True)) if keys else {}
-            everything = exchange(norms, "norms", self.ipu, self.replica, self.ipus, channels)
+            everything = yield from exchange(norms, "norms", self.ipu, self.replica, self.ipus, give)
             if keys:
                 self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
         store.back_up()
@@ -73,11 +79,11 @@ class Updater:
                 self.rules.update(optimizer, rates, weights, gradients, states, generators)
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
-            pass_on(weights, store.owner, members, self.ipu, self.replica, channels)
+            yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)
 
-    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, channels: Meeting) -> None:
+    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
         name = ("sums", self.ipu, members)
-        reduce_over_replicas(sums, self.replica, members, name, channels, self.instances)
+        yield from reduce_over_replicas(sums, self.replica, members, name, give, self.instances)
         if self.settings.reduction == "mean":
             counts = self.settings.counts
             scale *= counts.accumulation * len(members) * counts.instances
@@ -90,10 +96,10 @@ class Updater:
             found.setdefault(self.settings.members(key, self.replica), []).append(key)
         return found
 
-    def _adapt_scale(self, gradients: list[Tensor], scale: float, channels: Meeting) -> bool:
+    def _adapt_scale(self, gradients: list[Tensor], scale: float, give: Give) -> Generator[Any, Any, bool]:
         """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
         mine = {self.ipu: count(gradients, scale)}
-        everybody = exchange(mine, "counts", self.ipu, self.replica, self.ipus, channels)
+        everybody = yield from exchange(mine, "counts", self.ipu, self.replica, self.ipus, give)
         seen = sum(everybody.values(), Count())
         self.store.loss_factor = next_factor(self.store.loss_factor, seen)
         return seen.finite
@@ -105,6 +111,6 @@ class Updater:
         if not self.settings.stochastic_rounding or all(weight.dtype == torch.float32 for weight in weights):
             return None
         return [
-            torch.Generator(weight.device).manual_seed(mix(key, self.place[name]))
+            generator(weight.device, key, self.place[name])
             for name, weight in zip(names, weights, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""One ipu of one replica: a thread that runs its program, and the tensors that live there.
+"""One ipu of one replica: runs its program, and has the tensors that live there. Which thread does, says `crew.py`.
 
 Values of a micro-batch live in a frame, from the instruction that makes them to the last that needs them.
 What lives from step to step is in the `Store`. Workers meet only in channels, which are queues.
@@ -7,7 +7,7 @@ What lives from step to step is in the `Store`. Workers meet only in channels, w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ from ..errors import Error, RunError
 from ..settings import Hyper, Settings
 from .build import Code, user_line
 from .checks import FiniteCheck
+from .devices.base import Device
 from .draws import mix
 from .recorder import Recorder
 from .results import Results
@@ -52,6 +53,13 @@ class Channels:
                     queue.put(STOP)
         return queue
 
+    def put(self, name: Any, value: Any) -> None:
+        self[name].put(value)
+
+    def has(self, name: Any) -> bool:
+        """Whether there is something to receive."""
+        return not self[name].empty()
+
     def receive(self, name: Any) -> Any:
         value = self[name].get()
         if value is STOP:
@@ -78,11 +86,11 @@ class Run:
     seed: int
     channels: Channels
     recorder: Recorder | None = None
-    finished: SimpleQueue[tuple[Worker, BaseException | None]] = field(default_factory=SimpleQueue)
+    finished: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
 
 
 class Worker:
-    """Runs one ipu's program when told to."""
+    """Runs one ipu's program. This one is for the host's own memory; `remote.py` has the others."""
 
     def __init__(
         self,
@@ -94,10 +102,12 @@ class Worker:
         rules: Any,
         instances: Any,
         codes: Sequence[Code],
+        device: Device,
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
-        self.store = store
-        self._updater = Updater(ipu, replica, plan, settings, store, rules, instances)
+        self.store, self.device = store, device
+        self._remote = device if device.is_remote else None
+        self._updater = Updater(ipu, replica, plan, settings, store, rules, instances, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._checks = FiniteCheck() if settings.finite_checks else nullcontext()
         self.run: Run
@@ -115,7 +125,7 @@ class Worker:
             ir.Free: self._free,
             ir.Update: self._update,
         }
-        self._program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
+        self.program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
         homes: dict[str, int] = {}
         for other, names in plan.state.items():
             for name in names:
@@ -126,44 +136,42 @@ class Worker:
             if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
         ]
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
-        self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"ipu {ipu} replica {replica}", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        self.inbox.put(None)
+    def alone(self, run: Run) -> None:
+        """Run all steps of a call, in a thread of this worker's own."""
+        with self.device.running():
+            self.begin(run)
+            for step in range(run.steps):
+                self.begin_step(step)
+                if run.recorder is None:
+                    for handle, instruction in self.program:
+                        handle(instruction)
+                else:
+                    run.recorder.step(self, self.recorded_program(), run.first_step + step)
+            self.finish()
 
-    def _serve(self) -> None:
-        torch.set_num_threads(1)  # the ipus are the threads
-        while (run := self.inbox.get()) is not None:
-            if not isinstance(run, Run):  # somebody asks whether the runs before are over
-                run.put(None)
-                continue
-            self.run, failure = run, None
-            try:
-                with torch.inference_mode():
-                    self._steps(run)
-            except Stopped:
-                pass
-            except BaseException as error:  # whatever it is, the caller must hear of it
-                failure = error
-            self.frames.clear()
-            del self.run
-            run.finished.put((self, failure))
-            del run
+    def begin(self, run: Run) -> None:
+        """A call starts."""
+        self.run = run
+        self._updater.begin(run.hyper)
 
-    def _steps(self, run: Run) -> None:
-        program, recorder = self._program, run.recorder
-        for step in range(run.steps):
-            self.step = step
-            self._anchor("weight")
-            if run.hyper is not None:
-                self.store.set_loss_scale(run.hyper.loss_scaling * self.store.loss_factor)
-            if recorder is None:
-                for handle, instruction in program:
-                    handle(instruction)
-            else:
-                recorder.step(self, program, run.first_step + step)
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self._anchor("weight")
+        if self.run.hyper is not None:
+            self.store.set_loss_scale(self.run.hyper.loss_scaling * self.store.loss_factor)
+
+    def finish(self) -> None:
+        """The last step of a call is done."""
+
+    def end(self) -> None:
+        """The call is over, or has failed: let go of what was made in it."""
+        self.frames.clear()
+        vars(self).pop("run", None)
+
+    def recorded_program(self) -> list[tuple[Callable[[Any], None], Any]]:
+        """The program as a recorder sees it."""
+        return self.program
 
     def _anchor(self, source: str) -> None:
         """Hand out the weights that somebody wants to see at this moment of the step."""
@@ -172,7 +180,7 @@ class Worker:
                 value = self.store.state[self.store.slot[anchor.key]]
                 steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
                 for iteration in steps:
-                    self.run.results.put_weight(anchor, iteration, self.replica, value)
+                    self.run.results.put_weight(anchor, iteration, self.replica, value, self._remote)
 
     # ---- the instructions --------------------------------------------------------------------------------
 
@@ -204,6 +212,14 @@ class Worker:
             frame = self.frames[instruction.micro_batch] if instruction.names else {}
             values = [frame[name] for name in instruction.names]
         self.run.channels[instruction.channel, self.replica].put(values)
+
+    # What an update gives to other workers, and takes from them.
+
+    def give(self, name: Any, value: Any) -> None:
+        self.run.channels.put(name, value)
+
+    def take(self, name: Any) -> Any:
+        return self.run.channels.receive(name)
 
     def _compute(self, instruction: ir.Compute) -> None:
         if self.run.channels.stopped:
@@ -256,7 +272,7 @@ class Worker:
             value = frame[name]
             if position in self._scaled and self.run.hyper is not None:
                 value = value / (self.run.hyper.loss_scaling * self.store.loss_factor)
-            self.run.results.put(position, iteration, accumulation, self.replica, value)
+            self.run.results.put(position, iteration, accumulation, self.replica, value, self._remote)
 
     def _free(self, instruction: ir.Free) -> None:
         frame = self.frames[instruction.micro_batch]
@@ -264,8 +280,17 @@ class Worker:
             del frame[name]
 
     def _update(self, instruction: ir.Update) -> None:
-        hyper = self.run.hyper
-        assert hyper is not None
+        work = self.updating(instruction)
+        try:
+            name = next(work)
+            while True:
+                name = work.send(self.take(name))
+        except StopIteration:
+            pass
+
+    def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
+        """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
+        assert self.run.hyper is not None
         key = mix(self.run.seed, self.run.first_step + self.step)
-        self._updater.update(instruction.keys, hyper, key, self.run.channels)
+        yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give)
         self._anchor("updated")

@@ -158,14 +158,14 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations():
             load(instruction)
             alive.append(len([frame for frame in worker.frames.values() if frame]))
 
-        worker._program = [(watched if handle == load else handle, i) for handle, i in worker._program]
+        worker.program = [(watched if handle == load else handle, i) for handle, i in worker.program]
     engine.run(batch(200), None)
     assert max(alive) <= 5
 
 
 def test_an_engine_that_is_closed_ends_its_threads():
     engine = engine_for()
-    threads = [worker._thread for worker in engine._workers]
+    threads = [crew.thread for crew in engine._crews]
     engine.close()
     for thread in threads:
         thread.join(5)

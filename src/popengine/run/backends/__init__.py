@@ -6,17 +6,19 @@ inductor  each piece compiled by torch._inductor into fused C++ kernels; results
 
 from __future__ import annotations
 
+import torch
+
 from ...ir import Plan
 from ...settings import Settings
-from ..build import Code, build
+from ..build import CPU, Code, build
 from . import inductor
 
 
-def load(plan: Plan, settings: Settings) -> tuple[Code, ...]:
+def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
     """The functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
     if (
         settings.backend == "inductor" and not settings.finite_checks
     ):  # these look at each operation's results
-        return inductor.load(plan.partition, settings.device)
-    return tuple(build(piece) for piece in pieces)
+        return inductor.load(plan.partition, device)
+    return tuple(build(piece, device=device) for piece in pieces)

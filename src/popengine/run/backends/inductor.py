@@ -1,14 +1,15 @@
-"""The inductor backend: each piece compiled into fused C++ kernels by torch._inductor, before the first call.
+"""The inductor backend: each piece compiled into fused kernels by torch._inductor, before the first call.
 
-Kernels have one thread, as an ipu is a thread: left alone, inductor bakes the number of cores at hand into each
-kernel, and the ipus would compete for them. Inductor keeps what it compiles on disk, by graph, shapes, options
-and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and compiles the kernels of a piece in
-parallel.
+Kernels for CPUs are C++ and have one thread, as an ipu is a thread: left alone, inductor bakes the number of
+cores at hand into each kernel, and the ipus would compete for them. Those for GPUs are Triton's. Inductor keeps
+what it compiles on disk, by graph, shapes, options and versions of torch and the compiler
+(`TORCHINDUCTOR_CACHE_DIR`), and compiles the kernels of a piece in parallel.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import threading
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ir import Partition, Piece
-from ..build import NEEDS_GRADIENTS_ON, Code, build
+from ..build import CPU, NEEDS_GRADIENTS_ON, Code, build
 from .tracing import Like, trace, values_read
 
 OPTIONS = {
@@ -30,26 +31,29 @@ OPTIONS = {
 _compiling = threading.Lock()  # inductor has global state
 
 
-def load(partition: Partition, device: str) -> tuple[Code, ...]:
+def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     """The functions of all pieces; the eager ones of those that can't be compiled, with a warning."""
-    missing = why_not(device)
+    missing = why_not(device.type)
     if missing:
         warnings.warn(
-            f"the compiled backend is not used: {missing}\n"
+            f"the compiled backend is not used: {missing[0]}\n"
             "  so: pieces run eagerly, slower but with the same results\n"
-            '  fix: install a C++ compiler (g++), or name one in CXX; or options.compiler("eager")',
+            f'  fix: {missing[1]}; or options.compiler("eager")',
             RuntimeWarning,
             stacklevel=2,
         )
-        return tuple(build(piece) for piece in partition.pieces)
+        return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
         reads = values_read(partition, device)
-        return tuple(_function(piece, likes) for piece, likes in zip(partition.pieces, reads, strict=True))
+        pairs = zip(partition.pieces, reads, strict=True)
+        return tuple(_function(piece, likes, device) for piece, likes in pairs)
 
 
-def why_not(device: str) -> str | None:
-    """Why nothing can be compiled here, or None."""
-    if device != "cpu":
+def why_not(kind: str) -> tuple[str, str] | None:
+    """Why nothing can be compiled for this kind of device, and what helps; None if it can."""
+    if kind != "cpu":
+        if importlib.util.find_spec("triton") is None:
+            return "there is no Triton, which makes a GPU's kernels", "pip install triton"
         return None
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -57,15 +61,15 @@ def why_not(device: str) -> str | None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "there is no C++ compiler"
+        return "there is no C++ compiler", "install a C++ compiler (g++), or name one in CXX"
     return None
 
 
-def _function(piece: Piece, reads: Sequence[Like]) -> Code:
+def _function(piece: Piece, reads: Sequence[Like], device: torch.device) -> Code:
     if not piece.calls or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
-        return build(piece)
+        return build(piece, device=device)
     try:
-        return compiled(piece, tuple(reads))
+        return compiled(piece, tuple(reads), device)
     except Exception as error:  # whatever a compiler runs into, the piece itself can run
         phase = "forward" if piece.phase == "F" else "backward"
         warnings.warn(
@@ -74,18 +78,18 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
             RuntimeWarning,
             stacklevel=2,
         )
-        return build(piece)
+        return build(piece, device=device)
 
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
-def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
+def compiled(piece: Piece, reads: tuple[Like, ...], device: torch.device = CPU) -> Code:
     """The compiled function of a piece that reads values like these."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    graph, fakes = trace(piece, reads, select_decomp_table())
+    graph, fakes = trace(piece, reads, select_decomp_table(), device)
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
     mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]

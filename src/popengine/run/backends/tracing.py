@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...body import LIBRARY
 from ...ir import Partition, Piece
-from ..build import build
-from ..draws import draw
+from ..build import CPU, build
+from ..draws import draw, kwargs_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Like:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def values_read(partition: Partition, device: str) -> list[tuple[Like, ...]]:
+def values_read(partition: Partition, device: torch.device) -> list[tuple[Like, ...]]:
     """For each piece what it will read, found by running all pieces in order on fake tensors."""
     fake = FakeTensorMode()
     found = []
@@ -52,16 +52,21 @@ def values_read(partition: Partition, device: str) -> list[tuple[Like, ...]]:
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
-            code = build(
-                piece, fast=False, draw=lambda func, key, place, *args, **kwargs: func(*args, **kwargs)
-            )
+            code = build(piece, device=device, draw=_pretend_draw(device))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
     return found
 
 
+def _pretend_draw(device: torch.device) -> Callable[..., Any]:
+    def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs_on(device, func, kwargs))
+
+    return draw
+
+
 def trace(
-    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
+    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any], device: torch.device = CPU
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """The fx graph of a piece, and the fake tensors it was traced on (the last one is the key, if it draws)."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
@@ -69,7 +74,11 @@ def trace(
         values = [like.empty() for like in reads]
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
-    code = build(piece, _opaque, draw=_draw)
+
+    def draw_there(func: Any, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
+        return _draw(func, key, place, *args, **kwargs_on(device, func, kwargs))
+
+    code = build(piece, _opaque, device, draw=draw_there)
     traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
     with fake, torch.no_grad():
         return traced(*values), values

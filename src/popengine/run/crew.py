@@ -1,0 +1,55 @@
+"""Crews: the threads that drive workers.
+
+On CPUs each worker is a crew of its own, and workers wait for each other in their channels. Where one thread
+drives all of them (kernels run by themselves on a GPU; its threads would only fight for Python's lock), they
+take turns in an order that was found before, so that nobody ever waits: see `turns.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from .worker import Run, Stopped, Worker
+
+
+class Crew:
+    """A thread that runs some workers when told to.
+
+    Args:
+        perform: runs all of them for one call
+    """
+
+    def __init__(self, workers: Sequence[Worker], name: str, perform: Callable[[Run], None]) -> None:
+        self._workers, self._perform = workers, perform
+        self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.inbox.put(None)
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)  # the ipus are the threads
+        while (run := self.inbox.get()) is not None:
+            if not isinstance(run, Run):  # somebody asks whether the runs before are over
+                run.put(None)
+                continue
+            failure = None
+            try:
+                with torch.inference_mode():
+                    self._perform(run)
+            except Stopped:
+                pass
+            except BaseException as error:  # whatever it is, the caller must hear of it
+                failure = error
+            for worker in self._workers:
+                try:
+                    worker.end()
+                except BaseException as error:  # of a device that can't be used any more
+                    failure = error
+            run.finished.put(failure)
+            del run

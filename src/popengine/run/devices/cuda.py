@@ -1,0 +1,167 @@
+"""GPUs through torch.cuda, the one file that names it: an ipu is three streams of a GPU.
+
+One stream computes, one brings inputs, one takes results away, so that transfers and kernels run at the same
+time. Marks are events. The host's side of a transfer is pinned memory: else the host would wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Error, UnrecoverableError
+from .base import Device
+
+
+def devices() -> Callable[[int], Device]:
+    """Ipu i is on GPU i modulo their number.
+
+    Raises:
+        Error: there is no GPU
+    """
+    check()
+    count = torch.cuda.device_count()
+    return lambda ipu: Cuda(ipu % count)
+
+
+def check() -> None:
+    """Raises Error, unless there is a GPU that torch can use."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        why = (
+            "torch sees no GPU and no driver" if built else f"torch {torch.__version__} is built without CUDA"
+        )
+        raise Error(
+            f'the device is "cuda", but {why}\n'
+            "  fix: run where there is an NVIDIA GPU, with a build of torch for CUDA (pytorch.org); or choose the"
+            ' CPU: options.device("cpu"), POPTORCH_DEVICE=cpu'
+        )
+
+
+class Cuda(Device):
+    """An ipu on a GPU."""
+
+    is_remote = True
+    is_serial = True
+
+    def __init__(self, index: int) -> None:
+        self.place = torch.device("cuda", index)
+        self._compute, self._up, self._down = self._streams()
+
+    def _streams(self) -> tuple[Any, Any, Any]:
+        return torch.cuda.Stream(self.place), torch.cuda.Stream(self.place), torch.cuda.Stream(self.place)
+
+    def _on(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream)
+
+    # ---- memory ------------------------------------------------------------------------------------------
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def on_host(self, value: Tensor) -> Tensor:
+        return value if value.is_pinned() or not value.numel() else value.pin_memory()
+
+    def upload(self, value: Tensor) -> Tensor:
+        with self._on(self._up):
+            there = value.to(self.place, non_blocking=True)
+        self._compute.wait_stream(self._up)
+        there.record_stream(self._compute)  # its memory is the copying stream's
+        return there
+
+    def download(self, target: Tensor, value: Tensor) -> None:
+        value = value.to(target.dtype)  # here, as the copy could not be left to itself otherwise
+        self._down.wait_stream(self._compute)
+        with self._on(self._down):
+            target.copy_(value, non_blocking=True)
+        value.record_stream(self._down)
+
+    def fetch(self, value: Tensor) -> Tensor:
+        return value.cpu()
+
+    # ---- order -------------------------------------------------------------------------------------------
+
+    def running(self) -> Any:
+        return self._on(self._compute)
+
+    def mark(self) -> Any:
+        return self._compute.record_event()
+
+    def wait(self, mark: Any) -> None:
+        self._compute.wait_event(mark)
+
+    def adopt(self, value: Tensor) -> Tensor:
+        if value.device == self.place:
+            value.record_stream(self._compute)
+            return value
+        if value.is_cpu:
+            return value
+        here = value.to(self.place, non_blocking=True)
+        # torch copies between GPUs on the current stream of the source, which waits for ours and makes ours wait.
+        value.record_stream(torch.cuda.current_stream(value.device))
+        return here
+
+    def await_downloads(self) -> None:
+        self._compute.wait_stream(self._down)
+        self._up.wait_stream(self._down)
+
+    def settle(self) -> None:
+        try:
+            for stream in (self._up, self._compute, self._down):
+                stream.synchronize()
+        except RuntimeError as error:
+            raise UnrecoverableError(
+                f"GPU {self.place.index} failed while it ran this call: {error}\n"
+                "  why: kernels run after they were started, so the line that is at fault is not known; an index"
+                " out of range does this, such as a class label\n"
+                "  fix: POPTORCH_DEVICE=cpu runs the same program on the CPU and names the line. The GPU can't be"
+                " used again in this process"
+            ) from error
+
+    # ---- graphs ------------------------------------------------------------------------------------------
+
+    def graph(self, generators: Sequence[torch.Generator]) -> CudaGraph:
+        return CudaGraph(self._compute, generators)
+
+    def fork(self, mark: Any) -> None:
+        for stream in (self._compute, self._up, self._down):
+            stream.wait_event(mark)
+
+    def join(self) -> Any:
+        self._compute.wait_stream(self._up)
+        self._compute.wait_stream(self._down)
+        return self.mark()
+
+
+class CudaGraph:
+    """A CUDA graph of what is started on a stream, and on those that wait for it."""
+
+    def __init__(self, stream: Any, generators: Sequence[torch.Generator]) -> None:
+        self._stream, self._graph = stream, torch.cuda.CUDAGraph()
+        self._generators = list(generators)  # the graph reads their seeds at each replay
+        for generator in self._generators:
+            self._graph.register_generator_state(generator)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        gc.collect()  # garbage that is freed meanwhile would be noted down as well
+        torch.cuda.synchronize(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            # Only this thread is held to what a capture allows: data loaders of the user's pin memory meanwhile.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that the capture has failed is known
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()

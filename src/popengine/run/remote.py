@@ -1,0 +1,92 @@
+"""A worker whose device has a queue of its own: values go with the mark after which they are there.
+
+What is handed over is never written to before its readers are done with it: values of a micro-batch never, weights
+at the start of a step as copies, gradient sums and updated weights only after an answer from those who read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from .. import ir
+from .worker import Worker
+
+
+class RemoteWorker(Worker):
+    """Runs one ipu's program on a device that goes on by itself."""
+
+    def give(self, name: Any, value: Any) -> None:
+        self.run.channels.put(name, (value, self.device.mark()))
+
+    def take(self, name: Any) -> Any:
+        value, mark = self.run.channels.receive(name)
+        self.device.wait(mark)
+        return self._adopted(value)
+
+    def _adopted(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.device.adopt(value)
+        if isinstance(value, dict):
+            return {key: self._adopted(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._adopted(item) for item in value]
+        return value
+
+    def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
+        self.device.await_downloads()  # a result may be a weight
+        yield from super().updating(instruction)
+
+    def finish(self) -> None:
+        self.run.results.finish(self.device)
+
+    def end(self) -> None:
+        super().end()
+        self.device.settle()
+
+    def recorded_program(self) -> list[tuple[Callable[[Any], None], Any]]:
+        """Each instruction is waited for, so that its time is the work's and not that of starting it."""
+
+        def settled(handle: Callable[[Any], None]) -> Callable[[Any], None]:
+            def call(instruction: Any) -> None:
+                handle(instruction)
+                self.device.settle()
+
+            return call
+
+        return [(settled(handle), instruction) for handle, instruction in self.program]
+
+    # ---- the instructions that move values ---------------------------------------------------------------
+
+    def _load(self, instruction: ir.Load) -> None:
+        frame = self.frames.setdefault(instruction.micro_batch, {})
+        place = self._iteration(instruction.micro_batch)
+        group = self.settings.counts.group_of(self.replica)
+        for name, key in zip(instruction.names, instruction.keys, strict=True):
+            started = perf_counter()
+            frame[name] = self.device.upload(self.run.inputs[int(key)][place][group])
+            self.run.results.load(int(key), *place, self.replica, started)
+
+    def _receive(self, instruction: ir.Receive) -> None:
+        name = (instruction.channel, self.replica)
+        if not instruction.names:  # a credit: it bounds what is started, and says nothing of values
+            self.run.channels.receive(name)
+            return
+        values = zip(instruction.names, self.take(name), strict=True)
+        if instruction.micro_batch is None:
+            self.store.state.update(values)
+        else:
+            self.frames.setdefault(instruction.micro_batch, {}).update(values)
+
+    def _send(self, instruction: ir.Send) -> None:
+        name = (instruction.channel, self.replica)
+        if not instruction.names:
+            self.run.channels.put(name, ())
+        elif instruction.micro_batch is None:
+            self.give(name, [self.store.state[name].clone() for name in instruction.names])
+        else:
+            frame = self.frames[instruction.micro_batch]
+            self.give(name, [frame[name] for name in instruction.names])

@@ -1,0 +1,101 @@
+"""Devices for tests: the host, made to look like devices that are not there, and engines on them."""
+
+import torch
+from engine_models import graph_of, net, stages
+
+from popengine.compile import compile_graph, update
+from popengine.run.devices.base import Device
+from popengine.run.engine import Engine
+from popengine.settings import Counts, Hyper, Optimizer, Settings
+
+SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
+TYPES = {
+    "sgd": {"velocity": torch.float32},
+    "adam": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+}
+
+
+def rates(kind, lr=0.05):
+    return Hyper(({**(SGD if kind == "sgd" else ADAM), "lr": lr, "maximize": False},))
+
+
+class Serial(Device):
+    """The host, driven by one thread."""
+
+    is_serial = True
+
+
+class Remote(Device):
+    """The host, as if it were far: all that comes and goes is copied."""
+
+    is_remote = True
+
+    def upload(self, value):
+        return value.clone()
+
+    def fetch(self, value):
+        return value.clone()
+
+
+class SerialRemote(Remote):
+    is_serial = True
+
+
+def engine_on(
+    device,
+    ipus=(0, 1, 2, 3),
+    mode="pipelined",
+    kind="sgd",
+    counts=(2, 8, 1),
+    dropout=0.0,
+    training=True,
+    rules=update,
+    optimizer=None,
+    **more,
+):
+    """An engine of the small net whose ipus are made by `device`."""
+    model = net(dropout)
+    iterations, accumulation, replicas = counts
+    names = {name: 0 for name, _ in model.named_parameters()}
+    settings = Settings(
+        training,
+        Counts(iterations, accumulation, replicas, replicas),
+        stages(*ipus, mode=mode),
+        optimizer=Optimizer(kind, names, TYPES.get(kind, TYPES["adam"]), **(optimizer or {}))
+        if training
+        else None,
+        **more,
+    )
+    plan = compile_graph(graph_of(model if training else model.eval(), training), settings)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return Engine(plan, settings, weights, rules, 3, device)
+
+
+def batch_for(engine, call=0):
+    rows = 2 * engine.settings.counts.product
+    torch.manual_seed(call)
+    return [torch.randn(rows, 4), torch.randint(0, 3, (rows,))]
+
+
+def trained(engine, calls=3, hyper=None):
+    """All that some calls leave behind, by name."""
+    hyper = (
+        hyper or [rates(engine.settings.optimizer.kind)] * calls
+        if engine.settings.training
+        else [None] * calls
+    )
+    found = {}
+    for call in range(calls):
+        results = engine.run(batch_for(engine, call), hyper[call])
+        found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
+    found |= {name: value.clone() for name, value in engine.read().items()}
+    for key, state in engine.read_optimizer().items() if engine.settings.training else ():
+        found |= {f"{key} {name}": value for name, value in state.items()}
+    engine.close()
+    return found
+
+
+def assert_same(one, two):
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
