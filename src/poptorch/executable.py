@@ -82,7 +82,7 @@ def compile_model(
     options._execution_strategy.onStartTracing()
     try:
         with one_row_each(model, settings.replica_groups):
-            graph = capture(model, forward, samples, training=settings.training)
+            graph = capture(model, forward, samples, training=settings.training, device=settings.device)
     finally:
         options._execution_strategy.onEndTracing()
         hooks.after_compilation()

@@ -173,7 +173,7 @@ def capture(
         forward:  calls the module on the sample inputs given to it and returns its flat tensor outputs
         samples:  one micro-batch; only shapes, strides and dtypes are read
         training: append the backward of the model's one final loss, for all parameters that require it
-        device:   where the model will run; tensors that the forward makes are on it
+        device:   where the model will run; on another than the CPU nothing may need kernels that only CPUs have
 
     Raises:
         CaptureError: the forward reads a value out of a tensor, makes a shape that depends on data,
@@ -186,7 +186,7 @@ def capture(
     def pretend(like: Tensor) -> Tensor:
         # A shape is all there is to ask for: what a tensor subclass does when it is used has no place here.
         with torch._C.DisableTorchFunctionSubclass(), fake:
-            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
     parameters = {
         name: nn.Parameter(pretend(value), requires_grad=value.requires_grad)
@@ -205,7 +205,13 @@ def capture(
     token = _active.set(state)
     random = torch.get_rng_state()
     try:
-        with _tracing(training), fake, _in_place_of(module, parameters, buffers), recorder, _explained():
+        with (
+            _tracing(training, device),
+            fake,
+            _in_place_of(module, parameters, buffers),
+            recorder,
+            _explained(),
+        ):
             with LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
             if training:
@@ -243,16 +249,21 @@ _CAPTURING = threading.RLock()  # the flag is one for the process: threads that 
 
 
 @contextlib.contextmanager
-def _tracing(training: bool) -> Iterator[None]:
-    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread."""
+def _tracing(training: bool, device: str) -> Iterator[None]:
+    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread.
+
+    For another device than the CPU also without oneDNN: it makes a recurrent layer one operation that only CPUs have.
+    """
     with _CAPTURING:
-        before = torch.compiler._is_compiling_flag
+        before, onednn = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
         torch.compiler._is_compiling_flag = True
+        torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
         try:
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
+            torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore
 
 
 @contextlib.contextmanager
