@@ -41,7 +41,7 @@ def _decay_gradients(group: Rates, parameters: list[Tensor], gradients: list[Ten
 
 
 def _count(states: list[State]) -> list[float]:
-    """Advance the steps; they stay on the CPU, so that reading them waits for no device."""
+    """Advance the steps; they are on the CPU, so that reading them waits for no device."""
     steps = _column(states, "step")
     torch._foreach_add_(steps, 1)
     return [step.item() for step in steps]
@@ -108,9 +108,10 @@ def _moments(
     squares = _column(states, "exp_avg_sq")
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    steps = _count(states)
     if not optimizer.bias_correction:
-        return [1.0] * len(steps), [1.0] * len(steps)
+        torch._foreach_add_(_column(states, "step"), 1)
+        return [1.0] * len(states), [1.0] * len(states)
+    steps = _count(states)
     return [1 - beta1**step for step in steps], [1 - beta2**step for step in steps]
 
 

@@ -8,17 +8,19 @@ once at the end. It knows no device, schedule or user's class.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
+from popengine.compile import fused
 from popengine.compile.clip import clip_, norms
 from popengine.compile.rounding import stochastic_round_
 from popengine.compile.rules import RULES, Rates, Rule, State
 from popengine.settings import Optimizer
 
 # What the engine is given, as one module of rules.
-__all__ = ["clip_", "init_state", "norms", "update"]
+__all__ = ["clip_", "init_state", "norms", "reads_numbers", "takes_tensors", "update"]
 
 # Elements updated together on a CPU: few enough to stay in cache from one operation to the next, many enough
 # that small parameters share one Python call. AdamW takes a fifth to a third less time than in torch's loop.
@@ -37,8 +39,20 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     if optimizer.tf_variant:
         state["square_avg"].fill_(1)
     if kind in ("adam", "adamw", "lamb") or optimizer.torch_dampening:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        home = "cpu" if reads_numbers(optimizer, parameter) else parameter.device
+        state["step"] = torch.zeros((), dtype=torch.float32, device=home)
     return state
+
+
+def takes_tensors(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether the learning rate of this parameter's updates may be a tensor, on its device."""
+    return fused.fits(optimizer, parameter)
+
+
+def reads_numbers(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether its updates read how many there were, as numbers of the host."""
+    corrected = optimizer.kind in ("adam", "adamw", "lamb") and optimizer.bias_correction
+    return (corrected or optimizer.torch_dampening) and not fused.fits(optimizer, parameter)
 
 
 def update(
@@ -51,7 +65,8 @@ def update(
 ) -> None:
     """Update parameters and states in place, by one step. Under no_grad; gradients may be overwritten.
 
-    Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
+    Args: group: the rates, with the keys that `popengine.settings.Hyper` lists; and "lr_tensor", the learning rate
+              as a float32 scalar on the parameters' device, for those that `takes_tensors`
           generators: one a parameter. Half precision parameters are then rounded stochastically, with numbers
               that depend on the parameter alone, not on what shares its stage. None: to nearest.
     """
@@ -59,6 +74,19 @@ def update(
         for state, parameter in zip(states, parameters, strict=True):
             if name not in state:  # the momentum was zero so far
                 state[name] = _zeros(optimizer, name, parameter)
+    is_fused = [fused.fits(optimizer, parameter) for parameter in parameters]
+    if any(is_fused):
+        fused.update(
+            optimizer,
+            group,
+            list(compress(parameters, is_fused)),
+            list(compress(gradients, is_fused)),
+            list(compress(states, is_fused)),
+        )
+        others = [not fits for fits in is_fused]
+        parameters, gradients = list(compress(parameters, others)), list(compress(gradients, others))
+        states = list(compress(states, others))
+        generators = None if generators is None else list(compress(generators, others))
     rule = RULES[optimizer.kind]
     for chunk in _chunks(parameters):
         chosen = generators[chunk] if generators is not None else None

@@ -26,7 +26,7 @@ class Updater:
     """Updates the weights that live on one ipu of one replica.
 
     Args:
-        rules:     the module of update rules (update, norms, clip_)
+        rules:     the module of update rules (update, norms, clip_, takes_tensors)
         instances: the process group of this ipu over all instances, or None for one alone
     """
 
@@ -42,6 +42,9 @@ class Updater:
         device: Device,
     ) -> None:
         self.device = device
+        weights = [store.state[store.slot[key]] for key in store.sums]
+        self._takes_tensors = any(rules.takes_tensors(settings.optimizer, weight) for weight in weights)
+        self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
         self.instances = instances
         self.place = {slot.key: place for place, slot in enumerate(plan.partition.graph.slots)}
@@ -51,6 +54,12 @@ class Updater:
 
     def begin(self, hyper: Hyper | None) -> None:
         """A call starts, with these rates."""
+        if hyper is None or not self._takes_tensors:
+            return
+        if not self._lrs:
+            self._lrs = [torch.empty((), device=self.device.place) for _ in hyper.groups]
+        for tensor, rates in zip(self._lrs, hyper.groups, strict=True):
+            tensor.fill_(rates["lr"])
 
     def update(self, keys: Sequence[str], hyper: Hyper, key: int, give: Give) -> Waits:
         """One weight update of these parameters; `key` is that of the step's random numbers."""
@@ -76,7 +85,8 @@ class Updater:
                 gradients = [store.sums[name] for name in names]
                 states = [store.states[name] for name in names]
                 generators = self._generators(names, weights, key)
-                self.rules.update(optimizer, rates, weights, gradients, states, generators)
+                given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
+                self.rules.update(optimizer, given, weights, gradients, states, generators)
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
             yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)

@@ -17,6 +17,10 @@ from . import inductor
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
     """The functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
+    if device.type != "cpu":
+        from ..devices import operations
+
+        operations.check(plan.partition, device)
     if (
         settings.backend == "inductor" and not settings.finite_checks
     ):  # these look at each operation's results

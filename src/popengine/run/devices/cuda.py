@@ -51,13 +51,19 @@ class Cuda(Device):
 
     def __init__(self, index: int) -> None:
         self.place = torch.device("cuda", index)
-        self._compute, self._up, self._down = self._streams()
+        self._compute, self._up, self._down = (self._stream() for _ in range(3))
 
-    def _streams(self) -> tuple[Any, Any, Any]:
-        return torch.cuda.Stream(self.place), torch.cuda.Stream(self.place), torch.cuda.Stream(self.place)
+    # What a test puts something else in place of, where there is no GPU.
+
+    def _stream(self) -> Any:
+        return torch.cuda.Stream(self.place)
 
     def _on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
+
+    def _keep(self, value: Tensor, stream: Any) -> None:
+        """The memory of a value is not used again before what the stream has been told by then."""
+        value.record_stream(stream)
 
     # ---- memory ------------------------------------------------------------------------------------------
 
@@ -71,7 +77,7 @@ class Cuda(Device):
         with self._on(self._up):
             there = value.to(self.place, non_blocking=True)
         self._compute.wait_stream(self._up)
-        there.record_stream(self._compute)  # its memory is the copying stream's
+        self._keep(there, self._compute)  # its memory is the copying stream's
         return there
 
     def download(self, target: Tensor, value: Tensor) -> None:
@@ -79,7 +85,7 @@ class Cuda(Device):
         self._down.wait_stream(self._compute)
         with self._on(self._down):
             target.copy_(value, non_blocking=True)
-        value.record_stream(self._down)
+        self._keep(value, self._down)
 
     def fetch(self, value: Tensor) -> Tensor:
         return value.cpu()
@@ -97,13 +103,13 @@ class Cuda(Device):
 
     def adopt(self, value: Tensor) -> Tensor:
         if value.device == self.place:
-            value.record_stream(self._compute)
+            self._keep(value, self._compute)
             return value
         if value.is_cpu:
             return value
         here = value.to(self.place, non_blocking=True)
         # torch copies between GPUs on the current stream of the source, which waits for ours and makes ours wait.
-        value.record_stream(torch.cuda.current_stream(value.device))
+        self._keep(value, torch.cuda.current_stream(value.device))
         return here
 
     def await_downloads(self) -> None:
