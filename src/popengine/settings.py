@@ -11,6 +11,7 @@ Mode = Literal["pipelined", "sharded", "phased"]
 AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 Backend = Literal["eager", "inductor"]
+DeviceKind = Literal["cpu", "cuda"]
 OptimizerKind = Literal["sgd", "adam", "adamw", "rmsprop", "lamb"]
 
 
@@ -160,7 +161,7 @@ class Settings:
     shard_optimizer: int | None = None  # share the state of parameters with at least so many elements
     off_device: tuple[str, ...] = ()  # kinds of tensors that may wait in the host's memory ("optimizer", ...)
     recompute: bool = False  # compute activations again in backward, instead of keeping them
-    device: str = "cpu"
+    device: DeviceKind = "cpu"
     backend: Backend = "eager"  # what runs the pieces
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name

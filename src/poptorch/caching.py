@@ -31,7 +31,9 @@ from .ops.host import calls_host
 from .options import Options
 
 # What does not change what is compiled.
-_IRRELEVANT = {"connection_type", "ipu_id", "log_dir", "max_repeat_logs", "model_name", "random_seed"}
+_IRRELEVANT = {
+    *("connection_type", "device_kind", "ipu_id", "log_dir", "max_repeat_logs", "model_name", "random_seed"),
+}
 _IRRELEVANT_POPART = {"cachePath", "enableEngineCaching", "engineOptions"}
 
 
@@ -86,8 +88,8 @@ def cache(model: nn.Module, call: Call, options: Options, settings: Settings) ->
 
 
 def _shared(settings: Settings) -> Settings:
-    """The settings as all instances have them."""
-    return replace(settings, counts=replace(settings.counts, instance=0))
+    """The settings as all instances have them, on whatever device."""
+    return replace(settings, counts=replace(settings.counts, instance=0), device="cpu")
 
 
 def _described(options: Options) -> list[Any]:

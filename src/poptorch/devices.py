@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from .counters import Counters
 from .enums import ConnectionType
 from .optim import Optimizer as PoptorchOptimizer
 from .optimizing import OptimizerOwner
+from .options.freeze import device_of
 from .weights import HostWeights
 
 
@@ -29,10 +31,10 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         assert self._options.connection_type != ConnectionType.Never, (
             "Trying to attach a model to an offline device (ConnectionType.Never)"
         )
+        # What was compiled elsewhere runs on the devices of this program.
+        settings = replace(executable.settings, device=device_of(self._options))
         with torch._C.DisableTorchFunctionSubclass():
-            self._engine = Engine(
-                executable.plan, executable.settings, self._host_weights(), update, self._seed()
-            )
+            self._engine = Engine(executable.plan, settings, self._host_weights(), update, self._seed())
         if self._reporter is not None:
             self._reporter.attached(self._engine)
         if self._kept_rng is not None:

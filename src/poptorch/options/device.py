@@ -9,8 +9,17 @@ from typing import Self
 from poptorch.enums import ConnectionType, SyncPattern
 from poptorch.options.base import OptionsDict
 
+DEVICES = ("cpu", "cuda")
+
 
 class DeviceOptions(OptionsDict):
+    def device(self, kind: str) -> Self:
+        """What the ipus are (not in PopTorch): threads of the "cpu", or streams of the GPUs of "cuda". Wins over the
+        environment variable POPTORCH_DEVICE; without either it is the CPU.
+        """
+        assert kind in DEVICES, f"device takes one of {', '.join(DEVICES)}; found {kind!r}"
+        return self.createOrSet(device_kind=kind)
+
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
         """Recorded: on an IPU system, reserve more ipus than needed where counts are powers of two."""
         return self.set(auto_round_num_ipus=auto_round_num_ipus)

@@ -6,8 +6,10 @@ import logging
 import os
 
 from popengine.errors import Error
-from popengine.settings import Backend, Counts, Optimizer, Outputs, ReplicaGroups, Settings
-from poptorch.enums import CommGroupType, OutputMode, ReductionType
+from popengine.run import devices
+from popengine.settings import Backend, Counts, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, ReductionType
+from poptorch.options.device import DEVICES
 from poptorch.options.execution import BACKENDS
 from poptorch.options.options import Options
 from poptorch.strategies import PipelinedExecution
@@ -54,7 +56,7 @@ def freeze(
     """The engine's settings.
 
     Raises:
-        Error: OutputMode.EveryN with a period that does not divide the device iterations
+        Error: OutputMode.EveryN with a period that does not divide the device iterations; a device that is not there
     """
     group, popart = options.input_group_size, options._Popart.options
     counts = Counts(
@@ -87,10 +89,29 @@ def freeze(
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
         shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
-        off_device=_off_device(options),
+        off_device=_off_device(options, device_of(options)),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
+        device=device_of(options),
         backend=_backend(options),
     )
+
+
+def device_of(options: Options) -> DeviceKind:
+    """What the ipus are: as the options say, else the environment.
+
+    Raises:
+        Error: POPTORCH_DEVICE names no kind of device, or there is no such device to attach to
+    """
+    kind = (
+        options("device_kind") if options.exists("device_kind") else os.environ.get("POPTORCH_DEVICE", "cpu")
+    )
+    if kind not in DEVICES:
+        raise Error(
+            f"POPTORCH_DEVICE is {kind!r}, which is no kind of device\n  fix: one of {', '.join(map(repr, DEVICES))}"
+        )
+    if options.connection_type != ConnectionType.Never:
+        devices.check(kind)
+    return kind
 
 
 def _backend(options: Options) -> Backend:
@@ -115,14 +136,20 @@ def _least_shared(options: Options) -> int | None:
     return values.get("min_elements_for_replicated_tensor_sharding", 0)
 
 
-def _off_device(options: Options) -> tuple[str, ...]:
+def _off_device(options: Options, device: DeviceKind) -> tuple[str, ...]:
     """The kinds of tensors that the user allows to be kept in the host's memory."""
     kinds = ("activation", "weight", "optimizer", "accumulator")
     locations = options.TensorLocations.toDict()
     found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
-    if found:
+    if found and device == "cpu":
         logger.info(
             "useOnChipStorage(False) for %s: the devices are CPUs, whose memory is the host's, so nothing moves",
             ", ".join(found),
+        )
+    elif others := [kind for kind in found if kind != "optimizer"]:
+        logger.warning(
+            "useOnChipStorage(False) for %s: on a GPU only the optimizer's state can be in the host's memory; these"
+            " stay on the GPU",
+            ", ".join(others),
         )
     return found

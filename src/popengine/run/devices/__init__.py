@@ -18,3 +18,11 @@ def of(kind: str) -> Callable[[int], Device]:
 
         return devices()
     return lambda ipu: Device()
+
+
+def check(kind: str) -> None:
+    """Raises Error, where there is no device of this kind."""
+    if kind == "cuda":
+        from . import cuda
+
+        cuda.check()

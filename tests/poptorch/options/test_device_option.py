@@ -1,0 +1,56 @@
+"""Options.device, and the environment variable that stands behind it."""
+
+import pytest
+import torch
+
+import poptorch
+from poptorch.options.freeze import freeze, resolved
+
+
+def device_of(options):
+    return freeze(resolved(options, training=False), training=False, optimizer=None).device
+
+
+def test_ipus_are_threads_of_the_cpu_unless_somebody_says_otherwise(monkeypatch):
+    monkeypatch.delenv("POPTORCH_DEVICE", raising=False)
+    assert device_of(poptorch.Options()) == "cpu"
+
+
+def test_the_environment_chooses_a_device_and_the_option_wins_over_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("POPTORCH_DEVICE", "cuda")
+    assert device_of(poptorch.Options()) == "cuda"
+    assert device_of(poptorch.Options().device("cpu")) == "cpu"
+
+
+def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
+    with pytest.raises(AssertionError, match="device takes one of cpu, cuda; found 'ipu'"):
+        poptorch.Options().device("ipu")
+    monkeypatch.setenv("POPTORCH_DEVICE", "tpu")
+    with pytest.raises(poptorch.Error, match="POPTORCH_DEVICE is 'tpu'"):
+        device_of(poptorch.Options())
+
+
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = poptorch.inferenceModel(lambda x: pytest.fail("captured"), poptorch.Options().device("cuda"))
+    with pytest.raises(
+        poptorch.Error, match=r'the device is "cuda", but torch (.|\n)*options.device\("cpu"\)'
+    ):
+        model(torch.zeros(2))
+
+
+def test_what_is_only_compiled_needs_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = poptorch.Options().device("cuda").useOfflineIpuTarget()
+    poptorch.inferenceModel(lambda x: x + 1, options).compile(torch.zeros(2))
+
+
+def test_what_was_compiled_for_a_gpu_runs_where_there_is_none(tmp_path, monkeypatch):
+    file = tmp_path / "model.poptorch"
+    model = torch.nn.Linear(2, 2)
+    options = poptorch.Options().device("cuda").useOfflineIpuTarget()
+    poptorch.inferenceModel(model, options).compileAndExport(file, torch.zeros(1, 2), export_model=False)
+    executor = poptorch.inferenceModel(model)
+    executor.loadExecutable(file)
+    assert torch.equal(executor(torch.ones(1, 2)), model(torch.ones(1, 2)))
