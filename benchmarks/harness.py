@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import resource
 import shlex
 import statistics
 import subprocess
@@ -50,6 +51,7 @@ class Measurement:
     rounds: tuple[float, ...]
     numbers: tuple[float, ...]  # what each unit returned, the first one included
     others: tuple[float, ...] = ()  # cores that other programs used during each round
+    memory: int = 0  # bytes that its processes held at their peak: of the GPU where they use one
 
     @property
     def calm(self) -> tuple[float, ...]:
@@ -63,12 +65,19 @@ class Measurement:
 
 
 def measure(
-    contenders: Sequence[Contender], rounds: int, progress: Callable[[str], None] = print, patience: int = 1
+    contenders: Sequence[Contender],
+    rounds: int,
+    progress: Callable[[str], None] = print,
+    patience: int = 1,
+    warm: int = 1,
+    lenient: bool = False,
 ) -> list[Measurement]:
     """Set up each contender, then let them work in turns.
 
     Args:
         patience: times the rounds, the most that a contender gets to have its rounds in calm
+        warm:     units before the first round
+        lenient:  go on without a contender that fails before the first round
     Returns: a `Measurement` for each contender, in their order
     Raises:  RuntimeError, with the child's traceback, if a contender fails
     """
@@ -76,7 +85,14 @@ def measure(
     try:
         for contender in contenders:
             teams.append(Team(contender))
-            teams[-1].work()
+            try:
+                teams[-1].warm_up(warm)
+            except RuntimeError as error:
+                if not lenient:
+                    raise
+                teams.pop().stop()
+                progress(f"left out: {error}")
+                continue
             progress(f"{contender.name}: first unit after {teams[-1].seconds[0]:.2f} s")
         for number in range(rounds * patience):
             waiting = [team for team in rotated(teams, number) if team.calm_rounds < rounds or patience == 1]
@@ -129,6 +145,12 @@ class Team:
         self.numbers.append(answers[-1])
         self.others.append((cores_used() - used - self.own() + own) / self.seconds[-1])
 
+    def warm_up(self, units: int) -> None:
+        """Work without counting; of the first unit the time is kept."""
+        for _ in range(units):
+            self.work()
+        del self.seconds[1:], self.others[1:]
+
     @property
     def calm_rounds(self) -> int:
         return sum(others < CALM for others in self.others[1:])
@@ -148,7 +170,12 @@ class Team:
 
     def measurement(self) -> Measurement:
         first, *rounds = self.seconds
-        return Measurement(self.name, first, tuple(rounds), tuple(self.numbers), tuple(self.others[1:]))
+        for pipe in self.pipes:
+            pipe.send("memory")
+        memory = sum(int(self.receive(pipe)) for pipe in self.pipes)
+        return Measurement(
+            self.name, first, tuple(rounds), tuple(self.numbers), tuple(self.others[1:]), memory
+        )
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -189,20 +216,30 @@ def await_calm(most: float = 20.0) -> None:
 
 
 def child(pipe: Connection, setup: Callable[[int], Unit], rank: int) -> None:
-    """The loop of a child process: set up at the first message, then a unit of work for each."""
+    """The loop of a child process: set up at the first message, then a unit of work for each "work"."""
     unit: Unit | None = None
     try:
         pipe.send(0.0)
         while True:
             try:
-                pipe.recv()
+                message = pipe.recv()
             except EOFError:
                 return
+            if message == "memory":
+                pipe.send(float(peak_memory()))
+                continue
             if unit is None:
                 unit = setup(rank)
             pipe.send(float(unit()))
     except BaseException:
         pipe.send(traceback.format_exc())
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most: of the GPU if it uses one, else of the machine."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def table(measurements: Sequence[Measurement], baseline: str, items: int, noun: str) -> str:

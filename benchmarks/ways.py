@@ -23,11 +23,13 @@ Unit = Callable[[], float]
 Placement = Sequence[tuple[int, str]]  # of each stage: its ipu, and its blocks with spaces between
 
 
-def ours(rank: int, task: Task, placement: Placement, replicas: int = 1) -> Unit:
+def ours(rank: int, task: Task, placement: Placement, replicas: int = 1, backend: str | None = None) -> Unit:
     """Pando: a pipeline of these stages; replicas share out the micro-batches of an update."""
     import poptorch
 
     options = poptorch.Options().replicationFactor(replicas)
+    if backend is not None:
+        options.compiler(backend)
     options.setExecutionStrategy(poptorch.PipelinedExecution(*stages(placement)))
     training_model, inputs = executor(task, options), task.inputs()
 
@@ -55,21 +57,36 @@ def executor(task: Task, options: poptorch.Options) -> poptorch.PoplarExecutor:
     return poptorch.trainingModel(model, options, task.optimizer(model.parameters()))
 
 
-def plain(rank: int, task: Task, threads: int) -> Unit:
+def plain(rank: int, task: Task, threads: int, device: str = "cpu") -> Unit:
     """Plain PyTorch: forward and backward of one micro-batch after another."""
     torch.set_num_threads(threads)
-    model = task.model()
+    model = task.model().to(device)
     optimizer = task.optimizer(model.parameters())
-    return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step)
+    return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step, device)
 
 
-def compiled(rank: int, task: Task, threads: int) -> Unit:
+def compiled(rank: int, task: Task, threads: int, device: str = "cpu", mode: str | None = None) -> Unit:
     """The same loop with forward, backward and the weight update compiled by torch.compile."""
     torch.set_num_threads(threads)
-    model = task.model()
-    optimizer = task.optimizer(model.parameters())
-    fast, step = torch.compile(model), torch.compile(lambda: optimizer.step())
-    return _loop(task, fast, list(model.parameters()), optimizer.zero_grad, step)
+    model = task.model().to(device)
+    parameters = list(model.parameters())
+    optimizer = task.optimizer(parameters)
+    fast, step = torch.compile(model, mode=mode), torch.compile(lambda: optimizer.step(), mode=mode)
+    if mode != "reduce-overhead":
+        return _loop(task, fast, parameters, optimizer.zero_grad, step, device)
+    for (
+        parameter
+    ) in parameters:  # what a CUDA graph gives is overwritten by its next run: add it up elsewhere
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        if "capturable" in group:  # the number of the step is on the GPU, so that a graph can count
+            group["capturable"] = device != "cpu"
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return fast(*inputs)
+
+    return _loop(task, forward, parameters, lambda: optimizer.zero_grad(set_to_none=False), step, device)
 
 
 def _loop(
@@ -78,14 +95,18 @@ def _loop(
     parameters: list[nn.Parameter],
     zero: Callable[[], None],
     step: Callable[[], object],
+    device: str,
 ) -> Unit:
     work = task.batches()
+    if device != "cpu":
+        work = [tuple(part.pin_memory() for part in batch) for batch in work]
 
     def unit() -> float:
         loss = torch.zeros(())
         for batch in work:
+            there = [part.to(device, non_blocking=True) for part in batch]
             zero()
-            for micro_batch in zip(*(part.split(task.rows) for part in batch), strict=True):
+            for micro_batch in zip(*(part.split(task.rows) for part in there), strict=True):
                 loss = model(*micro_batch)[-1]
                 loss.backward()
             _divide(parameters, task.micro_batches)
