@@ -63,9 +63,10 @@ def check(partition: Partition, device: torch.device) -> None:
         uses = "\n".join(f"  {name} at {where}" for name, where in missing.items())
         raise Error(
             f"the model uses operations that have no kernel for a {device.type!r} device\n{uses}\n"
-            "  why: it is captured on the CPU, which has them, and nothing stands in for them elsewhere\n"
-            "  fix: replace them in the model, or give your own ones a kernel for the device"
-            f' (torch.library.register_kernel(..., "{device.type}")); or run on the CPU: POPTORCH_DEVICE=cpu'
+            "  why: it was captured for a CPU, which has them, and nothing stands in for them elsewhere\n"
+            "  fix: if it comes from a file or a cache of executables, compile it for this device; else replace them"
+            f' in the model, or give your own ones a kernel (torch.library.register_kernel(..., "{device.type}"));'
+            " or run on the CPU: POPTORCH_DEVICE=cpu"
         )
 
 
