@@ -1,8 +1,9 @@
 """Crews: the threads that drive workers.
 
-On CPUs each worker is a crew of its own, and workers wait for each other in their channels. Where one thread
-drives all of them (kernels run by themselves on a GPU; its threads would only fight for Python's lock), they
-take turns in an order that was found before, so that nobody ever waits: see `turns.py`.
+On a CPU all workers have one crew, the cores: see `cores.py`. On a GPU, where kernels run by themselves and threads
+would only fight for Python's lock, one thread drives all workers, in turns that were found before: see `turns.py`.
+On several GPUs, and wherever a recorder looks at each ipu by itself, a worker has a thread of its own, and waits for
+the others in its channels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
+from .cores import Cores
 from .worker import Run, Stopped, Worker
 
 
@@ -30,7 +32,10 @@ class Crew:
         self.thread.start()
 
     def close(self) -> None:
+        """End the thread."""
         self.inbox.put(None)
+        if isinstance(self._perform, Cores):
+            self._perform.close()
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # the ipus are the threads

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 import torch
 
 aten = torch.ops.aten
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
     """One 64-bit number out of several, by splitmix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
-        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
         state ^= state >> 31
     return state
 

@@ -22,10 +22,12 @@ from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
 from .backends import load
+from .cores import Cores
 from .crew import Crew
 from .devices.base import Device
 from .recorder import Recorder
 from .remote import RemoteWorker
+from .replays import Replays, say_why_not
 from .results import Results
 from .sharing import owners
 from .store import Store
@@ -81,21 +83,29 @@ class Engine:
             code = codes[home.place]
             self._workers.append(kind(ipu, replica, plan, settings, store, rules, group, code, home))
         self._settle()
-        self._crews = self._together() if self._is_serial() else self._apart()
-        self._recorded_crews: list[Crew] = [] if self._is_serial() else self._crews
+        self._crews = self._together() or self._apart()
+        self._recorded_crews: list[Crew] = []
         self._close = weakref.finalize(self, _close, self._crews, self._recorded_crews)
 
     def close(self) -> None:
         """End the threads."""
         self._close()
 
-    def _is_serial(self) -> bool:
-        """Whether one thread drives all workers: where all are on one device that wants it so."""
-        homes = self.devices.values()
-        return all(home.is_serial for home in homes) and len({home.place for home in homes}) == 1
-
     def _together(self) -> list[Crew]:
-        return [Crew(self._workers, "ipus", Turns(self._workers))]
+        """One crew for all workers; none for devices that need a thread each."""
+        homes = self.devices.values()
+        if len({home.place for home in homes}) == 1 and all(home.is_serial for home in homes):
+            has_graphs = all(home.has_graphs for home in homes)
+            perform = Replays(self._workers, self._rules) if has_graphs else Turns(self._workers)
+            return [Crew(self._workers, "ipus", perform)]
+        if any(home.is_remote for home in homes):
+            if any(home.has_graphs for home in homes):
+                say_why_not("the ipus are on several devices")
+            return []
+        count = torch.get_num_threads()
+        if self.settings.training and self.settings.counts.instances > 1:
+            count = max(count, len(self._workers))  # each may wait for the other instances at the same time
+        return [Crew(self._workers, "core 0", Cores(self._workers, count))]
 
     def _apart(self) -> list[Crew]:
         return [
@@ -155,7 +165,7 @@ class Engine:
         run = Run(
             [
                 value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-                for value in map(home.on_host, inputs)
+                for value in inputs
             ],
             Results(self.plan.partition.graph, self.settings, home.host_empty),
             hyper,
@@ -165,16 +175,15 @@ class Engine:
             self._channels,
             recorder,
         )
-        for channel, tokens in self.plan.credits.items():
-            for replica in range(counts.replicas):
-                for _ in range(tokens):
-                    self._channels[channel, replica].put(())
+        self._channels.reset(self.plan.credits, counts.replicas)
         for store in self.stores.values():
             store.begin()
         if recorder is not None:
             recorder.begin_call()
         failure: BaseException | None = None
         crews = self._crews_for(recorder)
+        if crews is not self._crews or len(crews) > 1:
+            run.inputs = [home.on_host(value) for value in run.inputs]
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)  # some libraries keep one number for the process
@@ -189,11 +198,14 @@ class Engine:
             self._channels = Channels()
         if recorder is not None:
             recorder.end_call(run.steps, failed=failure is not None)
-        if failure is not None:
-            if not isinstance(failure, UnrecoverableError):
-                self._restore()
+        if failure is not None and isinstance(failure, UnrecoverableError):
+            raise failure
+        if failure is not None and not run.cannot_be_undone:
+            self._restore()
             raise failure
         self.step += run.steps
+        if failure is not None:
+            raise failure
         return run.results
 
     def _crews_for(self, recorder: Recorder | None) -> list[Crew]:
@@ -202,6 +214,8 @@ class Engine:
             return self._crews
         if not self._recorded_crews:
             self._recorded_crews += self._apart()
+            if any(home.has_graphs for home in self.devices.values()):
+                say_why_not("they are profiled")
         return self._recorded_crews
 
     def _await(self, run: Run, crews: Sequence[Crew]) -> BaseException | None:

@@ -28,10 +28,11 @@ class Store:
         self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
         self._factor_before = 1.0
 
-    def begin(self) -> None:
-        """A call starts: remember what there is."""
+    def begin(self, keeps_copies: bool = True) -> None:
+        """A call starts: remember what there is. `keeps_copies` False: its updates will not be undone."""
         self._before, self._factor_before = dict(self.state), self.loss_factor
-        self._copies = None
+        self._copies = None if keeps_copies else ([], [])
+        self._states_before = {key: tuple(state) for key, state in self.states.items()}
 
     def back_up(self) -> None:
         """Before the first update of a call: copy what updates write to."""
@@ -43,7 +44,6 @@ class Store:
             if place not in self._spare:
                 self._spare[place] = torch.empty_like(value)
         self._copies = list(live.values()), [self._spare[place] for place in live]
-        self._states_before = {key: tuple(state) for key, state in self.states.items()}
         torch._foreach_copy_(self._copies[1], self._copies[0])
 
     def restore(self) -> None:
@@ -52,9 +52,15 @@ class Store:
         self.state.update(self._before)
         self.loss_factor = self._factor_before
         if self._copies is not None:
-            torch._foreach_copy_(self._copies[0], self._copies[1])
+            if self._copies[0]:
+                torch._foreach_copy_(self._copies[0], self._copies[1])
             for key, names in self._states_before.items():
-                self.states[key] = {name: self.states[key][name] for name in names}
+                for name in self.states[key].keys() - set(names):
+                    del self.states[key][name]
+
+    def forget_copies(self) -> None:
+        """Give the memory back that copies are kept in."""
+        self._spare.clear()
 
     def spare(self) -> Iterable[Tensor]:
         """The memory that holds what a failed call is rolled back to."""

@@ -7,7 +7,7 @@ What lives from step to step is in the `Store`. Workers meet only in channels, w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -53,6 +53,17 @@ class Channels:
                     queue.put(STOP)
         return queue
 
+    def reset(self, credits: Mapping[Any, int], replicas: int) -> None:
+        """Nothing is in them but the credits of a call's start."""
+        with self._lock:
+            if self.stopped:
+                raise Stopped
+            self._queues.clear()
+        for channel, tokens in credits.items():
+            for replica in range(replicas):
+                for _ in range(tokens):
+                    self[channel, replica].put(())
+
     def put(self, name: Any, value: Any) -> None:
         self[name].put(value)
 
@@ -86,6 +97,7 @@ class Run:
     seed: int
     channels: Channels
     recorder: Recorder | None = None
+    cannot_be_undone: bool = False  # it happens as a whole, also where the caller is interrupted meanwhile
     finished: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
 
 
@@ -109,7 +121,7 @@ class Worker:
         self._remote = device if device.is_remote else None
         self._updater = Updater(ipu, replica, plan, settings, store, rules, instances, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
-        self._checks = FiniteCheck() if settings.finite_checks else nullcontext()
+        self._checks = FiniteCheck if settings.finite_checks else nullcontext
         self.run: Run
         self.step = 0
         pieces = plan.partition.pieces
@@ -198,7 +210,10 @@ class Worker:
         return (self.step, micro_batch) if self.settings.training else (micro_batch, 0)
 
     def _receive(self, instruction: ir.Receive) -> None:
-        values = self.run.channels.receive((instruction.channel, self.replica))
+        self.received(instruction, self.run.channels.receive((instruction.channel, self.replica)))
+
+    def received(self, instruction: ir.Receive, values: Sequence[Tensor]) -> None:
+        """Take in what another ipu has sent."""
         if instruction.micro_batch is None:
             self.store.state.update(zip(instruction.names, values, strict=True))
         else:
@@ -206,12 +221,14 @@ class Worker:
             frame.update(zip(instruction.names, values, strict=True))
 
     def _send(self, instruction: ir.Send) -> None:
+        self.run.channels.put((instruction.channel, self.replica), self.sent(instruction))
+
+    def sent(self, instruction: ir.Send) -> list[Tensor]:
+        """What another ipu is to be sent."""
         if instruction.micro_batch is None:  # weights: a copy, since they change at the end of the step
-            values = [self.store.state[name].clone() for name in instruction.names]
-        else:
-            frame = self.frames[instruction.micro_batch] if instruction.names else {}
-            values = [frame[name] for name in instruction.names]
-        self.run.channels[instruction.channel, self.replica].put(values)
+            return [self.store.state[name].clone() for name in instruction.names]
+        frame = self.frames[instruction.micro_batch] if instruction.names else {}
+        return [frame[name] for name in instruction.names]
 
     # What an update gives to other workers, and takes from them.
 
@@ -235,7 +252,7 @@ class Worker:
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
         try:
-            with self._checks:
+            with self._checks():
                 made = self._code[instruction.piece](values)
         except Exception as error:
             raise self._explained(error, piece, instruction.micro_batch) from error
@@ -287,6 +304,20 @@ class Worker:
                 name = work.send(self.take(name))
         except StopIteration:
             pass
+
+    def go_on(self, work: Any, name: Any) -> Any:
+        """Go on with an update that waits for a channel (None: it has not begun), as far as there is no wait.
+
+        Returns: the channel that it waits for now; None at its end
+        """
+        try:
+            if name is None:
+                name = next(work)
+            while self.run.channels.has(name):
+                name = work.send(self.take(name))
+        except StopIteration:
+            return None
+        return name
 
     def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""

@@ -6,13 +6,35 @@ from engine_models import graph_of, net, stages
 from popengine.compile import compile_graph, update
 from popengine.run.devices.base import Device
 from popengine.run.engine import Engine
-from popengine.settings import Counts, Hyper, Optimizer, Settings
+from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
 TYPES = {
     "sgd": {"velocity": torch.float32},
     "adam": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+}
+
+# By name, options of `engine_on`.
+LAYOUTS = {
+    "one ipu": {"ipus": (0, 0, 0, 0)},
+    "pipelined": {},
+    "two stages on an ipu": {"ipus": (0, 1, 2, 0)},
+    "sharded": {"ipus": (0, 1, 0, 1), "mode": "sharded"},
+    "dropout": {"dropout": 0.5},
+    "adam": {"kind": "adamw"},
+    "replicas": {"counts": (2, 8, 3)},
+    "sharded state": {"counts": (2, 8, 3), "kind": "adamw", "shard_optimizer": 0},
+    "clipping": {"counts": (2, 8, 2), "optimizer": {"max_grad_norm": 0.1}},
+    "automatic loss scaling": {"automatic_loss_scaling": True, "counts": (2, 8, 2)},
+    "recomputation": {"recompute": True, "dropout": 0.5},
+    "sums": {"outputs": "sum", "counts": (2, 8, 2)},
+    "last outputs": {"outputs": "final"},
+    "weights asked for": {
+        "anchors": (Anchor("weight", "a.weight", "all"), Anchor("updated", "c.weight", "all"))
+    },
+    "inference": {"training": False, "counts": (20, 1, 2)},
+    "sharded inference": {"training": False, "counts": (20, 1, 1), "ipus": (0, 1, 0, 1), "mode": "sharded"},
 }
 
 

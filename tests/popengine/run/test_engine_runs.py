@@ -7,6 +7,7 @@ from engine_models import Net, graph_of, net, stages
 from popengine.compile import compile_graph, update
 from popengine.compile.capture import capture
 from popengine.run.engine import Engine
+from popengine.run.worker import Worker
 from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
 
 RATES = {
@@ -138,27 +139,21 @@ def test_a_failed_call_leaves_step_weights_and_buffers_as_they_were():
     assert torch.equal(engine.run(batch(16), HYPER).outputs()[1], twin.run(batch(16), HYPER).outputs()[1])
 
 
-def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations():
-    """The first stage waits for the last: else a fast first stage would fill the memory."""
+def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(monkeypatch):
+    """Micro-batches begin when earlier ones have ended: else a fast first stage would fill the memory."""
     alive = []
+    compute = Worker._compute
 
-    class Slow(Net):
-        def forward(self, x, y):
-            return super().forward(x, y)
+    def watched(worker, instruction):
+        compute(worker, instruction)
+        alive.append(len([frame for frame in worker.frames.copy().values() if frame]))
 
-    model = Slow().eval()
+    monkeypatch.setattr(Worker, "_compute", watched)
+    model = Net().eval()
     settings = Settings(False, Counts(iterations=200), stages(0, 1, 2, 3))
     engine = Engine(
         compile_graph(graph_of(model, training=False), settings), settings, model.state_dict(), update, 0
     )
-    for worker in engine._workers:
-        load = worker._compute
-
-        def watched(instruction, load=load, worker=worker):
-            load(instruction)
-            alive.append(len([frame for frame in worker.frames.values() if frame]))
-
-        worker.program = [(watched if handle == load else handle, i) for handle, i in worker.program]
     engine.run(batch(200), None)
     assert max(alive) <= 5
 

@@ -31,11 +31,12 @@ class Device:
     """The host itself: everything is there already, and has happened when a call returns.
 
     Other devices override all of it. `is_remote`: has memory or a queue of its own, so values that are handed
-    over need marks. `is_serial`: one thread drives all ipus that are on it.
+    over need marks. `is_serial`: one thread drives all ipus that are on it. `has_graphs`: see `graph`.
     """
 
     is_remote = False
     is_serial = False
+    has_graphs = False
     place = torch.device("cpu")
 
     # ---- memory ------------------------------------------------------------------------------------------
@@ -88,15 +89,11 @@ class Device:
             UnrecoverableError: some of it has failed
         """
 
-    # ---- numbers and graphs ------------------------------------------------------------------------------
+    # ---- graphs ------------------------------------------------------------------------------------------
 
-    def generator(self) -> torch.Generator:
-        """A new source of random numbers."""
-        return torch.Generator(self.place)
-
-    def graph(self, generators: Sequence[torch.Generator]) -> Graph | None:
-        """An empty graph whose draws are from these generators; None: this device has no such thing."""
-        return None
+    def graph(self, generators: Sequence[torch.Generator]) -> Graph:
+        """An empty graph whose draws are from these generators."""
+        raise NotImplementedError
 
     def fork(self, mark: Any) -> None:
         """All that is started from here on, transfers too, runs after the mark."""

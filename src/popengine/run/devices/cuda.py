@@ -48,6 +48,7 @@ class Cuda(Device):
 
     is_remote = True
     is_serial = True
+    has_graphs = True
 
     def __init__(self, index: int) -> None:
         self.place = torch.device("cuda", index)
@@ -75,7 +76,7 @@ class Cuda(Device):
 
     def upload(self, value: Tensor) -> Tensor:
         with self._on(self._up):
-            there = value.to(self.place, non_blocking=True)
+            there = torch.empty_like(value, device=self.place).copy_(value, non_blocking=True)
         self._compute.wait_stream(self._up)
         self._keep(there, self._compute)  # its memory is the copying stream's
         return there
@@ -83,9 +84,9 @@ class Cuda(Device):
     def download(self, target: Tensor, value: Tensor) -> None:
         value = value.to(target.dtype)  # here, as the copy could not be left to itself otherwise
         self._down.wait_stream(self._compute)
+        self._keep(value, self._down)
         with self._on(self._down):
             target.copy_(value, non_blocking=True)
-        self._keep(value, self._down)
 
     def fetch(self, value: Tensor) -> Tensor:
         return value.cpu()

@@ -1,0 +1,154 @@
+"""Tasks: one step of all ipus, cut into what a core can do without waiting, and what has to be done before it.
+
+On a CPU an ipu is a place and not a core: two cores may work for the same ipu, on different micro-batches, as
+long as no result can tell. So a task is some successive instructions of one ipu on one micro-batch, and waits for
+no more than
+    the values that it receives, and what its ipu has done on the same micro-batch before;
+    where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order;
+    where few micro-batches may be under way, the end of an earlier one;
+    if it is an update: all that its ipu does in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ir import Accumulate, Compute, Free, Instruction, Keep, Load, Piece, Plan, Receive, Send, Store, Update
+
+_AT_ONCE = -1  # in place of a micro-batch: what frees memory, or others wait for
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """Instructions `start` to `stop` of an ipu's program, to be run when those in `after` have been."""
+
+    ipu: int
+    start: int
+    stop: int
+    micro_batch: int = _AT_ONCE
+    piece: int = -1  # -1: it computes none
+    after: list[Task] = field(default_factory=list)
+
+
+def tasks(plan: Plan, in_flight: int, *, adds_outputs: bool, in_order: bool) -> list[Task]:
+    """The tasks of a step, those first that are to be preferred: of early micro-batches.
+
+    Args:
+        in_flight:    micro-batches that may be under way
+        adds_outputs: outputs are summed up
+        in_order:     each piece sees micro-batches in their order, whatever it does
+    """
+    found: list[Task] = []
+    for ipu, program in plan.programs.items():
+        found += _of_ipu(ipu, program, plan, adds_outputs, in_order)
+    _join(found, plan)
+    _bound(found, plan, in_flight)
+    return sorted(found, key=lambda task: (task.micro_batch, task.piece))
+
+
+def _of_ipu(
+    ipu: int, program: Sequence[Instruction], plan: Plan, adds_outputs: bool, in_order: bool
+) -> list[Task]:
+    """The tasks of one ipu, with what each of them waits for there."""
+    pieces, micro_batches = plan.partition.pieces, plan.schedule.micro_batches
+    keeper = _keepers(program, plan)
+    mine: list[Task] = []
+    moves: list[Task] = []  # of weights, at the start
+    latest: dict[int, Task] = {}  # by micro-batch: its last computation
+    ended: dict[int, Task] = {}  # by piece: the last task of its last micro-batch
+    summed: dict[int, Task] = {}  # by piece: its last sums
+    for start, stop in _cuts(program, adds_outputs):
+        task = Task(ipu, start, stop)
+        compute = next((x for x in program[start:stop] if isinstance(x, Compute)), None)
+        if compute is not None:
+            task.micro_batch, task.piece = compute.micro_batch, compute.piece
+            task.after += [latest[task.micro_batch]] if task.micro_batch in latest else moves
+            waits = {keeper[name] for name in compute.held if name in keeper}
+            if in_order or _shows(pieces[task.piece]):
+                waits.add(task.piece)
+            task.after += [ended[piece] for piece in waits if piece in ended]
+            latest[task.micro_batch] = ended[task.piece] = task
+        elif isinstance(program[start], Update):
+            task.micro_batch, task.after = micro_batches, list(mine)
+        elif isinstance(program[start], (Send, Receive)):
+            moves.append(task)
+        else:  # sums of what was computed just before
+            piece = mine[-1].piece
+            task.after += [mine[-1], *([summed[piece]] if piece in summed else [])]
+            summed[piece] = ended[piece] = task
+            if _leaves(program[start:stop]):
+                latest[mine[-1].micro_batch] = task
+        mine.append(task)
+    return mine
+
+
+def _cuts(program: Sequence[Instruction], adds_outputs: bool) -> Iterator[tuple[int, int]]:
+    """Where tasks start and stop: each computes one piece, adds up what one has computed, moves weights or updates."""
+    ordered = (Accumulate, Keep, Store) if adds_outputs else (Accumulate, Keep)
+    start, computed, sums = 0, False, False
+    for index, instruction in enumerate(program):
+        begins = computed and isinstance(instruction, (Receive, Load, Compute))
+        begins |= computed and not sums and isinstance(instruction, ordered)
+        begins |= isinstance(instruction, Update) or (_moves_weights(program[index - 1]) and index > 0)
+        if begins and index > start:
+            yield start, index
+            start, computed, sums = index, False, False
+        computed |= isinstance(instruction, (Compute, *ordered))
+        sums |= isinstance(instruction, ordered)
+    if start < len(program):
+        yield start, len(program)
+
+
+def _leaves(sums: Sequence[Instruction]) -> bool:
+    """Whether a later piece reads what was added up or kept, and then forgets it."""
+    freed = {name for x in sums if isinstance(x, Free) for name in x.names}
+    return any(not freed.issuperset(x.names) for x in sums if isinstance(x, (Accumulate, Keep, Store)))
+
+
+def _moves_weights(instruction: Instruction) -> bool:
+    return isinstance(instruction, (Send, Receive)) and instruction.micro_batch is None
+
+
+def _keepers(program: Sequence[Instruction], plan: Plan) -> dict[str, int]:
+    """For each buffer that a piece of this ipu writes (by slot), which one."""
+    slots = {slot.key: slot.name for slot in plan.partition.graph.slots if slot.role == "buffer"}
+    found, piece = {}, -1
+    for instruction in program:
+        if isinstance(instruction, Compute):
+            piece = instruction.piece
+        elif isinstance(instruction, Keep):
+            found |= {slots[key]: piece for key in instruction.keys}
+    return found
+
+
+def _shows(piece: Piece) -> bool:
+    """Whether somebody may see when a piece runs: its own operations print, or call the host."""
+    return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)
+
+
+def _join(found: Sequence[Task], plan: Plan) -> None:
+    """Let tasks that receive wait for those that send."""
+    sent: dict[Any, Task] = {}
+    received: list[tuple[Any, Task]] = []
+    for task in found:
+        for instruction in plan.programs[task.ipu][task.start : task.stop]:
+            if isinstance(instruction, (Send, Receive)) and instruction.names:
+                name = instruction.channel, instruction.micro_batch
+                if isinstance(instruction, Send):
+                    sent[name] = task
+                else:
+                    received.append((name, task))
+    for name, task in received:
+        task.after.append(sent[name])
+
+
+def _bound(found: Sequence[Task], plan: Plan, in_flight: int) -> None:
+    """Let a micro-batch begin when an earlier one has ended."""
+    pieces = plan.partition.pieces
+    ends = {task.micro_batch: task for task in found if task.piece == len(pieces) - 1}
+    first = {task.micro_batch: task for task in found if task.piece == 0}
+    for micro_batch, task in first.items():
+        if micro_batch >= in_flight:
+            task.after.append(ends[micro_batch - in_flight])
