@@ -20,7 +20,7 @@ from harness import (  # pyright: ignore[reportMissingImports]
 )
 from task import Task  # pyright: ignore[reportMissingImports]
 
-BASELINE, LIMIT = "plain PyTorch, 1 thread", "Pando, the pieces on one ipu"
+BASELINE, LIMIT = "plain PyTorch, 1 thread", "Pando, one core"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def rivals(task: Task) -> dict[str, Contender]:
 
 
 def contenders(task: Task, layouts: Mapping[str, Ours]) -> dict[str, Contender]:
-    """Ours, then the pieces of the first layout one after another on one ipu, then the rivals."""
+    """Ours, then the pieces of the first layout one after another on one core, then the rivals."""
     found = {
         name: Contender(
             f"Pando, {layout.name}",
@@ -62,10 +62,10 @@ def contenders(task: Task, layouts: Mapping[str, Ours]) -> dict[str, Contender]:
         )
         for name, layout in layouts.items()
     }
-    alone = tuple((0, blocks) for _, blocks in next(iter(layouts.values())).placement)
+    first = next(iter(layouts.values())).placement
     return {
         **found,
-        "one": Contender(LIMIT, partial(ways.ours, task=task, placement=alone)),
+        "one": Contender(LIMIT, partial(ways.ours, task=task, placement=first, threads=1)),
         **rivals(task),
     }
 

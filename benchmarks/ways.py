@@ -23,10 +23,22 @@ Unit = Callable[[], float]
 Placement = Sequence[tuple[int, str]]  # of each stage: its ipu, and its blocks with spaces between
 
 
-def ours(rank: int, task: Task, placement: Placement, replicas: int = 1, backend: str | None = None) -> Unit:
-    """Pando: a pipeline of these stages; replicas share out the micro-batches of an update."""
+def ours(
+    rank: int,
+    task: Task,
+    placement: Placement,
+    replicas: int = 1,
+    backend: str | None = None,
+    threads: int | None = None,
+) -> Unit:
+    """Pando: a pipeline of these stages; replicas share out the micro-batches of an update.
+
+    Args: threads: how many cores work; by default all
+    """
     import poptorch
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     options = poptorch.Options().replicationFactor(replicas)
     if backend is not None:
         options.compiler(backend)

@@ -10,6 +10,7 @@ from digits import TASK
 LAYOUTS = {
     "ours4": Ours("4 ipus", ((0, "B1"), (1, "B2"), (2, "B3"), (3, "B4"))),
     "ours2": Ours("2 ipus", ((0, "B1"), (1, "B2 B3 B4"))),
+    "ours1": Ours("1 ipu", ((0, "B1 B2 B3 B4"),)),
 }
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import logging
 import os
 import time
 
+import torch
+
 from popengine.compile import schedule as schedules
 from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
 from popengine.ir import Plan
@@ -49,13 +51,12 @@ def announce(plan: Plan, settings: Settings) -> None:
         logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
     ipus = len(set(partition.ipus))
     logger.info(
-        "%d logical ipu%s × %d replica%s: each is a thread of this process on %s, which has %d cores",
+        "%d logical ipu%s × %d replica%s, run by %s",
         ipus,
         "" if ipus == 1 else "s",
         counts.replicas,
         "" if counts.replicas == 1 else "s",
-        settings.device,
-        os.cpu_count() or 1,
+        f"{torch.get_num_threads()} threads of this process" if settings.device == "cpu" else settings.device,
     )
     if not logger.isEnabledFor(logging.DEBUG):
         return

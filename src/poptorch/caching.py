@@ -88,8 +88,8 @@ def cache(model: nn.Module, call: Call, options: Options, settings: Settings) ->
 
 
 def _shared(settings: Settings) -> Settings:
-    """The settings as all instances have them, on whatever device."""
-    return replace(settings, counts=replace(settings.counts, instance=0), device="cpu")
+    """The settings as all instances have them."""
+    return replace(settings, counts=replace(settings.counts, instance=0))
 
 
 def _described(options: Options) -> list[Any]:

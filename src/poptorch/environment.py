@@ -15,7 +15,7 @@ from .logs import logger
 RECORDED = {
     "POPTORCH_SMALL_IPU_MODEL": "ipus have no size here",
     "POPTORCH_IPU_MODEL_VERSION": "ipus have no version here",
-    "POPTORCH_WAIT_FOR_IPU": "there is always an ipu: each is a thread",
+    "POPTORCH_WAIT_FOR_IPU": "there is always an ipu: they are logical devices",
     "POPTORCH_EXPORT_PROTO_FILE": "there is no ONNX graph; a compiled model is written by save()",
     "POPTORCH_EXPORT_PROTO_AS_BINARY": "there is no ONNX graph; a compiled model is written by save()",
     "POPTORCH_MAX_GRAPH_LEN": "there is no ONNX graph",

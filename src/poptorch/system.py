@@ -1,4 +1,4 @@
-"""What programs ask about the machine. Every ipu here is a thread of this process, and there is always one more."""
+"""What programs ask about the machine. Ipus are logical devices here, so there is always one more."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_the_log_says_which_block_is_where(caplog):
     compiled(0, 1)
     assert "stage 0 (b0) is on ipu 0" in caplog.text
     assert "stage 1 (b1) is on ipu 1" in caplog.text
-    assert "2 logical ipus × 1 replica: each is a thread of this process on cpu" in caplog.text
+    assert "2 logical ipus × 1 replica, run by " in caplog.text
 
 
 def test_an_error_of_the_compiler_says_which_pass_it_is_from():
