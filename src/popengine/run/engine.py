@@ -22,6 +22,7 @@ from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
 from .backends import load
+from .cores import Cores
 from .crew import Crew
 from .devices.base import Device
 from .recorder import Recorder
@@ -82,31 +83,31 @@ class Engine:
             code = codes[home.place]
             self._workers.append(kind(ipu, replica, plan, settings, store, rules, group, code, home))
         self._settle()
-        self._crews = self._together() if self._is_serial() else self._apart()
-        self._recorded_crews: list[Crew] = [] if self._is_serial() else self._crews
+        self._crews = self._together() or self._apart()
+        self._recorded_crews: list[Crew] = []
         self._close = weakref.finalize(self, _close, self._crews, self._recorded_crews)
 
     def close(self) -> None:
         """End the threads."""
         self._close()
 
-    def _is_serial(self) -> bool:
-        """Whether one thread drives all workers: where all are on one device that wants it so."""
-        homes = self.devices.values()
-        return all(home.is_serial for home in homes) and len({home.place for home in homes}) == 1
-
     def _together(self) -> list[Crew]:
-        has_graphs = all(home.has_graphs for home in self.devices.values())
-        perform = Replays(self._workers, self._rules) if has_graphs else Turns(self._workers)
-        return [Crew(self._workers, "ipus", perform)]
+        """One crew for all workers; none for devices that need a thread each."""
+        homes = self.devices.values()
+        if len({home.place for home in homes}) == 1 and all(home.is_serial for home in homes):
+            has_graphs = all(home.has_graphs for home in homes)
+            perform = Replays(self._workers, self._rules) if has_graphs else Turns(self._workers)
+            return [Crew(self._workers, "ipus", perform)]
+        if any(home.is_remote for home in homes):
+            if any(home.has_graphs for home in homes):
+                say_why_not("the ipus are on several devices")
+            return []
+        count = torch.get_num_threads()
+        if self.settings.training and self.settings.counts.instances > 1:
+            count = max(count, len(self._workers))  # each may wait for the other instances at the same time
+        return [Crew(self._workers, "core 0", Cores(self._workers, count))]
 
     def _apart(self) -> list[Crew]:
-        if (
-            len(self.devices) > 1
-            and not self._is_serial()
-            and any(d.has_graphs for d in self.devices.values())
-        ):
-            say_why_not("the ipus are on several devices")
         return [
             Crew([worker], f"ipu {worker.ipu} replica {worker.replica}", worker.alone)
             for worker in self._workers

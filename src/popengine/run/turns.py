@@ -103,7 +103,7 @@ class Turns:
         """All updates, each as far as it can go without what another one has still to give."""
         waiting = [(worker, worker.updating(instruction), None) for worker, instruction in self._updates]
         while waiting:
-            reached = [(worker, work, _advance(worker, work, name, run)) for worker, work, name in waiting]
+            reached = [(worker, work, _advance(worker, work, name)) for worker, work, name in waiting]
             still = [entry for entry in reached if entry[2] is not None]
             assert [entry[2] for entry in waiting] != [entry[2] for entry in still], (
                 "updates wait in a circle"
@@ -111,14 +111,6 @@ class Turns:
             waiting = still
 
 
-def _advance(worker: Worker, work: Any, name: Any, run: Run) -> Any:
-    """The channel that an update waits for now; None at its end."""
+def _advance(worker: Worker, work: Any, name: Any) -> Any:
     with worker.device.running():
-        try:
-            if name is None:
-                name = next(work)
-            while run.channels.has(name):
-                name = work.send(worker.take(name))
-        except StopIteration:
-            return None
-        return name
+        return worker.go_on(work, name)

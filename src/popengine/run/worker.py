@@ -121,7 +121,7 @@ class Worker:
         self._remote = device if device.is_remote else None
         self._updater = Updater(ipu, replica, plan, settings, store, rules, instances, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
-        self._checks = FiniteCheck() if settings.finite_checks else nullcontext()
+        self._checks = FiniteCheck if settings.finite_checks else nullcontext
         self.run: Run
         self.step = 0
         pieces = plan.partition.pieces
@@ -210,7 +210,10 @@ class Worker:
         return (self.step, micro_batch) if self.settings.training else (micro_batch, 0)
 
     def _receive(self, instruction: ir.Receive) -> None:
-        values = self.run.channels.receive((instruction.channel, self.replica))
+        self.received(instruction, self.run.channels.receive((instruction.channel, self.replica)))
+
+    def received(self, instruction: ir.Receive, values: Sequence[Tensor]) -> None:
+        """Take in what another ipu has sent."""
         if instruction.micro_batch is None:
             self.store.state.update(zip(instruction.names, values, strict=True))
         else:
@@ -218,12 +221,14 @@ class Worker:
             frame.update(zip(instruction.names, values, strict=True))
 
     def _send(self, instruction: ir.Send) -> None:
+        self.run.channels.put((instruction.channel, self.replica), self.sent(instruction))
+
+    def sent(self, instruction: ir.Send) -> list[Tensor]:
+        """What another ipu is to be sent."""
         if instruction.micro_batch is None:  # weights: a copy, since they change at the end of the step
-            values = [self.store.state[name].clone() for name in instruction.names]
-        else:
-            frame = self.frames[instruction.micro_batch] if instruction.names else {}
-            values = [frame[name] for name in instruction.names]
-        self.run.channels[instruction.channel, self.replica].put(values)
+            return [self.store.state[name].clone() for name in instruction.names]
+        frame = self.frames[instruction.micro_batch] if instruction.names else {}
+        return [frame[name] for name in instruction.names]
 
     # What an update gives to other workers, and takes from them.
 
@@ -247,7 +252,7 @@ class Worker:
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
         try:
-            with self._checks:
+            with self._checks():
                 made = self._code[instruction.piece](values)
         except Exception as error:
             raise self._explained(error, piece, instruction.micro_batch) from error
@@ -299,6 +304,20 @@ class Worker:
                 name = work.send(self.take(name))
         except StopIteration:
             pass
+
+    def go_on(self, work: Any, name: Any) -> Any:
+        """Go on with an update that waits for a channel (None: it has not begun), as far as there is no wait.
+
+        Returns: the channel that it waits for now; None at its end
+        """
+        try:
+            if name is None:
+                name = next(work)
+            while self.run.channels.has(name):
+                name = work.send(self.take(name))
+        except StopIteration:
+            return None
+        return name
 
     def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
