@@ -36,28 +36,25 @@ class Cores:
             adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
             in_order=settings.finite_checks,
         )
-        place = {id(task): index for index, task in enumerate(found)}
         replicas = settings.counts.replicas
         size = len(found) * replicas
         self._bodies: list[Any] = [None] * size
         self._followers: list[list[int]] = [[] for _ in range(size)]
         self._waits_for = [0] * size
-        for worker in workers:
-            body = self._body(worker)
-            for index, task in enumerate(found):
-                if task.ipu == worker.ipu:
-                    node = index * replicas + worker.replica
-                    self._bodies[node] = body[task.start : task.stop]
-                    self._waits_for[node] = len(task.after)
-                    for other in task.after:
-                        self._followers[place[id(other)] * replicas + worker.replica].append(node)
-        self._updates = {
-            node: worker
-            for worker in workers
-            for index, task in enumerate(found)
-            if task.ipu == worker.ipu and isinstance(plan.programs[task.ipu][task.start], ir.Update)
-            for node in (index * replicas + worker.replica,)
-        }
+        self._updates: dict[int, Worker] = {}
+        place = {id(task): index * replicas for index, task in enumerate(found)}
+        bodies = [(worker, self._body(worker)) for worker in workers]
+        of_ipu = {ipu: [(w, body) for w, body in bodies if w.ipu == ipu] for ipu in plan.programs}
+        for task in found:
+            is_update = isinstance(plan.programs[task.ipu][task.start], ir.Update)
+            for worker, body in of_ipu[task.ipu]:
+                node = place[id(task)] + worker.replica
+                self._bodies[node] = body[task.start : task.stop]
+                self._waits_for[node] = len(task.after)
+                for other in task.after:
+                    self._followers[place[id(other)] + worker.replica].append(node)
+                if is_update:
+                    self._updates[node] = worker
         # Updates that wait for a channel, and those that need not any more: their work, and its name.
         self._paused: dict[int, tuple[Any, Any]] = {}
         self._resumed: dict[int, tuple[Any, Any]] = {}

@@ -54,6 +54,7 @@ def _of_ipu(
     """The tasks of one ipu, with what each of them waits for there."""
     pieces, micro_batches = plan.partition.pieces, plan.schedule.micro_batches
     keeper = _keepers(program, plan)
+    waits_for_itself = [in_order or _shows(piece) for piece in pieces]
     mine: list[Task] = []
     moves: list[Task] = []  # of weights, at the start
     latest: dict[int, Task] = {}  # by micro-batch: its last computation
@@ -66,7 +67,7 @@ def _of_ipu(
             task.micro_batch, task.piece = compute.micro_batch, compute.piece
             task.after += [latest[task.micro_batch]] if task.micro_batch in latest else moves
             waits = {keeper[name] for name in compute.held if name in keeper}
-            if in_order or _shows(pieces[task.piece]):
+            if waits_for_itself[task.piece]:
                 waits.add(task.piece)
             task.after += [ended[piece] for piece in waits if piece in ended]
             latest[task.micro_batch] = ended[task.piece] = task
@@ -86,17 +87,19 @@ def _of_ipu(
 
 def _cuts(program: Sequence[Instruction], adds_outputs: bool) -> Iterator[tuple[int, int]]:
     """Where tasks start and stop: each computes one piece, adds up what one has computed, moves weights or updates."""
-    ordered = (Accumulate, Keep, Store) if adds_outputs else (Accumulate, Keep)
-    start, computed, sums = 0, False, False
+    begins = {Receive, Load, Compute}
+    ordered = {Accumulate, Keep, Store} if adds_outputs else {Accumulate, Keep}
+    start, computed, sums, moves = 0, False, False, False
     for index, instruction in enumerate(program):
-        begins = computed and isinstance(instruction, (Receive, Load, Compute))
-        begins |= computed and not sums and isinstance(instruction, ordered)
-        begins |= isinstance(instruction, Update) or (_moves_weights(program[index - 1]) and index > 0)
-        if begins and index > start:
+        kind = type(instruction)
+        if index > start and (
+            moves or kind is Update or (computed and (kind in begins or (kind in ordered and not sums)))
+        ):
             yield start, index
             start, computed, sums = index, False, False
-        computed |= isinstance(instruction, (Compute, *ordered))
-        sums |= isinstance(instruction, ordered)
+        computed |= kind is Compute or kind in ordered
+        sums |= kind in ordered
+        moves = kind in (Send, Receive) and instruction.micro_batch is None  # pyright: ignore
     if start < len(program):
         yield start, len(program)
 
