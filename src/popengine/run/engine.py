@@ -25,6 +25,7 @@ from .backends import load
 from .cores import Cores
 from .crew import Crew
 from .devices.base import Device
+from .offloading import offloading_of
 from .recorder import Recorder
 from .remote import RemoteWorker
 from .replays import Replays, say_why_not
@@ -127,6 +128,7 @@ class Engine:
 
     def _prepare_updates(self, place: tuple[int, int], store: Store) -> None:
         replica, ipu = place
+        offloading = offloading_of(self.devices[place], self.settings, self._rules)
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
@@ -143,6 +145,8 @@ class Engine:
             store.sums[key] = torch.zeros_like(weight, dtype=optimizer.accumulator_type)
             if key in updated and store.owner.get(key, replica) == replica:
                 store.states[key] = self._rules.init_state(optimizer, weight)  # type: ignore[attr-defined]
+                if offloading is not None:
+                    store.states[key] = offloading.on_host(weight, store.states[key])
 
     # ---- running -----------------------------------------------------------------------------------------
 
@@ -307,6 +311,7 @@ class Engine:
     def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy optimizer state into every replica; what is not given stays."""
         for place, store in self.stores.items():
+            offloading = offloading_of(self.devices[place], self.settings, self._rules)
             for key, state in store.states.items():
                 with self.devices[place].running():
                     for name, value in states.get(key, {}).items():
@@ -314,6 +319,8 @@ class Engine:
                         home = like.device if name in state else store.state[store.slot[key]].device
                         row = self._row(key, value, place[0]).detach()
                         state[name] = row.to(home, like.dtype, copy=True)
+                        if offloading is not None:
+                            state[name] = offloading.kept(state[name])
         self._settle()
 
     def _is_grouped(self, key: str) -> bool:

@@ -6,7 +6,7 @@ it in a fixed order, so that every layout and every run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..settings import Hyper, Settings
 from .collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .devices.base import Device
 from .draws import generator
+from .offloading import offloading_of, portions
 from .scaling import Count, count, next_factor
 from .sharing import pass_on
 from .store import Store
@@ -44,6 +45,7 @@ class Updater:
         self.device = device
         weights = [store.state[store.slot[key]] for key in store.sums]
         self._takes_tensors = any(rules.takes_tensors(settings.optimizer, weight) for weight in weights)
+        self.offloading = offloading_of(device, settings, rules)
         self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
         self.instances = instances
@@ -81,15 +83,31 @@ class Updater:
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of.get(name) == group]
             if names:
-                weights = [store.state[store.slot[name]] for name in names]
-                gradients = [store.sums[name] for name in names]
-                states = [store.states[name] for name in names]
-                generators = self._generators(names, weights, key)
                 given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
-                self.rules.update(optimizer, given, weights, gradients, states, generators)
+                self._update(names, given, key)
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
             yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)
+
+    def _update(self, names: Sequence[str], rates: Mapping[str, Any], key: int) -> None:
+        if self.offloading is None:
+            self._update_here(names, rates, key, [self.store.states[name] for name in names])
+            return
+        weights = {name: self.store.state[self.store.slot[name]] for name in names}
+        for some in portions(names, [weight.numel() for weight in weights.values()]):
+            states = [self.store.states[name] for name in some]
+            here = [self.offloading.brought(weights[n], state) for n, state in zip(some, states, strict=True)]
+            self._update_here(some, rates, key, here)
+            for state, values in zip(states, here, strict=True):
+                self.offloading.take_back(state, values)
+
+    def _update_here(
+        self, names: Sequence[str], rates: Mapping[str, Any], key: int, states: list[dict[str, Tensor]]
+    ) -> None:
+        weights = [self.store.state[self.store.slot[name]] for name in names]
+        gradients = [self.store.sums[name] for name in names]
+        generators = self._generators(names, weights, key)
+        self.rules.update(self.settings.optimizer, rates, weights, gradients, states, generators)
 
     def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
         name = ("sums", self.ipu, members)

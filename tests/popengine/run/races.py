@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from popengine.run.devices.cuda import Cuda
@@ -151,7 +151,8 @@ class Watched(Cuda):
             self.races.kept.setdefault(value.untyped_storage()._cdata, set()).add(stream)
 
     def host_empty(self, shape, dtype):
-        return torch.empty(tuple(shape), dtype=dtype)
+        with _disable_current_modes():  # no stream makes it
+            return torch.empty(tuple(shape), dtype=dtype)
 
     def on_host(self, value):
         return value

@@ -4,7 +4,7 @@ They refuse operations on two devices, and to be read by the host. So a run prov
 CPU, and that the host reads no value that it would have to wait for. What a GPU computes, it does not.
 """
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ from stand_ins import batch_for, engine_on, rates
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from popengine.compile import compile_graph, update
 from popengine.compile.capture import capture
@@ -81,7 +82,11 @@ class FakeGpu(cuda.Cuda):
             yield
 
     def host_empty(self, shape, dtype):
-        return torch.zeros(tuple(shape), dtype=dtype)
+        with _disable_current_modes():
+            return torch.zeros(tuple(shape), dtype=dtype)
+
+    def graph(self, generators):
+        return SimpleNamespace(capturing=nullcontext, replay=lambda: None)
 
     def on_host(self, value):
         return value
@@ -117,18 +122,21 @@ def devices_of(engine):
         {"ipus": (0, 0, 0, 0), "dropout": 0.5},
         {"kind": "adamw", "counts": (2, 8, 2), "optimizer": {"max_grad_norm": 1.0}},
         {"kind": "adam", "counts": (2, 8, 2), "shard_optimizer": 0},
+        {"kind": "adamw", "off_device": ("optimizer",)},
         {"kind": "lamb", "optimizer": {"bias_correction": False}},
         {"ipus": (0, 1, 0, 1), "mode": "sharded", "outputs": "sum", "recompute": True, "dropout": 0.5},
         {"training": False, "counts": (20, 1, 1)},
     ],
     ids=str,
 )
-def test_a_run_leaves_nothing_on_the_cpu_and_waits_for_nothing(options, fused_kernels):
+def test_a_run_leaves_nothing_on_the_cpu_and_waits_for_nothing(options, fused_kernels, caplog):
     engine = engine_on(lambda ipu: FakeGpu(0), **options)
     hyper = rates(options.get("kind", "sgd")) if engine.settings.training else None
-    for call in range(2):
+    for call in range(3):  # as it is, captured, replayed
         engine.run(batch_for(engine, call), hyper)
-    assert set(devices_of(engine)) == {GPU}
+    assert caplog.text == ""
+    states = {GPU} if "off_device" not in options else {GPU, torch.device("cpu")}
+    assert set(devices_of(engine)) == states
     assert bool(fused_kernels) == (engine.settings.training and options.get("kind") != "lamb")
     assert {value.device.type for value in engine.read().values()} == {"cpu"}
     assert {v.device.type for state in engine.read_optimizer().values() for v in state.values()} <= {"cpu"}

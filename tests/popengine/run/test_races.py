@@ -20,6 +20,7 @@ PLANS = {
     "weights asked for": {
         "anchors": (Anchor("weight", "c.weight", "all"), Anchor("updated", "a.weight", "all"))
     },
+    "state on the host": {"kind": "adamw", "off_device": ("optimizer",), "counts": (3, 7, 2)},
     "inference": {"training": False, "counts": (12, 1, 2)},
 }
 

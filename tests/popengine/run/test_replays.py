@@ -44,6 +44,7 @@ LAYOUTS = {
     "adamw": {"kind": "adamw"},
     "replicas": {"counts": (2, 8, 3), "kind": "adamw"},
     "sharded state": {"counts": (2, 8, 3), "kind": "adamw", "shard_optimizer": 0},
+    "state on the host": {"kind": "adamw", "off_device": ("optimizer",)},
     "clipping": {"counts": (2, 8, 2), "optimizer": {"max_grad_norm": 0.1}},
     "sums": {"outputs": "sum", "counts": (2, 8, 2)},
     "last outputs": {"outputs": "final"},
