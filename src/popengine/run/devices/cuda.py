@@ -1,4 +1,4 @@
-"""GPUs through torch.cuda, the one file that names it: an ipu is three streams of a GPU.
+"""GPUs through torch.cuda: an ipu is three streams of one. The one file that tells torch.cuda what to do.
 
 One stream computes, one brings inputs, one takes results away, so that transfers and kernels run at the same
 time. Marks are events. The host's side of a transfer is pinned memory: else the host would wait for it.
