@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -157,7 +158,12 @@ class Replays:
 
     def _capture_steps(self, static: Run) -> None:
         self._fork()
-        self._turns.steps(static)
+        try:
+            self._turns.steps(static)
+        except BaseException:
+            with suppress(Exception):  # a capture ends only once all its streams have come back
+                self._join()
+            raise
         self._join()
         # Only now has everybody read what buffers were at the beginning.
         self._fork()

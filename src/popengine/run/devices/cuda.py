@@ -72,6 +72,7 @@ class Cuda(Device):
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def on_host(self, value: Tensor) -> Tensor:
+        value = value.cpu()  # whoever gives a GPU's tensors gets them copied
         return value if value.is_pinned() or not value.numel() else value.pin_memory()
 
     def upload(self, value: Tensor) -> Tensor:
@@ -164,10 +165,18 @@ class CudaGraph:
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the capture has failed is known
-                    self._graph.capture_end()
+                self._abandon()
                 raise
             self._graph.capture_end()
+
+    def _abandon(self) -> None:
+        """End a capture that has failed. Where torch can't end it, its allocator still has to be told: else it
+        would put off for ever what it does with memory that several streams have used."""
+        with contextlib.suppress(RuntimeError):
+            self._graph.capture_end()
+            return
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._graph.pool())
 
     def replay(self) -> None:
         with torch.cuda.stream(self._stream):
