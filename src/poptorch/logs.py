@@ -24,6 +24,7 @@ LEVELS = {
 LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}  # 5 is not in use
 
 logger = logging.getLogger("poptorch::python")
+logging.getLogger("popengine").parent = logger  # what the engine says goes the same way
 
 
 class Repeats(logging.Filter):

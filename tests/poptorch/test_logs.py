@@ -57,6 +57,16 @@ def test_lines_below_the_level_are_not_written(capsys):
     assert error.endswith("[trace] loud\n")
 
 
+def test_lines_of_the_engine_obey_the_same_level(capsys):
+    engine = logging.getLogger("popengine")
+    engine.warning("written")
+    logs.setLogLevel("ERR")
+    engine.warning("left out")
+    written = capsys.readouterr().err
+    assert "[popengine] [warning] written\n" in written
+    assert "left out" not in written
+
+
 def test_the_log_can_go_to_stdout_or_a_file(capsys, tmp_path):
     logs.configure("DEBUG", "stdout")
     logs.logger.debug("to stdout")

@@ -14,7 +14,7 @@ DEVICES = ("cpu", "cuda")
 
 class DeviceOptions(OptionsDict):
     def device(self, kind: str) -> Self:
-        """What the ipus are (not in PopTorch): threads of the "cpu", or streams of the GPUs of "cuda". Wins over the
+        """What the ipus are (not in PopTorch): places on the "cpu", or streams of the GPUs of "cuda". Wins over the
         environment variable POPTORCH_DEVICE; without either it is the CPU.
         """
         assert kind in DEVICES, f"device takes one of {', '.join(DEVICES)}; found {kind!r}"
