@@ -123,15 +123,22 @@ class Cores:
 
     def _work(self, is_over: Callable[[], bool]) -> None:
         """Do what is ready until it's over."""
-        while (node := self._next(is_over)) is not None:
+        done: tuple[int, bool] | None = None
+        while (node := self._next(is_over, done)) is not None:
             try:
-                self._finished(node, self._perform(node))
+                done = node, self._perform(node)
             except BaseException as error:  # whatever it is, the caller must hear of it
+                done = None
                 self._failed(error)
 
-    def _next(self, is_over: Callable[[], bool]) -> int | None:
-        """A task to do; waits for one. None: there will be none."""
+    def _next(self, is_over: Callable[[], bool], done: tuple[int, bool] | None) -> int | None:
+        """After a task a new one; waits for one. None: there will be none.
+
+        Both at once: so nobody else takes what the task has made ready, whose values are in this core's cache.
+        """
         with self._changed:
+            if done is not None:
+                self._finished(*done)
             while not self._ready:
                 if is_over():
                     return None
@@ -158,20 +165,19 @@ class Cores:
         return True
 
     def _finished(self, node: int, is_done: bool) -> None:
-        with self._changed:
-            self._running -= 1
-            if is_done:
-                self._left -= 1
-                for follower in self._followers[node]:
-                    self._missing[follower] -= 1
-                    if not self._missing[follower]:
-                        heappush(self._ready, follower)
-            if self._paused:
-                self._resume()
-            if self._failure is not None:
-                self._ready.clear()
-            if not self._left or self._failure is not None:
-                self._changed.notify_all()
+        self._running -= 1
+        if is_done:
+            self._left -= 1
+            for follower in self._followers[node]:
+                self._missing[follower] -= 1
+                if not self._missing[follower]:
+                    heappush(self._ready, follower)
+        if self._paused:
+            self._resume()
+        if self._failure is not None:
+            self._ready.clear()
+        if not self._left or self._failure is not None:
+            self._changed.notify_all()
 
     def _resume(self) -> None:
         """Updates go on whose channels have something for them."""
