@@ -3,7 +3,7 @@
 A thread an ipu leaves cores idle where ipus wait for each other, and more threads than cores fight for them. Here
 each core takes the first task that is ready: that of the earliest micro-batch. So a core mostly stays with a
 micro-batch, whose values are in its cache, and no ipu waits while there is something to do. What has one order
-for the sake of equal bits, keeps it: see `tasks.py`.
+for the sake of equal bits, keeps it: see `tasks.py`. Tasks too short to be shared are left to one core.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ import torch
 from .. import ir
 from .tasks import tasks
 from .worker import Run, Worker
+
+WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
+_JUDGED = 32  # tasks, after as many that warm up
 
 
 class Cores:
@@ -64,6 +68,9 @@ class Cores:
         self._left = self._running = self._idle = 0
         self._failure: BaseException | None = None
         self._closed = False
+        # Several instances wait for each other within updates, which so have to go on at the same time.
+        self._is_shared = settings.training and settings.counts.instances > 1
+        self._judged, self._spent = 2 * _JUDGED if self._is_shared else 0, 0.0
         for number in range(1, count):
             threading.Thread(target=self._help, name=f"core {number}", daemon=True).start()
 
@@ -112,26 +119,29 @@ class Cores:
             self._missing = self._waits_for.copy()
             self._left, self._failure = len(self._missing), None
             self._ready = [node for node, missing in enumerate(self._missing) if not missing]
-        self._work(lambda: not self._running and (not self._left or self._failure is not None))
+        self._work(lambda: not self._running and (not self._left or self._failure is not None), leads=True)
         if self._failure is not None:
             raise self._failure
 
     def _help(self) -> None:
         torch.set_num_threads(1)
         with torch.inference_mode():
-            self._work(lambda: self._closed)
+            self._work(lambda: self._closed, leads=False)
 
-    def _work(self, is_over: Callable[[], bool]) -> None:
+    def _work(self, is_over: Callable[[], bool], leads: bool) -> None:
         """Do what is ready until it's over."""
         done: tuple[int, bool] | None = None
-        while (node := self._next(is_over, done)) is not None:
+        while (node := self._next(is_over, leads, done)) is not None:
             try:
+                started = perf_counter()
                 done = node, self._perform(node)
+                if self._judged < 2 * _JUDGED:
+                    self._judge(perf_counter() - started)
             except BaseException as error:  # whatever it is, the caller must hear of it
                 done = None
                 self._failed(error)
 
-    def _next(self, is_over: Callable[[], bool], done: tuple[int, bool] | None) -> int | None:
+    def _next(self, is_over: Callable[[], bool], leads: bool, done: tuple[int, bool] | None) -> int | None:
         """After a task a new one; waits for one. None: there will be none.
 
         Both at once: so nobody else takes what the task has made ready, whose values are in this core's cache.
@@ -139,7 +149,7 @@ class Cores:
         with self._changed:
             if done is not None:
                 self._finished(*done)
-            while not self._ready:
+            while not self._ready or not (leads or self._is_shared):
                 if is_over():
                     return None
                 self._idle += 1
@@ -147,9 +157,16 @@ class Cores:
                 self._idle -= 1
             self._running += 1
             node = heappop(self._ready)
-            if self._ready and self._idle:
+            if self._ready and self._idle and self._is_shared:
                 self._changed.notify()
             return node
+
+    def _judge(self, seconds: float) -> None:
+        """Look at the first tasks, which one core does, to see whether they are worth more."""
+        self._judged += 1
+        if self._judged > _JUDGED:
+            self._spent += seconds
+        self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
 
     def _perform(self, node: int) -> bool:
         """Do a task; False if it's an update that now waits for another one."""

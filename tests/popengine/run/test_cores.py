@@ -26,6 +26,7 @@ def any_order(request, monkeypatch):
         cores, "heappop", lambda ready: ready.pop(numbers.randrange(len(ready))) if ready else None
     )
     monkeypatch.setattr(cores, "heappush", list.append)
+    monkeypatch.setattr(cores, "WORTH_SHARING", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -99,6 +100,32 @@ def test_as_many_cores_as_torch_has_threads_work_for_all_ipus():
     finally:
         torch.set_num_threads(before)
     engine.close()
+
+
+@pytest.mark.parametrize(("worth", "threads"), [(0, {"core 0", "core 1"}), (60, {"core 0"})])
+def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
+    monkeypatch.setattr(cores, "WORTH_SHARING", worth)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = engine_on(lambda ipu: Device(), counts=(4, 8, 2))
+    finally:
+        torch.set_num_threads(before)
+    engine.run(batch_for(engine), rates("sgd"))  # judged here
+    seen = set()
+    for worker in engine._workers:
+        worker._code = {i: noted(code, seen) for i, code in worker._code.items()}
+    engine.run(batch_for(engine), rates("sgd"))
+    assert seen == threads
+
+
+def noted(code, seen):
+    def call(values):
+        seen.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return code(values)
+
+    return call
 
 
 def test_a_failed_call_leaves_no_trace_and_names_its_place():
