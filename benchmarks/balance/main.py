@@ -78,7 +78,7 @@ def measured(cuts: Sequence[Cut], rounds: int) -> list[float]:
 
 
 def text(cut: Cut) -> str:
-    return " | ".join(" ".join(blocks) for blocks in cut)
+    return " / ".join(" ".join(blocks) for blocks in cut)
 
 
 def main() -> None:
