@@ -22,12 +22,10 @@ from task import Task  # pyright: ignore[reportMissingImports]
 from ways import Placement, Unit, executor, plain, stages  # pyright: ignore[reportMissingImports]
 
 import poptorch
-from popengine.compile import schedule
+from popengine.compile import compile_graph
 from popengine.compile.capture import capture
-from popengine.compile.lower import lower
-from popengine.compile.partition import partition
-from popengine.ir import Partition
-from popengine.settings import StagePlan, Strategy
+from popengine.ir import Graph
+from popengine.settings import Counts, Settings, StagePlan, Strategy
 
 TASKS: dict[str, tuple[Task, Placement]] = {
     "MNIST network, 4 ipus": (DIGITS, ((0, "B1"), (1, "B2"), (2, "B3"), (3, "B4"))),
@@ -77,27 +75,23 @@ def starts(task: Task, placement: Placement, repeats: int) -> list[str]:
     return [f"{statistics.median(numbers):.2f}" for numbers in found]
 
 
-def chain(stages: int) -> Partition:
-    """A model of so many blocks, cut into a stage each."""
+def chain(stages: int) -> tuple[Graph, Strategy]:
+    """A model of so many blocks, and the strategy that makes each a stage."""
     model = Chain(stages)
     for ipu, (name, part) in enumerate(blocks(model).items()):
         poptorch.BeginBlock(part, name, ipu_id=ipu)
     graph = capture(model, lambda inputs: [model(*inputs)], [torch.ones(1, 1)], training=True)
     plans = tuple(StagePlan((name,), ipu) for ipu, name in enumerate(blocks(model)))
-    return partition(graph, Strategy("pipelined", None, plans))
+    return graph, Strategy("pipelined", None, plans)
 
 
 def passes(ipus: int, micro_batches: int, repeats: int) -> list[str]:
     """Medians of the passes behind the capture, and their sum for each action; in seconds of a core."""
-    parts, spent = chain(ipus), []
+    (graph, strategy), spent = chain(ipus), []
     for _ in range(repeats):
         times = [time.process_time()]
-        order = schedule.pipelined(parts.ipus, micro_batches, True)
-        times.append(time.process_time())
-        schedule.check(order)
-        times.append(time.process_time())
-        lower(parts, order)
-        times.append(time.process_time())
+        settings = Settings(True, Counts(accumulation=micro_batches), strategy)
+        compile_graph(graph, settings, lambda name, times=times: times.append(time.process_time()))
         spent.append([end - start for start, end in pairwise(times)])
     medians = [statistics.median(column) for column in zip(*spent, strict=True)]
     actions = 2 * ipus * micro_batches
@@ -124,7 +118,7 @@ def main() -> None:
         )
         print()
     if args.only != "calls":
-        head = ["ipus", "micro-batches", "actions", "schedule (s)", "check (s)", "lower (s)", "all (s)"]
+        head = ["ipus", "micro-batches", "actions", "partition (s)", "schedule (s)", "lower (s)", "all (s)"]
         print(markdown([*head, "µs an action"], [passes(*size, repeats=args.repeats) for size in SIZES]))
         print()
     print(f"medians of {args.repeats}")
