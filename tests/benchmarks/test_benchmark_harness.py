@@ -46,9 +46,10 @@ def test_a_layout_is_held_against_half_the_time_of_its_pieces_in_a_row(harness, 
     assert comparison.two_core_limit(measured, layouts) == ["two-core limit: 1.000 s; reached by 2 ipus 80%"]
 
 
-def test_the_limit_is_of_the_first_layouts_pieces_all_on_one_ipu(comparison, monkeypatch):
+def test_the_limit_is_of_the_first_layouts_pieces_on_one_core(comparison, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS / "resnet")
     task = importlib.import_module("resnet").TASK
     found = comparison.contenders(task, {"ours": comparison.Ours("2 ipus", ((0, "stem"), (1, "head")))})
-    assert found["one"].setup.keywords["placement"] == ((0, "stem"), (0, "head"))
+    assert found["one"].setup.keywords["placement"] == ((0, "stem"), (1, "head"))
+    assert found["one"].setup.keywords["threads"] == 1
     assert [*found] == ["ours", "one", "plain1", "plain2", "compile2", "gloo2", "ddp2"]
