@@ -7,7 +7,6 @@ at the start of a step as copies, gradient sums and updated weights only after a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -61,32 +60,16 @@ class RemoteWorker(Worker):
 
     # ---- the instructions that move values ---------------------------------------------------------------
 
-    def _load(self, instruction: ir.Load) -> None:
-        frame = self.frames.setdefault(instruction.micro_batch, {})
-        place = self._iteration(instruction.micro_batch)
-        group = self.settings.counts.group_of(self.replica)
-        for name, key in zip(instruction.names, instruction.keys, strict=True):
-            started = perf_counter()
-            frame[name] = self.device.upload(self.run.inputs[int(key)][place][group])
-            self.run.results.load(int(key), *place, self.replica, started)
-
     def _receive(self, instruction: ir.Receive) -> None:
         name = (instruction.channel, self.replica)
-        if not instruction.names:  # a credit: it bounds what is started, and says nothing of values
+        if instruction.names:
+            self.received(instruction, self.take(name))
+        else:  # a credit: it bounds what is started, and says nothing of values
             self.run.channels.receive(name)
-            return
-        values = zip(instruction.names, self.take(name), strict=True)
-        if instruction.micro_batch is None:
-            self.store.state.update(values)
-        else:
-            self.frames.setdefault(instruction.micro_batch, {}).update(values)
 
     def _send(self, instruction: ir.Send) -> None:
         name = (instruction.channel, self.replica)
-        if not instruction.names:
-            self.run.channels.put(name, ())
-        elif instruction.micro_batch is None:
-            self.give(name, [self.store.state[name].clone() for name in instruction.names])
+        if instruction.names:
+            self.give(name, self.sent(instruction))
         else:
-            frame = self.frames[instruction.micro_batch]
-            self.give(name, [frame[name] for name in instruction.names])
+            self.run.channels.put(name, ())

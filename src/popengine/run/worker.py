@@ -202,7 +202,7 @@ class Worker:
         group = self.settings.counts.group_of(self.replica)
         for name, key in zip(instruction.names, instruction.keys, strict=True):
             started = perf_counter()
-            frame[name] = self.run.inputs[int(key)][place][group]
+            frame[name] = self.device.upload(self.run.inputs[int(key)][place][group])
             self.run.results.load(int(key), *place, self.replica, started)
 
     def _iteration(self, micro_batch: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from engine_models import Net, graph_of, net, stages
 from stand_ins import LAYOUTS, Remote, assert_same, batch_for, engine_on, rates, trained
 
 from popengine.compile import compile_graph
-from popengine.errors import RunError
 from popengine.ir import Compute, Update
 from popengine.run import cores
 from popengine.run.devices.base import Device
@@ -123,51 +122,6 @@ def noted(code, seen):
     def call(values):
         seen.add(threading.current_thread().name)
         time.sleep(0.001)
-        return code(values)
-
-    return call
-
-
-def test_a_failed_call_leaves_no_trace_and_names_its_place():
-    options = {"counts": (2, 8, 2), "kind": "adamw"}
-    engine, twin = (engine_on(lambda ipu: Device(), **options) for _ in range(2))
-    for each in (engine, twin):
-        each.run(batch_for(each), rates("adamw"))
-    x, y = batch_for(engine)
-    y[-1] = 77  # no such class; the last micro-batch of the second update
-    with pytest.raises(RunError, match=r"forward of stage 3 .* micro-batch 7, replica 1"):
-        engine.run([x, y], rates("adamw"))
-    assert engine.step == twin.step
-    assert_same(trained(engine), trained(twin))
-
-
-def test_an_interrupt_ends_the_call_and_leaves_no_trace(monkeypatch):
-    """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
-    engine, twin = (engine_on(lambda ipu: Device(), counts=(50, 8, 1)) for _ in range(2))
-    running = threading.Event()
-    real = engine._await
-
-    def interrupted(run, crews):
-        crews[0].inbox.put(run)
-        running.wait(5)
-        raise KeyboardInterrupt
-
-    codes = {worker: worker._code for worker in engine._workers}
-    for worker in engine._workers:
-        worker._code = {i: slowed(code, running) for i, code in worker._code.items()}
-    monkeypatch.setattr(engine, "_await", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.run(batch_for(engine), rates("sgd"))
-    monkeypatch.setattr(engine, "_await", real)
-    for worker, code in codes.items():
-        worker._code = code
-    assert_same(trained(engine), trained(twin))
-
-
-def slowed(code, running):
-    def call(values):
-        running.set()
-        time.sleep(0.002)
         return code(values)
 
     return call

@@ -58,7 +58,7 @@ def test_ipus_take_turns_as_they_would_run_beside_each_other():
     )
 
 
-@pytest.mark.parametrize("device", [Serial, SerialRemote])
+@pytest.mark.parametrize("device", [Device, Serial, SerialRemote])
 def test_a_failed_call_leaves_no_trace_and_names_its_place(device):
     options = {"counts": (2, 8, 2), "kind": "adamw"}
     engine, twin = (engine_on(lambda ipu: device(), **options) for _ in range(2))
@@ -72,9 +72,10 @@ def test_a_failed_call_leaves_no_trace_and_names_its_place(device):
     assert_same(trained(engine), trained(twin))
 
 
-def test_an_interrupt_ends_the_call_and_leaves_no_trace(monkeypatch):
+@pytest.mark.parametrize("device", [Device, Serial])
+def test_an_interrupt_ends_the_call_and_leaves_no_trace(device, monkeypatch):
     """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
-    engine, twin = (engine_on(lambda ipu: Serial(), counts=(50, 8, 1)) for _ in range(2))
+    engine, twin = (engine_on(lambda ipu: device(), counts=(50, 8, 1)) for _ in range(2))
     running = threading.Event()
     worker = engine._workers[0]
     code = dict(worker._code)
