@@ -6,12 +6,11 @@ it; and memory that another stream has allocated only if the allocator was told.
 """
 
 import contextlib
+import functools
 import threading
-from collections import Counter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from popengine.run.devices.cuda import Cuda
 
@@ -21,28 +20,26 @@ class Races:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.host = Counter()  # what the host has waited for
+        self.host = {}  # what the host has waited for: a clock, as those of streams
         self.written = {}  # memory -> (stream, time)
         self.read = {}  # memory -> {stream: time}
-        self.owner, self.kept, self.alive = {}, {}, []
+        self.owner, self.kept, self.alive = {}, {}, {}
         self.found = []
 
     def operation(self, stream, func, args, kwargs, out):
-        schema = func._schema
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        places = _places_written(func)
+        if places is None:
             return  # a view touches no memory
-        writes, reads = set(), set()
-        for argument, value in zip(schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if is_written else reads).update(self._memory(value))
-        reads.update(self._memory(kwargs))
+        given = [self._memory(value) for value in args]
+        writes = {memory for place in places if place < len(given) for memory in given[place]}
+        reads = {memory for place, some in enumerate(given) if place not in places for memory in some}
+        reads |= self._memory(kwargs)
         made = self._storages(out) - self._storages((args, kwargs)) - self.owner.keys()
-        if "empty" in str(func):
+        if "empty" in func.name():
             reads = set()
         with self.lock:
-            stream.clock |= self.host
-            stream.clock[stream] += 1
-            now = stream.clock[stream]
+            stream.learn(self.host)
+            now = stream.clock[stream] = stream.clock.get(stream, 0) + 1
             for memory in made:
                 self.owner[memory] = stream
             for memory in reads | writes:
@@ -54,40 +51,69 @@ class Races:
                 self.read.pop(memory, None)
 
     def _storages(self, values):
-        storages = [v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
-        self.alive += storages  # so that no number is given twice
-        return {storage._cdata for storage in storages}
+        found = set()
+        for value in _tensors(values):
+            storage = value.untyped_storage()
+            self.alive.setdefault(storage._cdata, storage)  # so that no number is given twice
+            found.add(storage._cdata)
+        return found
 
     def _memory(self, values):
         """Whole storages; of the host's, which no stream has allocated, the rows that are meant."""
         self._storages(values)
-        found = set()
-        for value in tree_leaves(values):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()._cdata
-                found.add(storage if storage in self.owner else (storage, value.data_ptr()))
-        return found
+        return {
+            storage
+            if (storage := value.untyped_storage()._cdata) in self.owner
+            else (storage, value.data_ptr())
+            for value in _tensors(values)
+        }
 
     def _check(self, stream, func, memory, is_written):
-        events = dict([self.written[memory]] if memory in self.written else [])
+        events = [self.written[memory]] if memory in self.written else []
         if is_written:
-            events = {**events, **self.read.get(memory, {})}
-        for other, time in events.items():
-            if other is not stream and stream.clock[other] < time:
+            events += self.read.get(memory, {}).items()
+        for other, time in events:
+            if other is not stream and stream.clock.get(other, 0) < time:
                 self.found.append(f"{func} on {stream} does not wait for {other}")
         owner = self.owner.get(memory, stream)
         if owner is not stream and stream not in self.kept.get(memory, ()):
             self.found.append(f"{func} on {stream} uses memory of {owner}, which may have been freed")
 
 
+@functools.cache
+def _places_written(func):
+    """The positions of the arguments that an operation writes to; None for a view."""
+    schema = func._schema
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return None
+    arguments = enumerate(schema.arguments)
+    return {place for place, a in arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def _tensors(values):
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
 class Stream:
     """A stream by its clock."""
 
     def __init__(self, races, name):
-        self.races, self.name, self.clock = races, name, Counter()
+        self.races, self.name, self.clock = races, name, {}
 
     def __repr__(self):
         return self.name
+
+    def learn(self, clock):
+        """All that another clock knows of has happened before what comes now."""
+        for stream, time in clock.items():
+            if self.clock.get(stream, 0) < time:
+                self.clock[stream] = time
 
     def record_event(self):
         with self.races.lock:
@@ -95,14 +121,16 @@ class Stream:
 
     def wait_event(self, event):
         with self.races.lock:
-            self.clock |= event
+            self.learn(event)
 
     def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
     def synchronize(self):
         with self.races.lock:
-            self.races.host |= self.clock
+            for stream, time in self.clock.items():
+                if self.races.host.get(stream, 0) < time:
+                    self.races.host[stream] = time
 
 
 class _On(TorchDispatchMode):

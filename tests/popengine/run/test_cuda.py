@@ -24,6 +24,7 @@ from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Optimizer, Settings, Strategy
 
+pytestmark = pytest.mark.simulated
 GPU = torch.device("cuda", 0)
 
 

@@ -15,6 +15,7 @@ from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.settings import Anchor, Counts, Settings, Strategy
 
+pytestmark = pytest.mark.simulated
 DECAYING = [0.05 / (1 + call) for call in range(6)]
 
 
