@@ -27,7 +27,8 @@ class StagePlan:
 class Strategy:
     """How the stages take turns, and which block belongs to which: by `stages`, or by the `auto` rule.
 
-    The rule "balance" places the blocks on `ipus` ipus of `capacity` bytes by measured cost.
+    The rule "balance" places the blocks on `ipus` ipus of `capacity` bytes by measured cost. `or_sharded`: a pipeline
+    that has too few micro-batches to fill it runs its stages one after another.
     """
 
     mode: Mode = "pipelined"
@@ -35,6 +36,7 @@ class Strategy:
     stages: tuple[StagePlan, ...] = ()
     ipus: int = 1
     capacity: float = float("inf")
+    or_sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Optimizer:
     state_types: dict[str, torch.dtype] = field(default_factory=dict)
     accumulator_type: torch.dtype = torch.float32
     max_grad_norm: float = float("inf")
+    max_grad_value: float = float("inf")
     centered: bool = False  # RMSprop
     tf_variant: bool = False  # RMSprop
     bias_correction: bool = True  # Adam, AdamW, LAMB

@@ -39,10 +39,11 @@ class Anchors:
 
     found: dict[str, Anchor | None]
     names: tuple[str, ...]  # for getTensorNames
+    noted: tuple[Anchor, ...] = ()  # those of the forward's notes
 
     @property
     def wanted(self) -> tuple[Anchor, ...]:
-        return tuple(anchor for anchor in self.found.values() if anchor is not None)
+        return (*(anchor for anchor in self.found.values() if anchor is not None), *self.noted)
 
     def values(self, results: Results, loss_scale: float) -> dict[str, Tensor]:
         """The values of one call, by short name."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import is_traced, paused
 from popengine.errors import BatchError, Error
 from popengine.ir import Graph
 from popengine.settings import Counts
 from poptorch.logs import logger
+from poptorch.notes import without_values
 from poptorch.structure import Spec, describe, paths_of, tensors_of, with_tensors
 
 _HINT = (
@@ -193,14 +193,9 @@ def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
 
     A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
     """
-    tensors = tensors_of(value)
-    traced = [tensor for tensor in tensors if is_traced(tensor)]
-    if len(traced) < len(tensors):
+    template, traced = without_values(value)
+    if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
         )
-    with paused():
-        marks = [
-            torch.empty(0, device="meta") if is_traced(tensor) else tensor.detach() for tensor in tensors
-        ]
-    return with_tensors(value, iter(marks)), traced
+    return template, traced

@@ -74,7 +74,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         if isinstance(self._optimizer, PoptorchOptimizer):
             self._optimizer._release()
         self._executable = self._synthetic = None
-        self._counters, self._anchored = Counters(), {}
+        self._counters, self._anchored, self._notes = Counters(), {}, []
         self._unmark()
 
     def _unmark(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from popengine.compile import compile_graph
+from popengine.compile import compile_graph, with_work_enough
 from popengine.compile.capture import capture, current
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
@@ -20,6 +20,7 @@ from .arguments import Call, Compiled, sample, traced_outputs
 from .autocasting import following
 from .balancing import balanced
 from .enums import OutputMode
+from .notes import Note, kept
 from .options import Options
 from .options.freeze import OUTPUTS
 from .overlapping import check_overlap
@@ -32,7 +33,7 @@ class Executable:
     """A compiled model, without weights and state.
 
     `template` is what forward returned, with marks where tensors were; `outputs` how many of those the
-    graph computes.
+    graph computes; `notes` what it keeps for the host beside them.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Executable:
     template: Any
     outputs: int
     anchors: Anchors
+    notes: tuple[Note, ...] = ()
 
     def without_code(self) -> Executable:
         """The part that runs: the captured graph itself is only read by compilation, and can't be pickled."""
@@ -64,6 +66,7 @@ def compile_model(
     policy = precision.autocast_policy if precision.autocast_enabled else None
     template: Any = None
     returned, traced = 0, {}
+    notes: list[Note] = []
 
     def forward(tensors: list[Tensor]) -> list[Tensor]:
         nonlocal template, returned
@@ -76,6 +79,9 @@ def compile_model(
         for name, value in {**dict(zip(call.paths, tensors, strict=True)), **_losses()}.items():
             traced[name] = len(outputs) if name in asked else -1
             outputs += [value] if name in asked else []
+        state = current()
+        assert state is not None
+        notes.extend(kept(state.notes, outputs))
         return outputs
 
     hooks.before_compilation()
@@ -91,13 +97,15 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     check_overlap(graph, options)
     graph, anchors = resolve(graph, traced, requests, settings.training)
+    anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors.wanted)
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)
+    settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return Executable(plan, settings, Compiled(call), template, returned, anchors)
+    return Executable(plan, settings, Compiled(call), template, returned, anchors, tuple(notes))
 
 
 def _losses() -> dict[str, Tensor]:

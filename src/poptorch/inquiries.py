@@ -93,6 +93,11 @@ class Inquiries(ExecutorState):
         )
         return self._anchored[short_name]
 
+    @property
+    def notes(self) -> list[tuple[Any, Any]]:
+        """What the forward has noted (`poptorch.notes`), with the latest call's values."""
+        return self._notes
+
     def _debugGetPopartIR(self) -> str:
         """Refused: there is no PopART graph here."""
         raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")

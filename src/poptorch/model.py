@@ -124,6 +124,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._optimizer = self._hyper = None
         self._reporter = reporter_for(self, self._options, training)
         self._counters, self._anchored, self._synthetic = Counters(), {}, None
+        self._notes = []
         self._has_run = False
         self.per_replica_params = {}
         if training:
@@ -178,6 +179,8 @@ class PoplarExecutor(FileOwner, Inquiries):
         """Keep what may be asked for after a call: its anchors and its times."""
         executable = self._need_executable()
         self._anchored = executable.anchors.values(results, self._loss_scale())
+        counts = executable.settings.counts
+        self._notes = [(note.what, note.value(results, counts)) for note in executable.notes]
         if self._synthetic is None:
             self._counters = counters_of(results, executable.outputs)
         self._has_run = True

@@ -6,10 +6,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from popengine.errors import Error
 
+from . import wrapping
 from .enums import MeanReductionStrategy
 from .logs import logger
 from .optim import Optimizer as PoptorchOptimizer
@@ -33,7 +34,8 @@ class OptimizerOwner(ExecutorState):
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        parameters = list(nn.Module.named_parameters(self._user_model))
+        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
+        parameters = list(wrapping.plain_class(self._user_model).named_parameters(self._user_model))
         names = {id(parameter): name for name, parameter in parameters}
         frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
         if not self.isCompiled():

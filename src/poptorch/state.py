@@ -47,6 +47,7 @@ class ExecutorState:
     _reporter: Reporter | None  # None: nobody asked for a profile
     _counters: Counters  # of the latest call
     _anchored: dict[str, Tensor]  # of the latest call
+    _notes: list[tuple[Any, Any]]  # of the latest call
     _synthetic: list[Tensor] | None
     _has_run: bool
 

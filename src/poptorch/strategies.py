@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from popengine.errors import Error
@@ -144,6 +144,7 @@ class PipelinedExecution(ExecutionStrategy):
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         self._auto: AutoStage | AutoBalance | None = None
         self._order: tuple[Stage, ...] = ()
+        self._or_sharded = False
         if not args:
             self._auto = AutoStage.SameAsIpu
         elif len(args) == 1 and isinstance(args[0], AutoStage | AutoBalance):
@@ -152,19 +153,27 @@ class PipelinedExecution(ExecutionStrategy):
             self._order = tuple(_as_stage(argument) for argument in args)
         super().__init__(self._order)
 
+    def orSharded(self) -> Self:
+        """Run the stages one after another, as `ShardedExecution` does, where a call has too few micro-batches to
+        fill the pipeline, instead of refusing. The results are the same. (Ours.)"""
+        self._or_sharded = True
+        return self
+
     def backendOptions(self) -> dict[str, Any]:
         return {"execution_mode": self._execution_mode}
 
     def freeze(self) -> Strategy:
+        stages = tuple(stage.freeze() for stage in self._order)
+        strategy = Strategy(self._mode, stages=stages, or_sharded=self._or_sharded)
         if isinstance(self._auto, AutoBalance):
-            return Strategy(self._mode, "balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
-        auto = None if self._auto is None else _AUTO_RULES[self._auto]
-        return Strategy(self._mode, auto, tuple(stage.freeze() for stage in self._order))
+            return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
+        return replace(strategy, auto=None if self._auto is None else _AUTO_RULES[self._auto])
 
     def __repr__(self) -> str:
         stages = ", ".join(map(repr, self._order))
         auto = f"AutoStage.{self._auto.name}" if isinstance(self._auto, AutoStage) else repr(self._auto)
-        return f"{type(self).__name__}({stages if self._auto is None else auto})"
+        also = ".orSharded()" if self._or_sharded else ""
+        return f"{type(self).__name__}({stages if self._auto is None else auto}){also}"
 
 
 class ShardedExecution(PipelinedExecution):

@@ -59,7 +59,9 @@ class Traced(TorchFunctionMode):
     def warn_about(self, outputs: list[Tensor]) -> None:
         """Tell which outputs look like a loss, and aren't differentiated."""
         capture = current()
-        if capture is None or not capture.losses or capture.losses[-1][0] is not self._loss:
+        if capture is None or capture.chosen is not None:
+            return
+        if not capture.losses or capture.losses[-1][0] is not self._loss:
             return
         for position, value in enumerate(outputs):
             if id(value) in self._after and value.numel() == 1 and value.is_floating_point():

@@ -81,7 +81,7 @@ def lamb(lr, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.0, max_weight_norm=65500.
     return rule
 
 
-def plain(optimizer, mean=True, clip=None, model=parity_models.Digits, sums=torch.float32):
+def plain(optimizer, mean=True, clip=None, clip_value=None, model=parity_models.Digits, sums=torch.float32):
     """Weights after 20 updates in plain PyTorch.
 
     Args:
@@ -105,6 +105,8 @@ def plain(optimizer, mean=True, clip=None, model=parity_models.Digits, sums=torc
             parameter.grad = gradient.to(parameter.dtype)
         if clip is not None:
             assert torch.nn.utils.clip_grad_norm_(user.parameters(), clip) > clip  # else nothing is tested
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(user.parameters(), clip_value)
         step.step()
     return user.state_dict()
 

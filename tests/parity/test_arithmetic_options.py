@@ -43,6 +43,17 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_stages(optimizer):
     assert_same(trained(partial(optimizer, max_grad_norm=0.05)), plain(twin, clip=0.05))
 
 
+def test_any_optimizer_may_carry_a_bound_on_each_element_of_its_gradients():
+    def bounded(parameters):
+        optimizer = PLAIN_SGD(parameters)
+        optimizer.max_grad_value = 0.003
+        return optimizer
+
+    expected = plain(PLAIN_SGD, clip_value=0.003)
+    assert_same(trained(bounded), expected)
+    assert moved(expected, plain(PLAIN_SGD)) > 1e-3  # else nothing is tested
+
+
 def test_a_loss_scale_leaves_the_updates_as_they_are():
     expected = plain(PLAIN_SGD)
     assert_same(trained(partial(SGD, loss_scaling=1024.0)), expected)

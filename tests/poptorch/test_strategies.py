@@ -156,3 +156,9 @@ def test_strategies_print_without_addresses_and_survive_copying():
         assert repr(copied) == repr(strategy)
         copied.stage("c").ipu(4)
     assert strategy.stage("c").freeze().ipu is None
+
+
+def test_a_pipeline_may_be_allowed_to_run_sharded():
+    strategy = PipelinedExecution().orSharded()
+    assert strategy.freeze() == Strategy("pipelined", "same_as_ipu", or_sharded=True)
+    assert repr(strategy) == "PipelinedExecution(AutoStage.SameAsIpu).orSharded()"

@@ -331,3 +331,40 @@ def test_named_buffers_must_be_named_and_exist():
     executor = poptorch.inferenceModel(Offset(), options().updatableNamedBuffers(["offest"]))
     with pytest.raises(poptorch.Error, match="offest; the model's buffers are offset"):
         executor(torch.zeros(1))
+
+
+def test_setting_an_optimizer_between_calls_moves_no_weights(monkeypatch):
+    executor, _ = trainer()
+    executor(*batch())
+    copies = []
+    monkeypatch.setattr(executor, "copyWeightsToHost", lambda: copies.append(1))
+    for _ in range(3):
+        executor.setOptimizer(executor._optimizer)
+        executor(*batch())
+    assert copies == []
+
+
+class Prefixed(nn.Module):
+    """Holds a model, and says its names as the model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Trained()
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+    def named_parameters(self, *args, **kwargs):
+        return self.inner.named_parameters(*args, **kwargs)
+
+
+def test_a_wrapper_says_what_its_parameters_are_called():
+    torch.manual_seed(1)
+    executor, model = trainer(Prefixed())
+    executor(*batch())
+    assert {"layer.weight", "layer.bias"} <= set(executor.getTensorNames())
+    state = executor._optimizer.state_dict()
+    assert not any("inner" in name for name in state["ipu_state"])
+    alone, plain = trainer()
+    alone(*batch())
+    assert torch.equal(model.inner.layer.weight, plain.layer.weight)

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ..ir import Graph, Plan
 from ..settings import Settings
 from . import schedule as schedules
 from .lower import lower
 from .partition import partition, used_visits
-from .placement import check_work
+from .placement import check_work, work
+
+logger = logging.getLogger("poptorch::python")
+
+
+def with_work_enough(graph: Graph, settings: Settings) -> Settings:
+    """The same settings; but sharded, where a pipeline has too few micro-batches and its user allows that."""
+    strategy, counts, training = settings.strategy, settings.counts, settings.training
+    if not strategy.or_sharded:
+        return settings
+    _, needed, given = work(graph.visits, used_visits(graph), strategy, counts, training)
+    if given >= needed:
+        return settings
+    option = "gradient accumulation" if training else "device iterations"
+    logger.info(
+        "the stages run one after another: with %s of %d they are a pipeline, and it is %d",
+        option,
+        needed,
+        given,
+    )
+    return replace(settings, strategy=replace(strategy, mode="sharded"))
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:

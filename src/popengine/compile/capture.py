@@ -91,6 +91,10 @@ class Capture:
     block: int = 0
     phase: str = "F"
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
+    chosen: tuple[Tensor, str] | None = None  # the loss, whatever is marked
+    notes: list[tuple[Any, Any]] = field(
+        default_factory=list
+    )  # for the host, after each call: see `poptorch.notes`
     # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
     # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
     starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
@@ -115,6 +119,14 @@ class Capture:
 
     def mark_loss(self, value: Tensor) -> None:
         self.losses.append((value, user_line()))
+
+    def choose_loss(self, value: Tensor, where: str) -> None:
+        """Train this loss, whatever the forward has marked or will mark."""
+        self.chosen = value, where
+
+    def note(self, what: Any, value: Any) -> None:
+        """Keep a nested value of each micro-batch for the host."""
+        self.notes.append((what, value))
 
     def describe(self, func: Any) -> dict[str, Any]:
         """The meta of a node for an operation that is about to run."""
@@ -250,7 +262,8 @@ _CAPTURING = threading.RLock()  # the flag is one for the process: threads that 
 
 @contextlib.contextmanager
 def _tracing(training: bool, device: str) -> Iterator[None]:
-    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread.
+    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread, without its
+    search for NaN, which would read values.
 
     For another device than the CPU also without oneDNN: it makes a recurrent layer one operation that only CPUs have.
     """
@@ -259,7 +272,11 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
         torch.compiler._is_compiling_flag = True
         torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
         try:
-            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.set_detect_anomaly(False),
+                torch.set_grad_enabled(training),
+            ):
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
@@ -343,7 +360,9 @@ def _check_rebound(module: nn.Module, shelves: list[Any], fakes: dict[int, Tenso
 
 
 def _final_loss(state: Capture, recorder: Recorder) -> Tensor:
-    """The one marked loss that no later marked loss is computed from."""
+    """The chosen loss, else the one marked loss that no later marked loss is computed from."""
+    if state.chosen is not None:
+        return _scalar(*state.chosen)
     if not state.losses:
         raise CaptureError(
             "Couldn't find a loss in graph!\n"
@@ -366,7 +385,10 @@ def _final_loss(state: Capture, recorder: Recorder) -> Tensor:
             f"Multiple independent losses found in graph\n{places}\n"
             '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`'
         )
-    loss, where = next(iter(final.values()))
+    return _scalar(*next(iter(final.values())))
+
+
+def _scalar(loss: Tensor, where: str) -> Tensor:
     if loss.numel() != 1:
         raise CaptureError(
             f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"

@@ -1,6 +1,6 @@
-"""Clipping by the global norm, with the results of `torch.nn.utils.clip_grad_norm_` in every layout.
+"""Clipping by the global norm and by value, with the results of torch.nn.utils' functions in every layout.
 
-Each stage gives the norm of each of its gradients, and scales them once it has the total: the norm of all
+For the norm, each stage gives the norm of each of its gradients, and scales them once it has the total: the norm of all
 norms, stacked in an order that doesn't depend on where the parameters live. Adding up the totals of stages
 instead would give other bits in every layout.
 """
@@ -28,3 +28,9 @@ def clip_(gradients: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(coefficient.to(gradient.device))
+
+
+def clamp_(gradients: Sequence[Tensor], max_value: float) -> None:
+    """Bring every element into [-max_value, max_value], in place, as `torch.nn.utils.clip_grad_value_` does."""
+    torch._foreach_clamp_min_(list(gradients), -max_value)
+    torch._foreach_clamp_max_(list(gradients), max_value)

@@ -116,26 +116,13 @@ def check_work(
 ) -> None:
     """Refuse a pipeline that has too few micro-batches to fill it.
 
-    Forward stages = 1 + how often the active ipu changes during the forward, starting on ipu 0.
-
     Raises:
         PartitionError: gradient accumulation (inference: device iterations) is below what fills the pipeline
     """
-    if strategy.mode != "pipelined":
+    forward, needed, given = work(visits, used, strategy, counts, training)
+    if given >= needed:
         return
-    numbers = _numbers(visits, used, strategy)
-    ipu_of = _ipus(visits, numbers, strategy)
-    here, forward = 0, 1
-    for number in numbers[1:]:
-        forward, here = forward + (ipu_of[number] != here), ipu_of[number]
-    needed = 2 * forward - 1 if training else forward
-    option, given = (
-        ("Training.gradientAccumulation", counts.accumulation)
-        if training
-        else ("deviceIterations", counts.iterations)
-    )
-    if forward == 1 or given >= needed:
-        return
+    option = "Training.gradientAccumulation" if training else "deviceIterations"
     more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
     raise PartitionError(
         f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"
@@ -143,3 +130,24 @@ def check_work(
         "  why: with fewer micro-batches the pipeline is never full\n"
         f"  fix: options.{option}({needed}), or poptorch.ShardedExecution, which has no such rule"
     )
+
+
+def work(
+    visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool
+) -> tuple[int, int, int]:
+    """The forward stages of a pipeline, the micro-batches it needs to be full, and those it has.
+
+    Forward stages = 1 + how often the active ipu changes during the forward, starting on ipu 0. What is no pipeline
+    needs none.
+    """
+    given = counts.accumulation if training else counts.iterations
+    if strategy.mode != "pipelined":
+        return 1, 0, given
+    numbers = _numbers(visits, used, strategy)
+    ipu_of = _ipus(visits, numbers, strategy)
+    here, forward = 0, 1
+    for number in numbers[1:]:
+        forward, here = forward + (ipu_of[number] != here), ipu_of[number]
+    if forward == 1:
+        return 1, 0, given
+    return forward, 2 * forward - 1 if training else forward, given

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from popengine.compile import fused
-from popengine.compile.clip import clip_, norms
+from popengine.compile.clip import clamp_, clip_, norms
 from popengine.compile.rounding import stochastic_round_
 from popengine.compile.rules import RULES, Rates, Rule, State
 from popengine.settings import Optimizer
 
 # What the engine is given, as one module of rules.
-__all__ = ["clip_", "init_state", "norms", "reads_numbers", "takes_tensors", "update"]
+__all__ = ["clamp_", "clip_", "init_state", "norms", "reads_numbers", "takes_tensors", "update"]
 
 # Elements updated together on a CPU: few enough to stay in cache from one operation to the next, many enough
 # that small parameters share one Python call. AdamW takes a fifth to a third less time than in torch's loop.

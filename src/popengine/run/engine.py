@@ -41,7 +41,7 @@ class Engine(Tensors):
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        rules:   the module of update rules (init_state, update, norms, clip_)
+        rules:   the module of update rules (init_state, update, norms, clip_, clamp_)
         device:  from the number of an ipu to a new device for it; by default of the settings' kind
     """
 

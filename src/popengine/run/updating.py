@@ -27,7 +27,7 @@ class Updater:
     """Updates the weights that live on one ipu of one replica.
 
     Args:
-        rules:     the module of update rules (update, norms, clip_, takes_tensors)
+        rules:     the module of update rules (update, norms, clip_, clamp_, takes_tensors)
         instances: the process group of this ipu over all instances, or None for one alone
     """
 
@@ -78,6 +78,8 @@ class Updater:
             everything = yield from exchange(norms, "norms", self.ipu, self.replica, self.ipus, give)
             if keys:
                 self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
+        if optimizer.max_grad_value != float("inf") and sums:
+            self.rules.clamp_(sums, optimizer.max_grad_value)
         store.back_up()
         mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):

@@ -63,6 +63,11 @@ class DataLoader(torch.utils.data.DataLoader):
             f"the first argument of a DataLoader is a poptorch.Options, got {type(options).__name__}"
         )
         options._freeze()
+        # Who rebuilds a loader with another sampler, as Lightning does, takes these: batch_size is the combined one.
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")
+        }
+        self._remember({**given, **kwargs})
         self._options = options
         self._mode = DataLoaderMode(mode)
         self._drops_last = drop_last
@@ -158,6 +163,13 @@ class DataLoader(torch.utils.data.DataLoader):
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process loads there, without a worker of its own."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
+
+    def _remember(self, arguments: dict[str, Any]) -> None:
+        """Keep the constructor's arguments, by the names under which Lightning looks for them (and puts its own)."""
+        if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
+            kept = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
+            self.__dict__.update({f"__pl_saved_{name}": value for name, value in kept.items()})
+            self.__dict__["__dataset"] = arguments["dataset"]
 
     def _whole(self, parts: int, size: int) -> int:
         return parts // size if self._drops_last else -(-parts // size)

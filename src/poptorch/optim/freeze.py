@@ -79,9 +79,8 @@ def freeze_optimizer(
         group_of=_group_of(optimizer, names),
         state_types=_state_types(optimizer, kind),
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
-        max_grad_norm=_number(
-            getattr(optimizer, "max_grad_norm", math.inf), "max_grad_norm", "the optimizer"
-        ),
+        max_grad_norm=_limit(optimizer, "max_grad_norm"),
+        max_grad_value=_limit(optimizer, "max_grad_value"),
         centered=kind == "rmsprop" and _centered(optimizer),
         tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
         bias_correction=bool(getattr(optimizer, "bias_correction", True)),
@@ -161,6 +160,11 @@ def _number(value: Any, name: str, where: str) -> float:
         raise AssertionError(f"Expected a number for {name} in {where}, but found {value!r}") from None
 
 
+def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
+    """A bound on gradients, which any optimizer may have as an attribute."""
+    return _number(getattr(optimizer, name, math.inf), name, "the optimizer")
+
+
 def _betas(betas: Any, where: str) -> tuple[float, float]:
     if not isinstance(betas, tuple) or len(betas) != 2:
         raise AssertionError(
@@ -199,11 +203,16 @@ def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
     members = [
-        (parameter, f"group {index}, parameter {place}, shape {list(parameter.shape)}", index)
+        (parameter, index, place)
         for index, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]
-    unknown = [where for parameter, where, _ in members if id(parameter) not in names]
+    # Nothing of a parameter but its identity is read: any other look at one that trains copies all weights to the host.
+    unknown = [
+        f"group {index}, parameter {place}, shape {list(parameter.shape)}"
+        for parameter, index, place in members
+        if id(parameter) not in names
+    ]
     if unknown:
         raise UnknownParameterError(
             "the optimizer holds parameters that aren't parameters of the model:\n"
@@ -211,7 +220,7 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
             "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
             "change of its layers"
         )
-    return {names[id(parameter)]: index for parameter, _, index in members}
+    return {names[id(parameter)]: index for parameter, index, _ in members}
 
 
 def _lines(texts: Iterable[str], limit: int = 8) -> str:

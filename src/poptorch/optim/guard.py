@@ -20,7 +20,8 @@ _TORCH_DEFAULTS = {"momentum": 0, "dampening": 0, "weight_decay": 0, "eps": 1e-8
 
 # Attributes of poptorch's optimizers: no news when one takes the place of a torch optimizer.
 _KNOWN = {
-    *("loss_scaling", "velocity_scaling", "max_grad_norm", "max_weight_norm", "variable_attrs"),
+    *("loss_scaling", "velocity_scaling", "max_grad_norm", "max_grad_value"),
+    *("max_weight_norm", "variable_attrs"),
     *("use_combined_accum", "use_tf_variant", "bias_correction", "accum_type", "velocity_accum_type"),
     *("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
 }
@@ -156,6 +157,7 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
         f"{what}: it was {was}, now it is {now}"
         for what, was, now in (
             ("the clipping (max_grad_norm)", before.max_grad_norm, after.max_grad_norm),
+            ("the clipping (max_grad_value)", before.max_grad_value, after.max_grad_value),
             ("the number of parameter groups", old.group_count, new.group_count),
             *(
                 (f"the dtype of the state {name!r}", dtype, after.state_types.get(name, dtype))

@@ -159,3 +159,42 @@ def test_a_loss_that_reaches_another_is_no_loss_of_its_own(chain):
         training=True,
     )
     assert [result.key for result in graph.results if result.kind == "gradient"] == ["weight", "bias"]
+
+
+def test_the_search_for_nan_is_off_while_a_model_is_captured():
+    # autograd reads every gradient to find a NaN: a capture under detect_anomaly was refused as reading a value.
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        graph = graph_of()
+        assert torch.is_anomaly_enabled()
+    assert any(result.kind == "gradient" for result in graph.results)
+
+
+class Chosen(nn.Module):
+    """Two losses by torch's functions, and a third value that is trained."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.value = value
+
+    def forward(self, x):
+        first = functional.mse_loss(self.weight * x, x)
+        second = functional.l1_loss(self.weight, x)
+        chosen = self.value(first, second)
+        current().choose_loss(chosen, "here")
+        return chosen
+
+
+def graph_of_chosen(value):
+    model = Chosen(value)
+    return capture(model, lambda inputs: [model(*inputs)], [torch.ones(2)], training=True)
+
+
+def test_a_chosen_loss_is_trained_whatever_is_marked():
+    graph = graph_of_chosen(lambda first, second: first * 2)
+    assert [result.key for result in graph.results if result.kind == "gradient"] == ["weight"]
+
+
+def test_a_chosen_loss_is_a_scalar():
+    with pytest.raises(CaptureError, match=r"the loss at here has shape \(2,\)"):
+        graph_of_chosen(lambda first, second: torch.stack([first, second]))

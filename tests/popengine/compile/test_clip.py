@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from popengine.compile.clip import clip_, norms
+from popengine.compile.clip import clamp_, clip_, norms
 
 SHAPES = [(), (7,), (13, 5), (3, 4, 2)]
 
@@ -37,3 +37,15 @@ def test_the_norm_of_half_gradients_does_not_overflow():
     assert total.item() == pytest.approx(600000.0)
     clip_([large], total, 10.0)
     torch.testing.assert_close(large, torch.ones(100, dtype=torch.float16))
+
+
+def test_clipping_by_value_has_the_bits_of_torch():
+    torch.manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.zeros(5)), torch.nn.Parameter(torch.zeros(2, 3))]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [parameter.grad.clone() for parameter in parameters]
+    torch.nn.utils.clip_grad_value_(parameters, 0.3)
+    clamp_(gradients, 0.3)
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, parameters, strict=True))
+    assert gradients[0].abs().max() == 0.3

@@ -203,3 +203,12 @@ def test_a_broken_collate_function_is_reported_when_the_loader_starts():
 
     with pytest.raises(DataError, match=r"failed to start(.|\n)*can't collate"):
         loader_of(Rows(4), DataLoaderMode.Async, collate_fn=broken)
+
+
+def test_a_loader_keeps_the_arguments_it_was_made_with_for_who_rebuilds_it():
+    # Lightning gave the combined size as batch_size to the loader it built, and missed the options.
+    loader = DataLoader(options(3), Rows(12), batch_size=2, shuffle=True)
+    arguments = vars(loader)["__pl_saved_kwargs"]
+    twin = DataLoader(**{**arguments, "shuffle": False, "sampler": SequentialSampler(loader.dataset)})
+    assert numbers(twin) == [list(range(6)), list(range(6, 12))]
+    assert twin.options is loader.options
