@@ -9,6 +9,16 @@ from __future__ import annotations
 import enum
 from typing import NoReturn
 
+__all__ = [
+    "AccumulateOuterFragmentSchedule",
+    "BatchSerializationBatchSchedule",
+    "PatternsLevel",
+    "RecomputationType",
+    "SubgraphCopyingStrategy",
+    "SyntheticDataMode",
+    "VirtualGraphMode",
+]
+
 
 class AccumulateOuterFragmentSchedule(enum.IntEnum):
     Scheduler = 0

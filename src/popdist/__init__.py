@@ -17,6 +17,23 @@ from typing import Any
 from .environment import is_set as _is_set
 from .environment import read as _read
 
+__all__ = [
+    "checkNumIpusPerReplica",
+    "execute_on_instances",
+    "getDeviceId",
+    "getInstanceIndex",
+    "getLocalInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "getReplicaIndexOffset",
+    "init",
+    "isBackendInitialized",
+    "isPopdistEnvSet",
+    "synchronize",
+]
+
 
 def isPopdistEnvSet() -> bool:
     """Whether poprun started this process."""

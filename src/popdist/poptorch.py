@@ -9,6 +9,8 @@ from poptorch.options import Distributed
 
 from .environment import read
 
+__all__ = ["Options"]
+
 
 def _refuse(name: str) -> NoReturn:
     raise RuntimeError(

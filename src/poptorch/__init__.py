@@ -1,61 +1,57 @@
-"""PopTorch's programming model on ordinary machines: the public names, nothing else."""
+"""PopTorch's programming model on ordinary machines.
 
-from popengine.errors import Error, RecoverableError, UnrecoverableError
+The public names are listed in `__init__.pyi`. A name's module is imported when the name is first used: processes
+that only load data never import the compiler.
+"""
 
-from . import autocasting, optim, profiling, testing
-from .autocasting import autocast
-from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, print, removeBlocks
-from .data import AsynchronousDataAccessor, DataLoader
-from .enums import *  # noqa: F403
-from .environment import log_recorded
-from .hooks import registerPostCompileHook, registerPreCompileHook
-from .logs import logger, setLogLevel
-from .model import PoplarExecutor, inferenceModel, load, trainingModel
-from .ops import (
-    CPU,
-    Attribute,
-    MultiConv,
-    NameScope,
-    cond,
-    ctc_beam_search_decoder,
-    custom_op,
-    dynamic_slice,
-    dynamic_update,
-    for_loop,
-    fps,
-    identity_loss,
-    ipu_print_tensor,
-    isRunningOnIpu,
-    nearest,
-    nop,
-    recomputationCheckpoint,
-    registerCustomOp,
-    serializedMatMul,
-    set_available_memory,
-    set_overlap_for_input,
-    set_overlap_for_output,
-)
-from .options import ConfigFileError, Options, TensorLocationSettings
-from .plumbing import (
-    accessAttributes,
-    attributes_lists,
-    getIpuTensorId,
-    importPoptorchMetadataFromFile,
-    poptorchAtExit,
-)
-from .poptorch_core import createPoptorchError
-from .strategies import (
-    AutoBalance,
-    ParallelPhasedExecution,
-    Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
-    Stage,
-)
-from .structure import ICustomArgParser, registerCustomArgParser
-from .system import ipuHardwareIsAvailable, ipuHardwareVersion
-from .version import __version__
+import ast as _ast
+import importlib as _importlib
+from pathlib import Path as _Path
+from typing import Any as _Any
 
-log_recorded()
-del log_recorded
+import torch as _torch
+
+from .environment import log_recorded as _log_recorded
+
+
+def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
+    """Where each name is: its module, and its name there (None: it is the module); and `__all__`."""
+    where: dict[str, tuple[str, str | None]] = {}
+    public: list[str] = []
+    for statement in _ast.parse(_Path(__file__).with_suffix(".pyi").read_text("utf-8")).body:
+        if isinstance(statement, _ast.Assign):
+            public = _ast.literal_eval(statement.value)
+        elif isinstance(statement, _ast.ImportFrom):
+            module = f"{'.' * statement.level}{statement.module or ''}"
+            for alias in statement.names:
+                where[alias.name] = (f".{alias.name}", None) if module == "." else (module, alias.name)
+    return where, public
+
+
+_WHERE, __all__ = _read_stub()
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _WHERE:
+        module = _importlib.import_module(__name__)
+        raise AttributeError(f"module 'poptorch' has no attribute {name!r}", name=name, obj=module)
+    place, inner = _WHERE[name]
+    module = _importlib.import_module(place, __name__)
+    value = globals()[name] = module if inner is None else getattr(module, inner)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Operations(_torch._ops._OpNamespace):
+    """`torch.ops.poptorch`: its operations are registered when one is first asked for."""
+
+    def __getattr__(self, op_name: str) -> _Any:
+        _importlib.import_module(".ops", __name__)
+        return super().__getattr__(op_name)
+
+
+setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
+_log_recorded()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from popengine.compile.capture import current
+__all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
@@ -110,6 +110,8 @@ class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
         self._stacks: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
+        from popengine.compile.capture import current  # options name a policy, and loaders need no compiler
+
         stack = contextlib.ExitStack()
         policy = _policy.get()
         if current() is not None and policy is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+__all__ = ["Channel"]
+
 
 class Channel:
     """Names a group of ranges.

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,13 +26,12 @@ from popengine.run.meter import memory
 from popengine.run.recorder import Recorder
 from popengine.settings import Settings
 
+from .data.waits import listeners
 from .logs import logger
 from .options import Options
 from .options.base import OptionsDict
 from .options.freeze import resolved
 from .version import __version__
-
-T = TypeVar("T")
 
 
 class Reporter:
@@ -82,10 +81,6 @@ class Reporter:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
 
-# A loader does not know for whom it loads: its waits are noted for all who profile.
-_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
-
-
 def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
     """The reporter of an executor whose options ask for a profile. It saves when the executor is gone, too."""
     directory = options._profile_directory(training)
@@ -93,7 +88,7 @@ def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | 
         return None
     reporter = Reporter(directory / "profile.pop", options, training)
     weakref.finalize(executor, reporter.released)
-    _reporters.add(reporter)
+    listeners.add(reporter.recorder)
     return reporter
 
 
@@ -231,24 +226,6 @@ def _flat(options: Options) -> dict[str, str]:
             walk(name.lstrip("_"), nested)
     found["execution_strategy"] = type(options._execution_strategy).__name__
     return found
-
-
-def noting_waits(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches; while somebody profiles, waiting for one is noted as the host's."""
-    return _noted(batches) if _reporters else batches
-
-
-def _noted(batches: Iterator[T]) -> Iterator[T]:
-    while True:
-        start = time.perf_counter_ns()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        for reporter in list(_reporters):
-            reporter.recorder.note("loader", start)
-        yield batch
-        del batch
 
 
 @contextlib.contextmanager

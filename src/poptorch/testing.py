@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["allclose"]
+
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     """Whether two outputs have the same structure of tuples and lists, and close values."""

@@ -51,12 +51,17 @@ def exported(what, kind):
     if kind == "arguments":
         return set(inspect.signature(resolved(what).__init__).parameters) - {"self"}
     if what == "torch.ops.poptorch":
+        _ = torch.ops.poptorch.nop  # the first use registers them
         schemas = torch._C._jit_get_all_schemas()
         return {s.name.removeprefix("poptorch::") for s in schemas if s.name.startswith("poptorch::")}
     value = resolved(what)
+    if what == "poptorch":
+        return {n for n in dir(value) if not isinstance(getattr(value, n), types.ModuleType)} - {
+            "__version__"
+        }
     if isinstance(value, types.ModuleType):
         named = {n: v for n, v in vars(value).items() if not n.startswith("_")}
-        if what in ("poptorch", "poptorch.optim"):
+        if what == "poptorch.optim":
             return {n for n, v in named.items() if not isinstance(v, types.ModuleType)}
         return {n for n, v in named.items() if _module_of(v) == what and n != "following"}
     inherited = (

@@ -134,8 +134,6 @@ class AsynchronousDataAccessor:
             )
 
     def _check(self, dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-        from poptorch.data.loader import DataLoader  # a loader is built upon this module
-
         assert isinstance(buffer_size, int) and buffer_size > 0, (
             f"buffer_size must be positive: {buffer_size}"
         )
@@ -147,14 +145,12 @@ class AsynchronousDataAccessor:
             raise DataError(
                 "the dataset already uses an AsynchronousDataAccessor: it is one; use it as it is"
             )
-        if not isinstance(dataset, DataLoader):
-            return
-        if dataset.is_asynchronous:
+        if getattr(dataset, "is_asynchronous", False):
             raise DataError(
                 f"the DataLoader already uses an AsynchronousDataAccessor (mode={dataset.mode.name})\n"
                 f"  fix: iterate over the loader itself, or make it with mode=poptorch.DataLoaderMode.Sync"
             )
-        ragged = not dataset.drops_last and (dataset.combinedBatchSize or 1) > 1
+        ragged = not getattr(dataset, "drops_last", True) and (dataset.combinedBatchSize or 1) > 1
         assert not ragged or self._short_tail or rebatched_size is not None, (
             "a DataLoader with 'drop_last=False' may end with a smaller batch, but all batches of an "
             "accessor have one shape: set drop_last=True, or pass 'rebatched_size' to regroup the rows"

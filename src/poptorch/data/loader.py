@@ -18,10 +18,10 @@ from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.checks import capped, warn_about_copies, warn_about_tail
 from poptorch.data.combine import grouped
 from poptorch.data.partition import PartitionSampler, share_of
+from poptorch.data.waits import noting_waits
 from poptorch.enums import DataLoaderMode
 from poptorch.logs import logger
 from poptorch.options import Options
-from poptorch.reporting import noting_waits
 
 
 class DataLoader(torch.utils.data.DataLoader):

@@ -11,7 +11,6 @@ import torch
 from ...ir import Plan
 from ...settings import Settings
 from ..build import CPU, Code, build
-from . import inductor
 
 
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
@@ -24,5 +23,7 @@ def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Co
     if (
         settings.backend == "inductor" and not settings.finite_checks
     ):  # these look at each operation's results
+        from . import inductor  # it loads sympy, which takes longer than all of this package
+
         return inductor.load(plan.partition, device)
     return tuple(build(piece, device=device) for piece in pieces)

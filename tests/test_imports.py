@@ -1,0 +1,74 @@
+"""What an import costs: each process that loads data pays for it again."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import poptorch
+
+HEAVY = ("sympy", "torch._inductor", "torch._dynamo")
+COMPILER = ("popengine.run", "popengine.compile", "poptorch.model", "poptorch.ops")
+
+
+def loaded(names):
+    return [name for name in names if any(m == name or m.startswith(name + ".") for m in sys.modules)]
+
+
+class WhatIsLoaded(torch.utils.data.Dataset):
+    """Each element says, for each of the names, whether the process that loads it has imported it."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([name in loaded(HEAVY + COMPILER) for name in HEAVY + COMPILER])
+
+
+@pytest.mark.parametrize("used", ["", "; [getattr(poptorch, name) for name in dir(poptorch)]"])
+def test_the_public_names_load_neither_sympy_nor_a_compiler_of_torch(used):
+    code = f"import sys, poptorch{used}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_process_that_loads_data_imports_nothing_that_compiles_or_runs_models():
+    # It took seconds to start, since it imported all that a training program needs.
+    loader = poptorch.DataLoader(poptorch.Options(), WhatIsLoaded(), mode=poptorch.DataLoaderMode.Async)
+    found = next(iter(loader))[0].tolist()
+    loader.terminate()
+    assert dict(zip(HEAVY + COMPILER, found, strict=True)) == dict.fromkeys(HEAVY + COMPILER, False)
+
+
+def test_dir_shows_the_public_names_and_no_insides():
+    shown = dir(poptorch)
+    assert {"Options", "trainingModel", "optim", "profiling", "__version__"} <= set(shown)
+    assert not {"wrapping", "popengine", "torch", "Path", "saving"} & set(shown)
+    assert all(hasattr(poptorch, name) for name in shown)
+
+
+def test_a_misspelt_name_is_an_attribute_error_that_knows_the_module():
+    with pytest.raises(AttributeError, match="module 'poptorch' has no attribute 'Option'") as caught:
+        _ = poptorch.Option
+    assert (caught.value.name, caught.value.obj) == ("Option", poptorch)  # what Python makes suggestions from
+
+
+def test_raw_operations_are_there_as_soon_as_the_package_is():
+    code = "import torch, poptorch; print(torch.ops.poptorch.nop(torch.ones(2)).tolist())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[1.0, 1.0]\n"
+
+
+PUBLIC = [
+    *("popart", "popdist", "popdist.poptorch", "poptorch", "poptorch.autocasting", "poptorch.data"),
+    *("poptorch.enums", "poptorch.ops", "poptorch.optim", "poptorch.options", "poptorch.poptorch_core"),
+    *("poptorch.profiling", "poptorch.testing"),
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_says_what_is_public(name):
+    module = importlib.import_module(name)
+    assert module.__all__ and all(hasattr(module, name) for name in module.__all__)

@@ -1,0 +1,68 @@
+"""What a user's editor sees: the built wheel, installed into an environment of its own, under both type checkers."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# mypy takes minutes over torch itself, which is not ours to check.
+MYPY = "[mypy]\ncheck_untyped_defs = true\n[mypy-torch.*]\nfollow_imports = skip\n"
+
+
+def run(*command, cwd):
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A folder with the README's program, and an environment with the wheel and with our torch."""
+    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None:
+        pytest.skip("pip and setuptools, which build the wheel, are not installed")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", ".", cwd=folder)
+    shutil.rmtree(folder / "src")
+    shutil.rmtree(folder / "build", ignore_errors=True)
+    (folder / "pyproject.toml").unlink()
+    venv.create(folder / "env", with_pip=False)
+    packages = next((folder / "env").glob("lib/python*/site-packages"))
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(packages)
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (folder / "program.py").write_text(program[1])
+    (folder / "mypy.ini").write_text(MYPY)
+    return folder
+
+
+def test_the_program_of_the_readme_runs_from_the_wheel(environment):
+    text = "import poptorch, program; print(poptorch.__file__); print(program.loss.shape)"
+    shown = run("env/bin/python", "-c", text, cwd=environment).splitlines()
+    assert shown[0].startswith(str(environment / "env")) and shown[1] == "torch.Size([])"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pyright", "--pythonpath", "env/bin/python", "program.py"],
+        ["mypy", "--python-executable", "env/bin/python", "program.py"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_type_checker_finds_no_fault_in_the_program_of_the_readme(environment, command):
+    if importlib.util.find_spec(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    run(sys.executable, "-m", *command, cwd=environment)
