@@ -16,6 +16,10 @@ OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 
+# They make a poprun one of several, each on a node of its own.
+NUM_NODES = "POPRUN_NUM_NODES"
+NODE_RANK = "POPRUN_NODE_RANK"
+
 
 @dataclass(frozen=True)
 class Launch:

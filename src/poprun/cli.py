@@ -1,0 +1,68 @@
+"""The program `poprun`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+
+from popdist.environment import NUM_NODES
+
+from . import guard, hosts
+from .log import Log
+from .options import Request, parse
+from .topology import Node, local_instances, node_of, table
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command line; its exit code."""
+    words = sys.argv[1:] if words is None else words
+    request = parse(words)
+    log = Log(request.verbosity)
+    if hosts.WATCH in os.environ:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        if len(request.hosts) > 1 and NUM_NODES not in os.environ:
+            _announce(request, request.hosts, log)
+            return guard.run(lambda: hosts.work(request, words, log))
+        node = node_of(os.environ)
+        local_instances(request, node.count)
+        if NUM_NODES not in os.environ:
+            _announce(request, ["localhost"], log)
+        elif hosts.WATCH not in os.environ and node.rank == 0:
+            _announce(request, [f"node {rank}" for rank in range(node.count)], log)
+    except ValueError as error:
+        log.error(f"error: {error}")
+        return 2
+    folder = tempfile.mkdtemp(prefix="poprun-")
+    try:
+        return guard.run(lambda: _work(request, node, log, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _work(request: Request, node: Node, log: Log, folder: str) -> int:
+    from . import agent  # loads torch, which the guard has no use for
+
+    return agent.work(request, node, log, folder)
+
+
+def _announce(request: Request, names: Sequence[str], log: Log) -> None:
+    if request.recorded:
+        options = ", ".join(f"--{name}" for name in request.recorded)
+        log.warning(f"of no effect without IPUs: {options}")
+    if request.ignored_mpi:
+        log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
+    if request.prints_topology or request.verbosity:
+        print(table(request, names), flush=True)
+    log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
+
+
+def _end_with_stdin() -> None:
+    """Whoever holds the other end has gone, or wants this training to end."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), 15)

@@ -1,0 +1,124 @@
+"""Which node runs which instances, and which instance runs which replicas: values, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from popdist import environment
+
+from .options import Request
+
+_PORT = 29500  # as torchrun's
+_SHOWN = 16  # replicas that a table shows one by one
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of the hosts (or pods) that share a training, each with a poprun of its own."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"  # of node 0
+    port: int = 0  # there; 0: any that is free
+
+
+def node_of(variables: Mapping[str, str]) -> Node:
+    """The node that this poprun is, from its environment.
+
+    Raises:
+        ValueError: a variable is missing, no number or out of range
+    """
+    if environment.NUM_NODES not in variables:
+        return Node()
+
+    def number(name: str, default: int | None = None) -> int:
+        text = variables.get(name, "" if default is None else str(default))
+        if not text.isdecimal():
+            raise ValueError(f"the environment variable {name} is {text!r}, and must be a number")
+        return int(text)
+
+    count, rank = number(environment.NUM_NODES), number(environment.NODE_RANK)
+    if not 0 <= rank < count:
+        raise ValueError(f"{environment.NODE_RANK}={rank}, but the nodes are 0 to {count - 1}")
+    address = variables.get("MASTER_ADDR", "" if count > 1 else "127.0.0.1")
+    if not address:
+        raise ValueError(
+            f"{environment.NUM_NODES}={count}, but MASTER_ADDR, the address of node 0, is missing"
+        )
+    return Node(rank, count, address, number("MASTER_PORT", _PORT if count > 1 else 0))
+
+
+def local_instances(request: Request, nodes: int) -> int:
+    """Instances of each node. Raises: ValueError, if the nodes can't have the same number."""
+    if request.instances % nodes:
+        raise ValueError(f"{request.instances} instances can't be shared out over {nodes} nodes")
+    return request.instances // nodes
+
+
+def launch_of(request: Request, instance: int, nodes: int) -> environment.Launch:
+    """What an instance is told of its place."""
+    replicas = request.replicas // request.instances
+    return environment.Launch(
+        total_replicas=request.replicas,
+        local_replicas=replicas,
+        ipus_per_replica=request.ipus_per_replica,
+        replica_offset=instance * replicas,
+        local_instance=instance % local_instances(request, nodes),
+        instances=request.instances,
+        instance=instance,
+    )
+
+
+def table(request: Request, hosts: Sequence[str]) -> str:
+    """The topology as poprun prints it.
+
+    ```
+     =============================
+    |      poprun topology        |
+    |=============================|
+    | hosts     |    localhost    |
+    |-----------|-----------------|
+    | ILDs      |        0        |
+    |-----------|-----------------|
+    | instances |   0    |   1    |
+    |-----------|--------|--------|
+    | replicas  | 0 | 1  | 2 | 3  |
+     -----------------------------
+    ```
+    """
+    each = request.replicas // request.instances
+    if request.replicas <= _SHOWN:
+        replicas = [str(replica) for replica in range(request.replicas)]
+    else:
+        replicas = [
+            str(i * each) if each == 1 else f"{i * each} to {(i + 1) * each - 1}"
+            for i in range(request.instances)
+        ]
+    rows = {
+        "hosts": list(hosts),
+        "ILDs": [str(number) for number in range(len(hosts))],
+        "instances": [str(instance) for instance in range(request.instances)],
+        "replicas": replicas,
+    }
+    finest = len(replicas)
+    # Each cell is as wide as the finest cells under it, with their borders.
+    width = max(
+        -(-(len(cell) + 3) // (finest // len(cells))) - 1 for cells in rows.values() for cell in cells
+    )
+    inner = finest * (width + 1) - 1
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        wide = (finest // len(cells)) * (width + 1) - 1
+        return f"| {name:<9} |" + "|".join(cell.center(wide) for cell in cells) + "|"
+
+    def rule(cells: Sequence[str]) -> str:
+        wide = (finest // len(cells)) * (width + 1) - 1
+        return "|-----------|" + "|".join("-" * wide for _ in cells) + "|"
+
+    total = inner + 12
+    lines = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
+    for index, (name, cells) in enumerate(rows.items()):
+        lines += [rule(cells)] if index else []
+        lines.append(line(name, cells))
+    return "\n".join([*lines, f" {'-' * total} "])

@@ -1,0 +1,107 @@
+"""Runs poprun for tests, within time limits, and finds every process that it has left behind.
+
+Poprun begins in a fork of the tests' process, which has loaded torch already; so a run takes parts of a second.
+"""
+
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from poprun import agent, cli  # noqa: F401  the agent loads torch, once for all forks
+
+LIMIT = 60  # seconds; nothing here takes more than a few
+MARK = "POPRUN_TEST_MARK"
+
+
+def is_zombie(folder: Path) -> bool:
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+class Poprun:
+    """One run of `poprun WORDS`, with its output in files."""
+
+    def __init__(self, folder: Path, words, **variables: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.out, self.err = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
+        self.out.touch(), self.err.touch()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become(words, variables)
+        self.code: int | None = None
+        self._agent: int | None = None
+
+    def _become(self, words, variables) -> None:
+        code = 70
+        try:
+            os.setsid()
+            os.environ |= {MARK: self.mark, "PYTHONUNBUFFERED": "1", **variables}
+            for descriptor, path in ((1, self.out), (2, self.err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            code = cli.main([str(word) for word in words])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, limit: float = LIMIT) -> int:
+        """The exit code, minus the signal's number if one ended it."""
+        deadline = time.monotonic() + limit
+        while self.code is None and time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            else:
+                time.sleep(0.01)
+        assert self.code is not None, f"still running after {limit} s:\n{self.said()}"
+        return self.code
+
+    def said(self) -> str:
+        return self.out.read_text() + self.err.read_text()
+
+    def until(self, text: str, limit: float = LIMIT) -> None:
+        """Wait until this was said."""
+        deadline = time.monotonic() + limit
+        while text not in self.said():
+            assert time.monotonic() < deadline, f"{text!r} was not said:\n{self.said()}"
+            time.sleep(0.01)
+
+    def processes(self, word: str = "") -> list[int]:
+        """Everything alive that descends from this run, where `word` is in the command line."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                marked = marked or (int(folder.name) == self._agent and not is_zombie(folder))
+                if marked and word in (folder / "cmdline").read_text():
+                    found.append(int(folder.name))
+            except OSError:
+                continue  # it has ended meanwhile
+        return sorted(found)
+
+    def agent(self) -> int:
+        """The child of the guard, which has the pid of this run; its environment bears no mark."""
+        self._agent = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+        return self._agent
+
+    def nothing_left(self, limit: float = 10) -> bool:
+        deadline = time.monotonic() + limit
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.processes()
+
+    def clean_up(self) -> None:
+        for pid in {*self.processes(), *([self.pid] if self.code is None else [])}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if self.code is None:
+            self.wait(10)

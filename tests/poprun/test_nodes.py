@@ -1,0 +1,92 @@
+"""One training over several nodes: popruns that meet, hosts that ssh reaches, and nodes that fail or don't come."""
+
+import os
+import socket
+import sys
+
+PYTHON = (sys.executable, "-S", "-c")
+PLACE = "import os; print(*(os.environ[n] for n in ('GROUP_RANK', 'RANK', 'LOCAL_RANK', 'POPDIST_NUM_TOTAL_REPLICAS')))"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def nodes(poprun, count, words, ranks=None, **variables):
+    common = {
+        "POPRUN_NUM_NODES": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        **variables,
+    }
+    return [poprun(*words, POPRUN_NODE_RANK=str(rank), **common) for rank in ranks or range(count)]
+
+
+def test_popruns_on_two_nodes_start_a_half_each(poprun):
+    words = ("--num-replicas=8", "--num-instances=4", "--print-topology=yes", *PYTHON, PLACE)
+    first, second = nodes(poprun, 2, words)
+    assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
+    assert {line[2:] for line in first.out.read_text().splitlines()[-2:]} == {"0 0 8", "1 1 8"}
+    assert {line[2:] for line in second.out.read_text().splitlines()} == {"2 0 8", "3 1 8"}
+    assert "| hosts     |     node 0    |     node 1    |" in first.out.read_text()
+
+
+def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
+    words = ("--num-replicas=3", "--num-instances=3", "true")
+    (run,) = nodes(poprun, 2, words, ranks=[1])
+    assert run.wait() == 2
+    assert "3 instances can't be shared out over 2 nodes" in run.said()
+
+
+def test_nodes_that_do_not_come_are_named(poprun):
+    words = ("--num-replicas=3", "--num-instances=3", "true")
+    runs = nodes(poprun, 3, words, ranks=[0, 2], POPRUN_NODE_TIMEOUT="1")
+    assert [run.wait() for run in runs] == [1, 1]
+    assert "of 3 nodes these have not come in 1 s: 1" in runs[0].said()
+
+
+def test_a_missing_first_node_is_named_by_its_address(poprun):
+    (run,) = nodes(
+        poprun, 2, ("--num-replicas=2", "--num-inst=2", "true"), ranks=[1], POPRUN_NODE_TIMEOUT="1"
+    )
+    assert run.wait() == 1
+    assert "node 0 is not to be reached at 127.0.0.1:" in run.said()
+
+
+def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun):
+    """Nobody on node 0 fails; it is told, though its instance never speaks to the other."""
+    program = (
+        "import os, sys, time\n"
+        "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'])\n"
+        "sys.exit(4) if os.environ['RANK'] == '1' else time.sleep(50)"
+    )
+    words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=1", *PYTHON, program)
+    first, second = nodes(poprun, 2, words)
+    assert second.wait() == 4
+    assert "instance 1 of 2 failed first, with exit code 4" in second.said()
+    assert first.wait() == 1
+    assert "another node has given up" in first.said()
+    assert "attempt 1 of 0" in first.said() and "attempt 1 of 1" in second.said()
+    assert first.nothing_left() and second.nothing_left()
+
+
+def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
+    """A stand-in for ssh runs here what it is told to run there."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$3" >> "$LOG"\nexec sh -c "$4"\n')
+    ssh.chmod(0o755)
+    program = (
+        "import os, sys, time\n"
+        "print('instance', os.environ['RANK'], os.environ['A'])\n"
+        "sys.exit(6) if os.environ['RANK'] == '1' else time.sleep(50)"
+    )
+    words = ("-H", "one,two", "--num-replicas=2", "--num-instances=2", "-x", "A=b", *PYTHON, program)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **variables)
+    assert run.wait() == 6, run.said()
+    assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
+    assert "instance 0 b" in run.said() and "instance 1 b" in run.said()
+    assert "host two failed first, with exit code 6" in run.said()
+    assert run.nothing_left()

@@ -1,0 +1,141 @@
+"""Command lines, spelled as programs that were written for poprun spell them, and the value that they make."""
+
+import json
+import shlex
+
+import pytest
+
+from poprun.options import Request, parse
+
+HERE = {"PATH": "/bin", "PYTHONPATH": "/py"}
+
+
+def request(line: str) -> Request:
+    return parse(shlex.split(line), HERE)
+
+
+def test_options_have_the_documented_defaults():
+    assert request("python3 train.py --epochs 2") == Request(program=("python3", "train.py", "--epochs", "2"))
+
+
+VIPU = "--vipu-server-host=$HOST --vipu-partition=part --vipu-server-timeout=600 --vipu-allocation=all"
+PARTITION = "--reset-partition=no --update-partition=yes --remove-partition=no"
+
+
+# The options that programs use, in each of the ways in which they are found, with the replicas and instances meant.
+@pytest.mark.parametrize(
+    "line, replicas, instances",
+    [
+        ("--num-instances=2 --num-replicas=4 python3 train.py --config resnet50-pod4", 4, 2),
+        ("--num-instances 1 --num-replicas 16 --ipus-per-replica 4 python3 run.py --training-steps 1", 16, 1),
+        ("-vv --num-instances=1 --num-replicas=4 --ipus-per-replica 4 python3 run.py", 4, 1),
+        ("--vv --num-instances=1 --num-replicas=1 python3 run.py", 1, 1),
+        ("-v --num-replicas 16 --num-instances 8 python3 run.py", 16, 8),
+        ("--verbose --num-replicas 16 --num-instances 8 python3 run.py", 16, 8),
+        ("-vv --num-instance 2 --num-replicas 8 python3 train.py", 8, 2),
+        ("--num-in 2 --num-r 8 python3 train.py", 8, 2),
+        (
+            f"-vv {VIPU} {PARTITION} --num-replicas 64 --num-instances 8 --ipus-per-replica 1 python3 t.py",
+            64,
+            8,
+        ),
+        (f"{VIPU.replace('=', ' ')} {PARTITION.replace('=', ' ')} --num-replicas 4 python3 t.py", 4, 1),
+        (
+            "--update-partitions=no --reset-partition=0 --remove-partition 1 --num-replicas 4 python3 t.py",
+            4,
+            1,
+        ),
+        ("--vipu-server-port 8090 --vipu-cluster c --vipu-partition-attempts 3 python3 t.py", 1, 1),
+        (
+            "--num-ilds=1 --sync-type=ST_POD_NATIVE_DEFAULT --num-replicas=16 --num-instances=2 python3 t.py",
+            16,
+            2,
+        ),
+        ("--host=h1 --num-instances=2 --num-replicas=2 python t.py", 2, 2),
+        ("--host h1,h2 --host-subnet 10.0.0.0/16 --num-instances=2 --num-replicas=2 python t.py", 2, 2),
+        ("-H h1,h2 --num-instances=2 --num-replicas=2 python t.py", 2, 2),
+        ("--mpi-global-args --tag-output --num-replicas 4 --num-instances 2 python3 t.py", 4, 2),
+        ('--mpi-global-args="--tag-output --allow-run-as-root" --num-replicas=4 python3 t.py', 4, 1),
+        (
+            '--mpi-global-args="--mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0" python3 t.py',
+            1,
+            1,
+        ),
+        ('--mpi-local-args=" -x OPAL_PREFIX -x LD_LIBRARY_PATH -x PATH" --num-replicas=4 python3 t.py', 4, 1),
+        ('--mpi-local-args "-x PATH -x A=1" --num-replicas=4 --num-instances=4 python3 t.py', 4, 4),
+        ("--allow-run-as-root 1 --num-replicas 4 --num-instances 4 python3 t.py", 4, 4),
+        ("--allow-run-as-root --num-replicas 4 --num-instances 4 python3 t.py", 4, 4),
+        ("--executable-cache-path=./cache --num-instances=2 --num-replicas=4 python3 t.py", 4, 2),
+        ("--executable-cache-path $POPLAR_EXECUTABLE_CACHE_DIR --num-replicas=4 python3 t.py", 4, 1),
+        ("--only-output-from-instance 0 --num-instances=2 --num-replicas=4 python3 t.py", 4, 2),
+        ("--only-stdout-from-instance=1 --num-instances=2 --num-replicas=4 python3 t.py", 4, 2),
+        ("--offline-mode yes --print-topology yes --numa-aware=yes --num-replicas=4 python3 t.py", 4, 1),
+        (
+            "--synchronise-python-venv no --synchronise-poplar-sdk=no --distribute-ssh-key true python3 t.py",
+            1,
+            1,
+        ),
+        ("--num-replicas=4 -- python3 t.py", 4, 1),
+        ("--num-replicas=4 ./run.sh -vv --num-replicas 8", 4, 1),
+    ],
+)
+def test_command_lines_of_real_programs_are_understood(line, replicas, instances):
+    found = request(line)
+    assert (found.replicas, found.instances) == (replicas, instances)
+    assert found.program[0] in ("python", "python3", "./run.sh")
+
+
+def test_variables_come_from_here_or_from_the_command_line():
+    line = "--mpi-local-args='-x PATH -x A=1=2 -x ABSENT' -x B=3 --executable-cache-path /c python3"
+    assert request(line).variables == (
+        ("PATH", "/bin"),
+        ("A", "1=2"),
+        ("B", "3"),
+        ("POPTORCH_CACHE_DIR", "/c"),
+    )
+
+
+def test_what_has_no_effect_here_is_kept_to_be_said():
+    found = request(
+        "--vipu-partition p --remove-partition=no --mpi-global-args '--mca a b --tag-output' python3"
+    )
+    assert found.recorded == ("vipu-partition", "remove-partition")
+    assert found.ignored_mpi == ("--mca", "a", "b")
+    assert found.tags_output
+
+
+def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
+    file = tmp_path / "options.json"
+    request(f"--num-replicas 8 --num-instances 4 -x A=1 --tag-output --export-config {file} python3 a.py")
+    assert json.loads(file.read_text())["num_replicas"] == 8
+    found = request(f"--import-config {file} --num-instances 2 python3 b.py")
+    assert (found.replicas, found.instances, found.tags_output) == (8, 2, True)
+    assert (found.program, found.variables) == (("python3", "b.py"), (("A", "1"),))
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        ("", "the program is missing: poprun [options] program [args...]"),
+        ("--num-replicas 4", "the program is missing"),
+        ("--num-replicas", "argument --num-replicas: a value is missing"),
+        ("--num-replicas=four python3", "argument --num-replicas: invalid int value: 'four'"),
+        ("--num-replicas=0 python3", "--num-replicas must be at least 1, got 0"),
+        (
+            "--num-replicas=4 --num-instances=3 python3",
+            "--num-replicas 4 is not a multiple of --num-instances 3",
+        ),
+        ("--no-such-option python3", "unknown option --no-such-option"),
+        ("--num-i 3 python3", "--num-i is ambiguous: --num-instances, --num-ilds"),
+        ("--offline-mode=perhaps python3", "'perhaps' is neither yes nor no"),
+        ("--only-output-from-instance 1 python3", "--only-output-from-instance 1: the instances are 0 to 0"),
+        ("--mpi-local-args=-x python3", "the name of a variable is missing"),
+        ("--import-config /no/such/file python3", "No such file or directory"),
+    ],
+)
+def test_a_faulty_command_line_ends_with_code_2_and_the_reason(line, complaint, capsys):
+    with pytest.raises(SystemExit) as ending:
+        request(line)
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("poprun: error: ") and complaint in said

@@ -1,0 +1,168 @@
+"""Runs of poprun with small programs: what instances are told, what is shown, and how everything ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PYTHON = (sys.executable, "-S", "-c")
+TWO = ("--num-replicas", 2, "--num-instances", 2)
+WAITS = "import os, time; print('here', os.environ['RANK'] + '.'); time.sleep(50)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS
+
+
+def test_every_instance_is_told_its_place_and_its_share_of_the_cores(poprun):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS")
+    names += ("POPDIST_REPLICA_INDEX_OFFSET", "POPDIST_NUM_IPUS_PER_REPLICA", "OMPI_COMM_WORLD_RANK", "WHERE")
+    program = f"import os; print(*(os.environ[name] for name in {names}))"
+    words = ("--num-replicas=6", "--num-instances=3", "--ipus-per-replica", 4, "-x", "WHERE=here")
+    run = poprun(*words, *PYTHON, program)
+    assert run.wait() == 0, run.said()
+    assert sorted(run.out.read_text().splitlines()) == [
+        "0 3 0 6 2 0 4 0 here",
+        "1 3 1 6 2 2 4 1 here",
+        "2 3 2 6 2 4 4 2 here",
+    ]
+    assert run.err.read_text() == ""
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    run = poprun(*TWO, *PYTHON, "import os; print(os.environ['OMP_NUM_THREADS'])")
+    assert run.wait() == 0 and run.out.read_text().split() == [str(cores)] * 2
+
+
+def test_arguments_of_the_program_arrive_as_they_are(poprun):
+    run = poprun(
+        *PYTHON, "import sys; print(sys.argv[1:])", "--num-replicas", "$HOME", "$$", "${local_rank}", ""
+    )
+    assert run.wait() == 0
+    assert run.out.read_text() == "['--num-replicas', '$HOME', '$$', '${local_rank}', '']\n"
+
+
+def test_tags_say_which_instance_a_line_is_of(poprun):
+    run = poprun(
+        *TWO, "--mpi-global-args", "--tag-output", *PYTHON, "import os; print('rank', os.environ['RANK'])"
+    )
+    assert run.wait() == 0
+    assert sorted(run.out.read_text().splitlines()) == ["[0] rank 0", "[1] rank 1"]
+
+
+def test_only_one_instance_may_be_shown_and_a_bar_stays_a_bar(poprun):
+    program = "import os; os.write(2, b'\\r10%' + b'\\r20%'); print(os.environ['RANK'])"
+    run = poprun(*TWO, "--only-output-from-instance", 1, *PYTHON, program)
+    assert run.wait() == 0
+    assert (run.out.read_bytes(), run.err.read_bytes()) == (b"1\n", b"\r10%\r20%")
+
+
+def test_the_first_failure_is_named_and_its_last_lines_are_shown_though_it_was_silenced(poprun):
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(50)"
+    run = poprun(*TWO, "--only-output-from-instance=0", *PYTHON, program)
+    assert run.wait() == 1
+    assert run.err.read_text() == (
+        "poprun: instance 1 of 2 failed first, with exit code 1\n"
+        "poprun: the last lines of instance 1:\n"
+        "the reason\n"
+    )
+    assert run.nothing_left()
+
+
+def test_who_fails_as_a_consequence_is_not_the_first(poprun, tmp_path):
+    """Instance 0 leaves 50 ms after instance 1, less than elastic's clock can tell apart."""
+    program = (
+        "import os, sys, time\n"
+        "first = os.environ['RANK'] == '1'\n"
+        "if first: open(sys.argv[1], 'w').close()\n"
+        "while not os.path.exists(sys.argv[1]): pass\n"
+        "time.sleep(0 if first else 0.05)\n"
+        "os._exit(5 if first else 9)"
+    )
+    run = poprun(*TWO, *PYTHON, program, tmp_path / "gone")
+    assert run.wait() == 5
+    assert "instance 1 of 2 failed first, with exit code 5" in run.said()
+
+
+def test_a_program_that_is_not_there_is_named(poprun):
+    run = poprun("no-such-program", "-v")
+    assert run.wait() == 127
+    assert "no-such-program can't be started: No such file or directory" in run.said()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_poprun_ends_all_with_the_codes_of_shells(poprun, number, code):
+    run = poprun(*TWO, *PYTHON, WAITS)
+    run.until("here 0."), run.until("here 1.")
+    os.kill(run.pid, number)
+    assert run.wait(20) == code
+    assert run.nothing_left()
+
+
+def test_an_instance_killed_by_a_signal_counts_as_in_shells_and_a_survivor_that_ignores_sigterm_is_ended(
+    poprun,
+):
+    run = poprun(*TWO, *PYTHON, STUBBORN)
+    run.until("here 0."), run.until("here 1.")
+    victim = run.processes("time.sleep")[0]
+    begun = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait(20) == 137
+    assert time.monotonic() - begun < 15  # 5 are meant; machines are slow
+    assert "failed first, with signal SIGKILL" in run.said()
+    assert run.nothing_left()
+
+
+@pytest.mark.parametrize("which", ["the guard", "the agent"])
+def test_no_orphan_is_left_when_poprun_itself_is_killed(poprun, which):
+    """Neither an instance nor what it has started, though a shell is in between and SIGTERM is ignored."""
+    shell = ("bash", "-c", f'{sys.executable} -S -c "{STUBBORN}" & wait')
+    run = poprun(*TWO, *shell)
+    run.until("here 0."), run.until("here 1.")
+    agent = run.agent()
+    os.kill(run.pid if which == "the guard" else agent, signal.SIGKILL)
+    assert run.wait(20) == (-signal.SIGKILL if which == "the guard" else 137)
+    assert run.nothing_left(20)
+
+
+def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
+    program = (
+        "import os, sys, time\n"
+        "attempt = os.environ['PANDO_RESTARTS']\n"
+        "print('attempt', attempt)\n"
+        "assert attempt == os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if attempt != '2':\n"
+        "    sys.exit(3) if os.environ['RANK'] == '0' else time.sleep(50)"
+    )
+    run = poprun(*TWO, "--max-restarts", 2, *PYTHON, program)
+    assert run.wait() == 0, run.said()
+    assert run.err.read_text().count("all instances start again") == 2
+    run = poprun(*TWO, "--max-restarts", 1, *PYTHON, program)
+    assert run.wait() == 3
+    assert "all instances start again, 1 of at most 1 times" in run.said()
+
+
+def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun):
+    program = "import os, time; print('here', os.environ['RANK'] + '.'); time.sleep(1.5); print('done')"
+    run = poprun(*TWO, *PYTHON, program)
+    run.until("here 0."), run.until("here 1.")
+    stopped = run.processes("time.sleep")[0]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(stopped, signal.SIGCONT)
+    assert run.wait() == 0
+    assert run.out.read_text().count("done") == 2
+
+
+def test_poprun_is_a_program_and_says_what_is_wrong_with_a_command_line():
+    def said(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", "poprun", *words], capture_output=True, text=True, timeout=60
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("--num-replicas=3", "--num-instances=2", "true")[0] == 2
+    assert (
+        "--num-replicas 3 is not a multiple of --num-instances 2"
+        in said("--num-rep=3", "--num-inst=2", "a")[1]
+    )
+    code, text = said("--help")
+    assert code == 0 and "--max-restarts" in text

@@ -1,0 +1,81 @@
+"""Who runs what: tables and nodes, as values."""
+
+from textwrap import dedent
+
+import pytest
+
+from popdist.environment import Launch
+from poprun.numa import _listed
+from poprun.options import Request
+from poprun.topology import Node, launch_of, local_instances, node_of, table
+
+FOUR = Request(("python3",), replicas=8, instances=4, ipus_per_replica=2)
+
+
+def test_the_table_shows_hosts_over_instances_over_replicas():
+    drawn = table(Request(("python3",), replicas=4, instances=2), ["localhost"])
+    assert [line.rstrip() for line in drawn.splitlines()] == dedent("""\
+         ===========================
+        |      poprun topology      |
+        |===========================|
+        | hosts     |   localhost   |
+        |-----------|---------------|
+        | ILDs      |       0       |
+        |-----------|-------|-------|
+        | instances |   0   |   1   |
+        |-----------|---|---|---|---|
+        | replicas  | 0 | 1 | 2 | 3 |
+         ---------------------------""").splitlines()
+
+
+def test_a_large_table_shows_ranges_of_replicas():
+    drawn = table(Request(("python3",), replicas=64, instances=4), ["a", "b"])
+    assert drawn.splitlines()[-2] == "| replicas  | 0 to 15  | 16 to 31 | 32 to 47 | 48 to 63 |"
+    assert len({len(line) for line in drawn.splitlines()}) == 1
+
+
+def test_instances_are_numbered_over_all_nodes_and_local_indices_begin_at_0():
+    assert launch_of(FOUR, 2, nodes=2) == Launch(
+        total_replicas=8,
+        local_replicas=2,
+        ipus_per_replica=2,
+        replica_offset=4,
+        local_instance=0,
+        instances=4,
+        instance=2,
+    )
+    assert launch_of(FOUR, 3, nodes=2).local_instance == 1
+
+
+def test_instances_that_nodes_can_not_share_are_refused():
+    with pytest.raises(ValueError, match="4 instances can't be shared out over 3 nodes"):
+        local_instances(FOUR, 3)
+
+
+def test_a_node_comes_from_the_environment():
+    assert node_of({}) == Node(0, 1, "127.0.0.1", 0)
+    variables = {"POPRUN_NUM_NODES": "4", "POPRUN_NODE_RANK": "3", "MASTER_ADDR": "a"}
+    assert node_of(variables) == Node(3, 4, "a", 29500)
+    assert node_of({**variables, "MASTER_PORT": "5"}).port == 5
+
+
+@pytest.mark.parametrize(
+    "variables, complaint",
+    [
+        ({"POPRUN_NUM_NODES": "two"}, "POPRUN_NUM_NODES is 'two', and must be a number"),
+        ({"POPRUN_NUM_NODES": "2"}, "POPRUN_NODE_RANK is '', and must be a number"),
+        ({"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "2"}, "the nodes are 0 to 1"),
+        (
+            {"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "1"},
+            "MASTER_ADDR, the address of node 0, is missing",
+        ),
+    ],
+)
+def test_a_faulty_environment_is_named(variables, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        node_of(variables)
+
+
+def test_lists_of_cores_are_read_as_linux_writes_them():
+    assert _listed("0-2,8\n") == [0, 1, 2, 8]
+    assert _listed("\n") == []
