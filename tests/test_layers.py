@@ -17,6 +17,7 @@ VALUES = {
     "popengine.profile",
     "popengine.errors",
     "popengine.body",
+    "popengine.piece",
 }
 ENGINE = {"popengine.compile", "popengine.run"}
 MAY_IMPORT = {

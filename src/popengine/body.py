@@ -1,20 +1,20 @@
 """Bodies: graphs inside a graph, and the two operations that run them, a branch and a loop.
 
-A body travels as text in an argument of the operation, so that a piece stays source and nothing else. This
+A body travels as text in an argument of the operation, since those are all that an operation can be given. This
 file says what the operations look like; `compile/subgraph.py` makes bodies and `run/control.py` runs them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .ir import Piece
+from .piece import Line, Piece, Value
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,29 @@ class Body:
     draws: bool  # somewhere in it random numbers are drawn
 
     def packed(self) -> str:
-        outputs = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in self.outputs]
-        return json.dumps({"piece": asdict(self.piece), "outputs": outputs, "draws": self.draws})
+        """As text: the Python that makes it."""
+        return repr(self)
 
     @staticmethod
     @functools.cache
     def unpacked(text: str) -> Body:
-        entries = json.loads(text)
-        outputs = tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in entries["outputs"])
-        parts: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in entries["piece"].items()
-        }
-        return Body(Piece(**parts), outputs, entries["draws"])
+        return eval(text, dict(_NAMES))
+
+
+_NAMES = {
+    **{kind.__name__: kind for kind in (Body, Piece, Line, Value)},
+    **{"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan},
+}
+
+
+def calls_within(piece: Piece) -> Iterator[str]:
+    """All that a piece calls, also in the bodies of its branches and loops."""
+    yield from piece.calls
+    for line in piece.lines:
+        if line.call.startswith("popengine."):
+            for argument in line.arguments:
+                if isinstance(argument, str):
+                    yield from calls_within(Body.unpacked(argument).piece)
 
 
 LIBRARY = torch.library.Library("popengine", "DEF")

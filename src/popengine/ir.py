@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-Phase = Literal["F", "B"]
+from .piece import Line, Phase, Piece, Value
+
+__all__ = ["Line", "Phase", "Piece", "Value"]  # and all that is defined here
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
 Key = Literal["output", "gradient", "buffer", "input"]
 
@@ -52,7 +54,17 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Graph:
+class Signature:
+    """What a captured model takes and gives, the constants of its code, and the blocks it went through."""
+
+    slots: tuple[Slot, ...]
+    results: tuple[Result, ...]
+    constants: dict[str, torch.Tensor]
+    visits: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Graph(Signature):
     """One micro-batch of the model: forward, and in training backward, as one functional fx graph.
 
     Each node's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None where nothing says),
@@ -60,42 +72,20 @@ class Graph:
     """
 
     code: fx.Graph
-    slots: tuple[Slot, ...]
-    results: tuple[Result, ...]
-    constants: dict[str, torch.Tensor]
-    visits: tuple[Block, ...]
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(self.slots, self.results, self.constants, self.visits)
 
     def __str__(self) -> str:
         return str(self.code)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One phase of one stage: a function from the values it reads to those it writes.
-
-    `source` is Python that defines `piece(values)`, `values` being a list that it empties, so that each
-    tensor dies at its last use. `calls` names the functions which the source calls as `f0`, `f1`, ...;
-    `lines[i]` is the user's line behind line i of the source.
-    """
-
-    phase: Phase
-    stage: int
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    source: str
-    calls: tuple[str, ...]
-    lines: tuple[str, ...]
-    draws: bool  # takes the key of its random numbers as last value
-
-    def __str__(self) -> str:
-        return f"{self.phase}{self.stage}"
-
-
-@dataclass(frozen=True)
 class Partition:
-    """The graph cut into pieces, and where each parameter and buffer lives."""
+    """A graph cut into pieces, and where each parameter and buffer lives."""
 
-    graph: Graph
+    signature: Signature
     pieces: tuple[Piece, ...]  # in order of the data: F0 F1 ... B1 B0
     ipus: tuple[int, ...]  # of each stage
     home: dict[str, int]  # parameter's or buffer's slot name -> stage

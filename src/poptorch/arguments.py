@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from popengine.errors import BatchError, Error
-from popengine.ir import Graph
+from popengine.ir import Signature
 from popengine.settings import Counts
 from poptorch.logs import logger
 from poptorch.notes import without_values
@@ -122,11 +122,11 @@ def prepared(call: Call) -> list[Tensor]:
     return [tensor.detach().contiguous() for tensor in call.tensors]
 
 
-def write_back(call: Call, graph: Graph, values: dict[int, Tensor]) -> None:
+def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> None:
     """Give the caller's tensors what forward wrote into them; `values` by position of the graph's result."""
     with torch.no_grad():
         for position, value in values.items():
-            tensor = call.tensors[int(graph.results[position].key)]
+            tensor = call.tensors[int(signature.results[position].key)]
             tensor.copy_(value.reshape(tensor.shape))
 
 

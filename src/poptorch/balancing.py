@@ -59,7 +59,7 @@ def block_costs(
     for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
         seconds[piece.stage] += spent
     # Of activations as many micro-batches wait as there are ipus; of weights there are copies for the update.
-    size = [held * settings.strategy.ipus for held in held_bytes(parts)]
+    size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
     optimizer = settings.optimizer
     copies = 1 if optimizer is None else 2 + _STATES.get(optimizer.kind, len(optimizer.state_types))
     for slot in graph.slots:

@@ -63,7 +63,7 @@ class Cache:
                 " custom_op), which a file can't hold"
             )
         elif self._path is not None:
-            saving.write(self._path, executable.without_code())
+            saving.write(self._path, executable.without_graph())
             logger.info("compiled model kept in the cache: %s", self._path)
 
 

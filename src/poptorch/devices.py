@@ -36,7 +36,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         with torch._C.DisableTorchFunctionSubclass():
             self._engine = Engine(executable.plan, settings, self._host_weights(), update, self._seed())
         if self._reporter is not None:
-            self._reporter.attached(self._engine)
+            self._reporter.attached(self._engine, executable.graph)
         if self._kept_rng is not None:
             self._engine.seed, self._engine.step = self._kept_rng
         if self._kept_state is not None:

@@ -33,7 +33,8 @@ class Executable:
     """A compiled model, without weights and state.
 
     `template` is what forward returned, with marks where tensors were; `outputs` how many of those the
-    graph computes; `notes` what it keeps for the host beside them.
+    graph computes; `notes` what it keeps for the host beside them. `graph` is what was captured: profiles
+    read it, and a file can't hold it.
     """
 
     plan: Plan
@@ -43,12 +44,11 @@ class Executable:
     outputs: int
     anchors: Anchors
     notes: tuple[Note, ...] = ()
+    graph: Graph | None = None
 
-    def without_code(self) -> Executable:
-        """The part that runs: the captured graph itself is only read by compilation, and can't be pickled."""
-        partition = self.plan.partition
-        graph = replace(partition.graph, code=None)
-        return replace(self, plan=replace(self.plan, partition=replace(partition, graph=graph)))
+    def without_graph(self) -> Executable:
+        """The part that runs, and that a file can hold."""
+        return replace(self, graph=None)
 
 
 def compile_model(
@@ -105,7 +105,7 @@ def compile_model(
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return Executable(plan, settings, Compiled(call), template, returned, anchors, tuple(notes))
+    return Executable(plan, settings, Compiled(call), template, returned, anchors, tuple(notes), graph)
 
 
 def _losses() -> dict[str, Tensor]:

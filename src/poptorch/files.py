@@ -34,7 +34,7 @@ class FileOwner(DeviceOwner):
         if self._engine is not None:
             states, factor = self._engine.read_optimizer(), self._engine.loss_factor
         saved = saving.Saved(
-            executable.without_code(),
+            executable.without_graph(),
             self._options,
             self._training,
             self._user_model if export_model else None,

@@ -163,7 +163,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
         self._stale = self._stale or self._training
         self._keep(results)
-        arguments.write_back(call, executable.plan.partition.graph, results.inputs())
+        arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
         return arguments.returned(executable.template, [_marked_as_output(value) for value in outputs])
 

@@ -20,7 +20,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.ir import Plan
+from popengine.ir import Graph
 from popengine.run.engine import Engine
 from popengine.run.meter import memory
 from popengine.run.recorder import Recorder
@@ -46,6 +46,7 @@ class Reporter:
         self.recorder = Recorder()
         self.passes: list[profile.Pass] = []
         self._engine: Engine | None = None
+        self._graph: Graph | None = None
         self._memory: list[profile.Memory] = []
         self._since = time.perf_counter()
 
@@ -59,13 +60,13 @@ class Reporter:
         self.passes.append(profile.Pass(name, round(now - self._since, 6)))
         self._since = now
 
-    def attached(self, engine: Engine) -> None:
-        self._engine = engine
+    def attached(self, engine: Engine, graph: Graph | None) -> None:
+        self._engine, self._graph = engine, graph
 
     def released(self) -> None:
         """The executor lets its devices go: save, and keep nothing of them alive."""
         self.save()
-        self._engine = None
+        self._engine = self._graph = None
 
     def save(self) -> None:
         """Write the profile, and the page. A run is not lost for its profile: what fails here is logged."""
@@ -73,7 +74,8 @@ class Reporter:
         if engine is None or settings is None or settings.counts.instance != 0:
             return
         try:
-            made(self.recorder, engine.plan, settings, engine, self.passes, self.options).save(self.path)
+            description = Description(engine.plan, self._graph)
+            made(self.recorder, description, settings, engine, self.passes, self.options).save(self.path)
             from popvision import html  # the page is made of files: no profile, no page, no import
 
             html.write_report(self.path.parent.parent)
@@ -94,18 +96,18 @@ def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | 
 
 def made(
     recorder: Recorder,
-    plan: Plan,
+    described: Description,
     settings: Settings,
     engine: Engine,
     passes: list[profile.Pass],
     options: Options,
 ) -> profile.Profile:
     """The profile as a value."""
-    described = Description(plan)
-    counts, partition, origin = settings.counts, plan.partition, recorder.origin
+    plan, counts, origin = engine.plan, settings.counts, recorder.origin
+    partition = plan.partition
     kind = "training" if settings.training else "inference"
-    roles = {slot.name: slot.role for slot in partition.graph.slots}
-    inputs = [slot for slot in partition.graph.slots if slot.role == "input"]
+    roles = {slot.name: slot.role for slot in partition.signature.slots}
+    inputs = [slot for slot in partition.signature.slots if slot.role == "input"]
     return profile.Profile(
         options("model_name") if options.exists("model_name") else kind,
         settings.training,

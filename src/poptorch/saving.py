@@ -109,7 +109,7 @@ def check_fits(filename: str, saved: Any, model: nn.Module, training: bool) -> N
     groups = saved.executable.settings.replica_groups
     with torch._C.DisableTorchFunctionSubclass():
         shapes = {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights.items()}
-    slots = saved.executable.plan.partition.graph.slots
+    slots = saved.executable.plan.partition.signature.slots
     other = [
         f"{slot.key} {list(slot.shape)}"
         for slot in slots

@@ -435,7 +435,6 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
         if node.op == "placeholder"
     )
     return Graph(
-        graph,
         slots,
         tuple(
             Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
@@ -443,4 +442,5 @@ def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits
         ),
         {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
         visits,
+        graph,
     )

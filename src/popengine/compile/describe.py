@@ -6,7 +6,6 @@ operations) is missing where a plan was loaded from a file without it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,17 +18,15 @@ from ..profile import Block, Operation, Part, Piece, Tick
 from .schedule.check import ticks
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds
-_LINE = re.compile(r"    (\w+) = (?:draw\()?(f\d+)?.*?(?:; ((?:\w+ = )+)None)?$")
 
 
 class Description:
     """The tables of a profile that follow from the plan alone."""
 
-    def __init__(self, plan: ir.Plan) -> None:
+    def __init__(self, plan: ir.Plan, graph: ir.Graph | None) -> None:
         self.plan, self.partition = plan, plan.partition
-        code = plan.partition.graph.code
-        self._nodes: dict[str, fx.Node] = {node.name: node for node in code.nodes} if code is not None else {}
-        self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
+        self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.code.nodes} if graph else {}
+        self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         state = [slot.name for slot in self._slots.values() if slot.role != "input"]
         self._state = {value.untyped_storage()._cdata for name in state for value in self._values(name)}
         self._dying = {  # piece -> what it is handed for good
@@ -50,47 +47,35 @@ class Description:
     # ---- operations --------------------------------------------------------------------------------------
 
     def _operations(self) -> tuple[list[tuple[int, Operation]], list[Piece]]:
-        """Operations, each with its line in the body of its piece; and the pieces."""
+        """Operations, each with the number of its line; and the pieces."""
         found, pieces = [], []
         for index, piece in enumerate(self.partition.pieces):
-            lines = piece.source.splitlines()
-            body = lines.index("    values.clear()") + 1
             alive: dict[int, int] = {}  # memory -> bytes, of what dies in the piece or is made there
             holders: dict[str, int] = {}
             self._born(self._dying.get(index, ()), alive, holders)
-            enters, first = sum(alive.values()), "?"
-            for number, line in enumerate(lines[body:-1]):
-                match = _LINE.match(line)
-                if match is None or (line.endswith(" = None") and ";" not in line):
-                    self._die(line.strip().removesuffix(" = None").split(" = "), alive, holders)
-                    continue
-                name, call, dying = match.groups()
-                self._born([name], alive, holders)
-                where = piece.lines[body + number]
-                first = where if first == "?" else first
-                kind = piece.calls[int(call[1:])] if call else "getitem"
+            enters = sum(alive.values())
+            read = {name for line in piece.lines for name in line.operands()}
+            self._die(set(piece.reads) - read - set(piece.writes), alive, holders)
+            for number, line in enumerate(piece.lines):
+                self._born([line.name], alive, holders)
                 live = sum(alive.values())
-                self._die([part for part in (dying or "").split(" = ") if part], alive, holders)
-                found.append((number, self._operation(index, name, kind, where, live)))
+                self._die(line.dies, alive, holders)
+                found.append((number, self._operation(index, line, live)))
+            first = piece.lines[0].where if piece.lines else "?"
             pieces.append(Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, enters))
         return found, pieces
 
-    def _operation(self, piece: int, name: str, kind: str, where: str, live: int) -> Operation:
-        node, kind = (
-            self._nodes.get(name),
-            kind.split("::")[-1].removeprefix("aten.").removesuffix(".default"),
-        )
+    def _operation(self, piece: int, line: ir.Line, live: int) -> Operation:
+        kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
+        node = self._nodes.get(line.name)
         if node is None:
-            return Operation(piece, name, kind, self._stage_name(piece), where, live=live)
+            return Operation(piece, line.name, kind, self._stage_name(piece), line.where, live=live)
         block = node.meta.get("block")
-        visits = self.partition.graph.visits
+        visits = self.partition.signature.visits
         title = visits[block].name if block is not None and block >= 0 else None
-        moved = sum(self._bytes([operand.name for operand in node.all_input_nodes])) + sum(
-            self._bytes([name])
-        )
-        return Operation(
-            piece, name, kind, title or self._stage_name(piece), where, 0, 0, _flops(node), moved, live
-        )
+        moved = sum(self._bytes([*dict.fromkeys(line.operands()), line.name]))
+        title = title or self._stage_name(piece)
+        return Operation(piece, line.name, kind, title, line.where, 0, 0, _flops(node), moved, live)
 
     def _stage_name(self, piece: int) -> str:
         return self.partition.names[self.partition.pieces[piece].stage]
@@ -185,12 +170,12 @@ class Description:
 
     def _blocks(self) -> list[Block]:
         """Blocks in the order of the data; the one without a name is what runs before the first."""
-        visits = {str(visit.name): visit.where for visit in reversed(self.partition.graph.visits)}
+        visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
         users: dict[str, set[str]] = {}
         for node in self._nodes.values():
             block = node.meta.get("block")
             if node.meta.get("phase") == "F" and block is not None and block >= 0:
-                title = str(self.partition.graph.visits[block].name)
+                title = str(self.partition.signature.visits[block].name)
                 users.setdefault(title, set()).update(operand.name for operand in node.all_input_nodes)
         found = []
         for stage, names in enumerate(self.partition.names):

@@ -40,22 +40,24 @@ class _Flow:
         self.partition, self.schedule = partition, schedule
         self.pieces = partition.pieces
         self.piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(self.pieces)}
-        graph = partition.graph
+        signature = partition.signature
         # State that nobody writes may be a result, but who reads it takes it from its own ipu: what is handed
         # over is no copy, and the weight changes at the end of the step.
-        written = {result.key for result in graph.results if result.kind == "buffer"}
+        written = {result.key for result in signature.results if result.kind == "buffer"}
         self.fixed = {
             slot.name
-            for slot in graph.slots
+            for slot in signature.slots
             if slot.role != "input" and (slot.role != "buffer" or slot.key not in written)
         }
         self.maker = {
             name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in self.fixed
         }
-        self.inputs = {slot.name: slot.key for slot in graph.slots if slot.role == "input"}
-        trained = {result.key for result in graph.results if result.kind == "gradient"}
+        self.inputs = {slot.name: slot.key for slot in signature.slots if slot.role == "input"}
+        trained = {result.key for result in signature.results if result.kind == "gradient"}
         self.trained = {
-            slot.name: slot.key for slot in graph.slots if slot.role == "parameter" and slot.key in trained
+            slot.name: slot.key
+            for slot in signature.slots
+            if slot.role == "parameter" and slot.key in trained
         }
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
@@ -97,7 +99,7 @@ class _Flow:
                 names |= {
                     name for name in piece.reads if not self.flows(name, i) and name not in self.trained
                 }
-        return tuple(slot.name for slot in self.partition.graph.slots if slot.name in names)
+        return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
     def credits(self) -> list[tuple[str, int]]:
         """Channels on which the ipu of the last action lets first stages go on with another micro-batch."""
@@ -171,7 +173,7 @@ class _Flow:
 
     def _results(self, piece: Piece) -> list:
         parts = []
-        results = self.partition.graph.results
+        results = self.partition.signature.results
         mine = [(i, result) for i, result in enumerate(results) if result.name in piece.writes]
         if gradients := [result for _, result in mine if result.kind == "gradient"]:
             names, keys = tuple(r.name for r in gradients), tuple(r.key for r in gradients)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..ir import Partition
+from ..ir import Graph, Partition
 
 
-def held_bytes(partition: Partition) -> tuple[int, ...]:
+def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     """For each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
     """
-    nodes = {node.name: node for node in partition.graph.code.nodes}
+    nodes = {node.name: node for node in graph.code.nodes}
     flowing = {name for piece in partition.pieces for name in piece.writes}
-    flowing |= {slot.name for slot in partition.graph.slots if slot.role == "input"}
+    flowing |= {slot.name for slot in graph.slots if slot.role == "input"}
     held = [0] * partition.stages
     for piece in partition.pieces:
         if piece.phase == "B":

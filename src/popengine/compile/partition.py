@@ -85,7 +85,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         writes = [name for name, maker in made.items() if maker == place_ and name in wanted]
         if members[place_] or writes:
             pieces.append(emit(*place_, list(needs[place_]), writes, members[place_]))
-    return Partition(graph, tuple(pieces), placement.ipus, home, placement.names)
+    return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names)
 
 
 def _calls(graph: Graph) -> Iterable[fx.Node]:

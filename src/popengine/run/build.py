@@ -6,6 +6,7 @@ operations are those of that device.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -30,25 +31,32 @@ def build(
     piece: Piece,
     call: Callable[[Any], Callable[..., Any]] = direct,
     device: torch.device = CPU,
+    after_each: str = "",
     **more: Any,
 ) -> Code:
     """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
 
     Args:
-        call:   from an operation of torch.ops to what the source calls for it
+        call: from an operation of torch.ops to what the source calls for it
         device: where what it reads is, and all that it makes
-        more:   other names that its source may use
+        after_each: a statement after each line of its body, and before the first
+        more: other names that its source may use
     """
-    names: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
+    names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     names |= {"draw": draw if device.type == "cpu" else drawing_on(device), **more}
-    for position, name in enumerate(piece.calls):
-        namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
-        operation = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        is_drawn = f"draw(f{position}," in piece.source  # draws look at what they are given to draw
+    for (name, is_drawn), written in piece.functions.items():
+        operation = operation_of(name)
+        # Draws look at what they are given to draw.
         function = operation if is_drawn else _there(operation, call, device)
-        names[f"f{position}"] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.source, _file(piece), "exec"), names)
+        names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
+    exec(compile(piece.written(after_each), _file(piece), "exec"), names)
     return names["piece"]
+
+
+def operation_of(name: str) -> Any:
+    """`torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
+    namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def _there(
@@ -75,7 +83,7 @@ def user_line(piece: Piece, error: BaseException) -> str:
     """The line of the user's code behind the operation that failed."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == _file(piece) and frame.lineno is not None:
-            return piece.lines[frame.lineno - 1]
+            return piece.where(frame.lineno)
     return "?"
 
 

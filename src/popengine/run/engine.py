@@ -120,7 +120,7 @@ class Engine(Tensors):
                 value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
                 for value in inputs
             ],
-            Results(self.plan.partition.graph, self.settings, home.host_empty),
+            Results(self.plan.partition.signature, self.settings, home.host_empty),
             hyper,
             counts.iterations if training else 1,
             self.step,

@@ -25,13 +25,13 @@ def measure(
         weights: parameters and buffers by canonical name; they are only read
         inputs:  one micro-batch
     """
-    graph = partition.graph
+    signature = partition.signature
     given: dict[str, Tensor] = {}
-    for slot in graph.slots:
+    for slot in signature.slots:
         if slot.role == "input":
             given[slot.name] = inputs[int(slot.key)].detach()
         elif slot.role == "constant":
-            given[slot.name] = graph.constants[slot.key]
+            given[slot.name] = signature.constants[slot.key]
         elif slot.role == "loss_scale":
             given[slot.name] = torch.ones(slot.shape, dtype=slot.dtype)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
@@ -21,7 +21,6 @@ from .meter import Meter
 
 DETAILED_STEPS = 2
 _CALLS = 1000  # first ones, and last ones, whose times are kept
-_START = "    values.clear()"
 
 Program = Sequence[tuple[Callable[[Any], None], Any]]
 Step = tuple[int, int, array]  # call, step, clock readings
@@ -53,7 +52,7 @@ class Detail:
     call: int
     step: int
     meter: Meter
-    lines: dict[int, list[int]] = field(default_factory=dict)  # piece -> ns of each line of its body
+    lines: dict[int, list[int]] = field(default_factory=dict)  # piece -> ns of each of its lines
     runs: dict[int, int] = field(default_factory=dict)  # piece -> how often it ran
 
     def add(self, piece: int, ticks: list[int]) -> None:
@@ -157,12 +156,4 @@ def timed(program: Program) -> array:
 def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: list[int]) -> dict[int, Any]:
     """The same pieces, reading the clock before their first line and after each."""
     note, now = ticks.append, perf_counter_ns
-    return {i: build(with_ticks(pieces[i]), tick=lambda: note(now())) for i in codes}
-
-
-def with_ticks(piece: Piece) -> Piece:
-    """The piece with `tick()` at the end of each line of its body, and at the start of it."""
-    lines = piece.source.splitlines()
-    start = lines.index(_START)
-    lines[start:-1] = [f"{line}; tick()" for line in lines[start:-1]]
-    return replace(piece, source="\n".join(lines) + "\n")
+    return {i: build(pieces[i], after_each="; tick()", tick=lambda: note(now())) for i in codes}

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..body import calls_within
 from .draws import drawing_from
 from .numbers import Numbers
 from .turns import Turns
@@ -45,12 +46,12 @@ def obstacle(workers: Sequence[Worker], rules: Any) -> str | None:
         return "floating point exceptions look at the result of every operation"
     if settings.counts.instances > 1:
         return "the gradients are summed with those of other processes"
-    if any(result.kind == "input" for result in plan.partition.graph.results):
+    if any(result.kind == "input" for result in plan.partition.signature.results):
         return "the model writes into its inputs"
     for piece in plan.partition.pieces:
+        calls = set(calls_within(piece))
         for name, why in _READERS.items():
-            # In the source too: bodies of branches and loops travel as text.
-            if name in piece.source or any(call.startswith(name) for call in piece.calls):
+            if any(call.startswith(name) for call in calls):
                 return why
     optimizer = settings.optimizer
     if optimizer is not None and any(rules.reads_numbers(optimizer, weight) for weight in _trained(workers)):

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..ir import Graph, Result
+from ..ir import Result, Signature
 from ..settings import Anchor, Counts, Outputs, Settings
 from .devices.base import Device
 
@@ -113,30 +113,30 @@ class Results:
         empty: makes a tensor in the host's memory
     """
 
-    def __init__(self, graph: Graph, settings: Settings, empty: Empty) -> None:
+    def __init__(self, signature: Signature, settings: Settings, empty: Empty) -> None:
         counts = self._counts = settings.counts
-        self._results: Sequence[Result] = graph.results
+        self._results: Sequence[Result] = signature.results
         self._rows: dict[int, Rows] = {}  # of outputs, by position
         self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
         self._anchors: dict[Anchor, Rows] = {}  # of weights
         modes: dict[int, tuple[Outputs, int]] = {
             int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
         }
-        for position, result in enumerate(graph.results):
+        for position, result in enumerate(signature.results):
             if result.kind == "output":
                 mode, period = modes.get(position, (settings.outputs, settings.return_period))
                 self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, empty)
             elif result.kind == "input":  # every micro-batch's value goes back
                 every = (counts.iterations, counts.accumulation, counts.groups)
                 self._written[position] = empty((*every, *result.shape), result.dtype)
-        weights = {slot.key: slot for slot in graph.slots if slot.role in ("parameter", "buffer")}
+        weights = {slot.key: slot for slot in signature.slots if slot.role in ("parameter", "buffer")}
         for anchor in settings.anchors:
             if anchor.is_weight:
                 slot, once = weights[anchor.key], replace(counts, accumulation=1)
                 rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, empty)
                 self._anchors[anchor] = rows
         start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
-        inputs = sum(slot.role == "input" for slot in graph.slots)
+        inputs = sum(slot.role == "input" for slot in signature.slots)
         self.loaded = [[start] * loads for _ in range(inputs)]  # by input: when each micro-batch was staged
         self.load_started = [[start] * loads for _ in range(inputs)]
 

@@ -116,7 +116,7 @@ def _moves_weights(instruction: Instruction) -> bool:
 
 def _keepers(program: Sequence[Instruction], plan: Plan) -> dict[str, int]:
     """For each buffer that a piece of this ipu writes (by slot), which one."""
-    slots = {slot.key: slot.name for slot in plan.partition.graph.slots if slot.role == "buffer"}
+    slots = {slot.key: slot.name for slot in plan.partition.signature.slots if slot.role == "buffer"}
     found, piece = {}, -1
     for instruction in program:
         if isinstance(instruction, Compute):

@@ -34,7 +34,7 @@ class Tensors:
         device: Callable[[int], Device],
     ) -> None:
         self.plan, self.settings, self._rules = plan, settings, rules
-        self._slots = {slot.name: slot for slot in plan.partition.graph.slots}
+        self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
         self.devices: dict[tuple[int, int], Device] = {}
         for replica in range(settings.counts.replicas):
@@ -55,7 +55,7 @@ class Tensors:
             for name in self.plan.state[place[1]]:
                 slot = self._slots[name]
                 if slot.role == "constant":
-                    store.state[name] = self.plan.partition.graph.constants[slot.key].to(home.place)
+                    store.state[name] = self.plan.partition.signature.constants[slot.key].to(home.place)
                 elif slot.role == "loss_scale":
                     store.state[name] = torch.ones(slot.shape, dtype=slot.dtype, device=home.place)
                 else:
@@ -67,7 +67,9 @@ class Tensors:
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
-        gradients = {result.key for result in self.plan.partition.graph.results if result.kind == "gradient"}
+        gradients = {
+            result.key for result in self.plan.partition.signature.results if result.kind == "gradient"
+        }
         slots = [self._slots[name] for name in self.plan.state[ipu]]
         weights = {
             slot.key: store.state[slot.name]

@@ -49,7 +49,7 @@ class Updater:
         self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
         self.instances = instances
-        self.place = {slot.key: place for place, slot in enumerate(plan.partition.graph.slots)}
+        self.place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
         self.ipus = [
             i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
         ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from popengine.body import calls_within
 from popengine.compile.capture import current, hidden
 from popengine.errors import Error
 from popengine.ir import Plan
@@ -85,8 +86,8 @@ computed("host_call(Tensor[] inputs, int handle) -> Tensor[]", _run, _pretend)
 
 def calls_host(plan: Plan) -> bool:
     """Whether a compiled model needs functions of this process; also those in the bodies of its branches."""
-    name = "poptorch.host_call"
-    return any(name in text for piece in plan.partition.pieces for text in (piece.source, *piece.calls))
+    calls = {call for piece in plan.partition.pieces for call in calls_within(piece)}
+    return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
 class CPU:

@@ -130,7 +130,7 @@ def test_values_that_lie_otherwise_in_memory_are_copied():
 
 def test_what_a_piece_will_read_is_known_before_anything_has_run():
     partition = partition_of(net(0.5))
-    slots = {slot.name for slot in partition.graph.slots}
+    slots = {slot.name for slot in partition.signature.slots}
     likes = dict(zip(partition.pieces[1].reads, values_read(partition, CPU)[1], strict=True))
     activations = {like for name, like in likes.items() if name not in slots}
     assert activations == {Like((2, 4), (4, 1), torch.float32, torch.device("cpu"))}

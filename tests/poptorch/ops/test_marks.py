@@ -11,7 +11,7 @@ X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 def nodes(model):
     """The names of the operations of a compiled model, and its nodes."""
-    found = [n for n in model._executable.plan.partition.graph.code.nodes if n.op == "call_function"]
+    found = [n for n in model._executable.graph.code.nodes if n.op == "call_function"]
     return [str(node.target) for node in found], found
 
 
@@ -136,7 +136,7 @@ def test_the_old_block_operations_open_blocks():
 
     model, out = compiled(forward, X)
     assert torch.equal(out, (X + 1) * 2)
-    assert [visit.name for visit in model._executable.plan.partition.graph.visits][1:] == ["0", "1"]
+    assert [visit.name for visit in model._executable.plan.partition.signature.visits][1:] == ["0", "1"]
 
 
 def test_what_a_mark_returns_can_be_changed_in_place():

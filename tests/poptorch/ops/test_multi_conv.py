@@ -31,7 +31,7 @@ def test_results_are_those_of_separate_convolutions_and_the_group_is_recorded():
     module = Model(scope)
     model = poptorch.inferenceModel(module)
     torch.testing.assert_close(model(X), module(X))
-    groups = [n.meta["group"] for n in model._executable.plan.partition.graph.code.nodes if "group" in n.meta]
+    groups = [n.meta["group"] for n in model._executable.graph.code.nodes if "group" in n.meta]
     assert len(groups) == 2
     assert groups[0] is groups[1]
     assert groups[0].properties["available_memory_proportions"] == (0.1, 0.2)

@@ -78,7 +78,7 @@ def test_a_serialized_product_equals_matmul(mode, keep):
     model = poptorch.inferenceModel(forward)
     torch.testing.assert_close(model(a, b), a @ b)
     assert torch.equal(forward(a, b), a @ b)
-    products = [n for n in model._executable.plan.partition.graph.code.nodes if "mm" in str(n.target)]
+    products = [n for n in model._executable.graph.code.nodes if "mm" in str(n.target)]
     assert len(products) == (1 if mode is Mode.Disabled else 2)
 
 

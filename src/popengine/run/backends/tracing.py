@@ -47,7 +47,7 @@ def values_read(partition: Partition, device: torch.device) -> list[tuple[Like, 
     with fake, torch.no_grad():
         values = {
             slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
-            for slot in partition.graph.slots
+            for slot in partition.signature.slots
         }
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import Error
-from ...ir import Partition, Piece
+from ...ir import Partition
+from ..build import operation_of
 from ..direct import direct
 from . import attention
 
@@ -79,10 +80,11 @@ def unsupported(
     has_kernel = has_kernel or _has_kernel
     found: dict[str, str] = {}
     for piece in partition.pieces:
-        for position, name in enumerate(piece.calls):
-            operation = _operation(name)
+        for name in piece.calls:
+            operation = operation_of(name)
             if operation not in STAND_INS and not has_kernel(operation, device):
-                found.setdefault(name, _first_use(piece, position))
+                uses = (line.where for line in piece.lines if line.call == name)
+                found.setdefault(name, next(uses))
     return found
 
 
@@ -90,14 +92,3 @@ def _has_kernel(operation: Operation, device: torch.device) -> bool:
     if device.type == "cuda" and not torch.backends.cuda.is_built():
         return True  # a torch without any such kernels: nothing can be said here
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operation.name(), device.type.upper())
-
-
-def _operation(name: str) -> Operation:
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-
-def _first_use(piece: Piece, position: int) -> str:
-    uses = (f" = f{position}(", f" = draw(f{position},")
-    lines = zip(piece.source.splitlines(), piece.lines, strict=True)
-    return next(where for text, where in lines if any(use in text for use in uses))

@@ -1,0 +1,149 @@
+"""A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them.
+
+The list is what passes read and rewrite. The Python is made from it, and is what a core runs and a reader reads:
+
+    def piece(values):
+        x, weight, = values
+        values.clear()
+        t = aten_t_default(weight); weight = None
+        mm = aten_mm_default(x, t); x = t = None
+        return (mm, )
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+Phase = Literal["F", "B"]
+GETITEM = "getitem"  # the call that takes one value out of an operation's several
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a piece, among the arguments of an operation."""
+
+    name: str
+
+
+class Line(NamedTuple):
+    """One operation: `name = call(*arguments, **named)`. Lists and tuples among the arguments may hold values."""
+
+    name: str
+    call: str  # as torch prints an overload: "aten.add.Tensor"; or GETITEM
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...] = ()
+    dies: tuple[str, ...] = ()  # values that nothing needs afterwards
+    where: str = "?"  # file:line of the user's code
+    draw: int | None = None  # the place in the model of the random numbers that it draws
+
+    def operands(self) -> Iterator[str]:
+        """The names of the values among the arguments, in their order."""
+        return _values_in((self.arguments, tuple(argument for _, argument in self.named)))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A function from the values it reads to those it writes. Equal are pieces whose code is."""
+
+    phase: Phase
+    stage: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Piece) and self._code == other._code
+
+    def __hash__(self) -> int:
+        return hash(self._code)
+
+    @property
+    def _code(self) -> Any:  # as text, in which 1, 1.0 and True differ
+        return self.phase, self.stage, self.source, tuple(self.functions)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers: the key of those is the last value that it is given."""
+        return any(line.draw is not None for line in self.lines)
+
+    @cached_property
+    def functions(self) -> dict[tuple[str, bool], str]:
+        """What the source calls: from an operation, and whether it draws, to its name in the source."""
+        found: dict[tuple[str, bool], str] = {}
+        for line in self.lines:
+            if line.call != GETITEM and (line.call, line.draw is not None) not in found:
+                name = re.sub(r"\W", "_", line.call)
+                while name in found.values():
+                    name += "_"
+                found[line.call, line.draw is not None] = name
+        return found
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The operations that it calls, each once."""
+        return tuple(dict.fromkeys(call for call, _ in self.functions))
+
+    @cached_property
+    def source(self) -> str:
+        """Python that defines `piece(values)`; it empties the list, so that each tensor dies at its last use."""
+        return self.written()
+
+    def written(self, after_each: str = "") -> str:
+        """The source, with a statement after each line of the body, and before the first."""
+        head = self._head()
+        body = [self._written(line) for line in self.lines]
+        lines = [*head[:-1], *(line + after_each for line in [head[-1], *body])]
+        return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
+
+    def where(self, number: int) -> str:
+        """The user's line behind a line of the source, counted from 1."""
+        index = number - 1 - len(self._head())
+        return self.lines[index].where if 0 <= index < len(self.lines) else "?"
+
+    def _head(self) -> list[str]:
+        taken = [*self.reads, "key"] if self.draws else self.reads
+        used = {*self.writes, *(name for line in self.lines for name in (*line.operands(), *line.dies))}
+        unread = [name for name in self.reads if name not in used]
+        head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
+        return [*head, "    values.clear()" + _forgotten(unread)]
+
+    def _written(self, line: Line) -> str:
+        if line.call == GETITEM:
+            value = "{}[{}]".format(*map(_text, line.arguments))
+        else:
+            call = self.functions[line.call, line.draw is not None]
+            given = [_text(argument) for argument in line.arguments]
+            given += [f"{name}={_text(argument)}" for name, argument in line.named]
+            if line.draw is not None:
+                call, given = "draw", [call, "key", str(line.draw), *given]
+            value = f"{call}({', '.join(given)})"
+        return f"    {line.name} = {value}{_forgotten(line.dies)}"
+
+
+def _forgotten(names: Any) -> str:
+    return f"; {' = '.join([*names, 'None'])}" if names else ""
+
+
+def _text(argument: Any) -> str:
+    """Python for an argument; `inf`, `nan`, `torch` and `device` are names that a piece knows."""
+    if isinstance(argument, Value):
+        return argument.name
+    if isinstance(argument, (list, tuple)):
+        inside = "".join(_text(item) + ", " for item in argument)
+        return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+    return repr(argument)
+
+
+def _values_in(argument: Any) -> Iterator[str]:
+    if isinstance(argument, Value):
+        yield argument.name
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from _values_in(item)
