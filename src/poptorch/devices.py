@@ -14,7 +14,6 @@ from popengine.run.engine import Engine
 from . import wrapping
 from .counters import Counters
 from .enums import ConnectionType
-from .optim import Optimizer as PoptorchOptimizer
 from .optimizing import OptimizerOwner
 from .options.freeze import device_of
 from .weights import HostWeights
@@ -71,8 +70,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
             return
         if self._engine is not None:
             self._let_go()
-        if isinstance(self._optimizer, PoptorchOptimizer):
-            self._optimizer._release()
+        self._release_optimizer()
         self._executable = self._synthetic = None
         self._counters, self._anchored, self._notes = Counters(), {}, []
         self._unmark()
@@ -87,6 +85,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         # parts of torch may be gone already.
         with contextlib.suppress(Exception):
             self.destroy()
+            self._release_optimizer()
             self._unmark()
 
     # ---- random numbers ----------------------------------------------------------------------------------

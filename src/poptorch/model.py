@@ -121,7 +121,8 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._stale, self._host_weights_version, self._seen_version = False, 0, None
         self._kept_rng = self._kept_state = None
         self._kept_factor = 1.0
-        self._optimizer = self._hyper = None
+        self._optimizer = self._hyper = self._link = None
+        self._loaded_states = {}
         self._reporter = reporter_for(self, self._options, training)
         self._counters, self._anchored, self._synthetic = Counters(), {}, None
         self._notes = []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from popengine.errors import Error
 
@@ -14,6 +15,7 @@ from . import wrapping
 from .enums import MeanReductionStrategy
 from .logs import logger
 from .optim import Optimizer as PoptorchOptimizer
+from .optim.links import Link, torch_state
 from .optim.state import rate_entries, state_entries, states_of
 from .state import ExecutorState
 
@@ -34,23 +36,21 @@ class OptimizerOwner(ExecutorState):
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
-        parameters = list(wrapping.plain_class(self._user_model).named_parameters(self._user_model))
-        names = {id(parameter): name for name, parameter in parameters}
+        names = self._parameter_names()
         frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
         if not self.isCompiled():
             self._optimizer_settings = frozen
             self._pick_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
-                lost = [name for name, p in parameters if p.requires_grad and name not in frozen.group_of]
+                trained = [name for name, parameter in self._named_parameters() if parameter.requires_grad]
+            lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         if optimizer is self._optimizer:
             return
-        if isinstance(self._optimizer, PoptorchOptimizer):
-            self._optimizer._release()
+        self._release_optimizer()
         self._optimizer = optimizer
-        self._link_optimizer()
+        self._link_optimizer(take=not self.isCompiled())  # else the state on the devices is the newer one
 
     def _pick_reduction_strategy(self, optimizer: Any) -> None:
         """Sums of gradients that are kept in float16 are divided as they grow, lest they overflow."""
@@ -62,17 +62,50 @@ class OptimizerOwner(ExecutorState):
             )
             self._options._freeze()
 
-    def _link_optimizer(self) -> None:
-        """A poptorch optimizer reads its state from the devices of the executor it belongs to."""
-        if isinstance(self._optimizer, PoptorchOptimizer) and self._engine is not None:
-            link = weakref.ref(self)
-            self._optimizer._state_reader = lambda: ((own := link()) and own._read_state()) or (None, None)
+    def _link_optimizer(self, take: bool = True) -> None:
+        """An optimizer reads its state from the devices of the executor it belongs to; `take` its own to begin with."""
+        if isinstance(self._optimizer, PoptorchOptimizer):
+            if self._engine is not None:
+                link = weakref.ref(self)
+                self._optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
+        elif self._training and self._link is None:
+            self._link = Link(self._optimizer, self._parameter_names(), self, take)
+
+    def _release_optimizer(self) -> None:
+        """Leave the optimizer with the state that the devices have."""
+        if isinstance(self._optimizer, PoptorchOptimizer):
+            self._optimizer._release()
+        if self._link is not None:
+            self._link.release()
+            self._link = None
+
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
+        return wrapping.plain_class(self._user_model).named_parameters(self._user_model)
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._named_parameters()}
+
+    def _device_states(self) -> dict[str, dict[str, Tensor]]:
+        """The engine's state of each parameter, also while it is detached."""
+        return self._engine.read_optimizer() if self._engine is not None else self._kept_state or {}
+
+    def _load_states(self, states: dict[str, dict[str, Tensor]]) -> None:
+        """Upload these before the next call."""
+        self._loaded_states.update(states)
+
+    def _torch_states(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each parameter as torch's optimizers have it; none before the first update."""
+        kind, steps = self._optimizer_settings.kind, self.rng_state[1] if self.isCompiled() else 0
+        states = {name: dict(state) for name, state in self._device_states().items()} if steps else {}
+        for name, state in self._loaded_states.items():
+            states.setdefault(name, {}).update(state)
+        return {name: torch_state(kind, state, steps) for name, state in states.items()}
 
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         assert self._hyper is not None
-        states = self._engine.read_optimizer() if self._engine is not None else self._kept_state or {}
         frozen = self._optimizer_settings
-        entries = state_entries(frozen.kind, states)
+        entries = state_entries(frozen.kind, self._device_states())
         if self._executable is not None and self._executable.settings.automatic_loss_scaling:
             entries[_LOSS_FACTOR] = torch.tensor(self._loss_factor())
         return entries, rate_entries(frozen, self._hyper)
@@ -87,6 +120,10 @@ class OptimizerOwner(ExecutorState):
     def _upload_pending_state(self) -> None:
         """Take over what the user loaded into the optimizer."""
         optimizer = self._optimizer
+        if self._loaded_states:
+            assert self._engine is not None
+            self._engine.write_optimizer(self._loaded_states)
+            self._loaded_states = {}
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
             assert self._engine is not None
             loaded = states_of(self._optimizer_settings.kind, optimizer._pending_state[0] or {})

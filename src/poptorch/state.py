@@ -14,6 +14,7 @@ from popengine.run.engine import Engine
 from .counters import Counters
 from .executable import Executable
 from .optim.guard import OptimizerGuard
+from .optim.links import Link
 from .options import Options
 from .replicas import Grouping
 from .reporting import Reporter
@@ -40,6 +41,8 @@ class ExecutorState:
 
     _guard: OptimizerGuard
     _optimizer: Any
+    _link: Link | None  # to a torch optimizer
+    _loaded_states: dict[str, dict[str, Tensor]]  # of a torch optimizer, to be uploaded
     _optimizer_settings: settings.Optimizer
     _hyper: settings.Hyper | None
     _kept_factor: float  # of automatic loss scaling, while detached
@@ -56,6 +59,10 @@ class ExecutorState:
 
     def isAttachedToDevice(self) -> bool:
         return self._engine is not None
+
+    @property
+    def rng_state(self) -> list[int]:
+        raise NotImplementedError
 
     @property
     def _is_attached(self) -> bool:

@@ -1,0 +1,136 @@
+"""The state of torch's optimizers goes to the devices and comes back, in torch's own format."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layer(x) ** 2, "mean")
+
+
+def made(kind):
+    torch.manual_seed(1)
+    model = Net()
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def data(steps):
+    torch.manual_seed(2)
+    return [torch.randn(4, 3) for _ in range(steps)]
+
+
+def plain(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+
+def on_ipus(model, optimizer, batches):
+    executor = poptorch.trainingModel(model, poptorch.Options().showCompilationProgressBar(False), optimizer)
+    for batch in batches:
+        executor(batch)
+    return executor
+
+
+def same(one, other):
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for index, state in one["state"].items():
+        assert state.keys() == other["state"][index].keys()
+        assert all(torch.equal(value, other["state"][index][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_dict_is_the_one_that_plain_torch_has(kind):
+    model, optimizer = made(kind)
+    executor = on_ipus(model, optimizer, data(3))
+    twin, expected = made(kind)
+    plain(twin, expected, data(3))
+    expected.zero_grad()
+    state = expected.state_dict()
+    if kind == "sgd":
+        state["state"] = {}  # torch has None as each momentum
+    same(optimizer.state_dict(), state)
+    executor.destroy()
+    same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "after a call"])
+def test_a_checkpoint_of_plain_torch_is_gone_on_from(kind, when):
+    model, optimizer = made(kind)
+    plain(model, optimizer, data(2))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plain(model, optimizer, data(4)[2:])
+    resumed, other = made(kind)
+    resumed.load_state_dict(weights)
+    if when == "before wrapping":
+        other.load_state_dict(state)
+    executor = on_ipus(resumed, other, data(1) if when == "after a call" else [])
+    if when != "before wrapping":
+        executor.load_state_dict(weights)
+        other.load_state_dict(state)
+    for batch in data(4)[2:]:
+        executor(batch)
+    assert torch.equal(resumed.layer.weight, model.layer.weight)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_plain_torch_goes_on_from_a_checkpoint_of_an_executor(kind):
+    model, optimizer = made(kind)
+    executor = on_ipus(model, optimizer, data(2))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for batch in data(4)[2:]:
+        executor(batch)
+    resumed, other = made(kind)
+    resumed.load_state_dict(weights)
+    other.load_state_dict(state)
+    plain(resumed, other, data(4)[2:])
+    assert torch.equal(resumed.layer.weight, model.layer.weight)
+
+
+def test_the_optimizer_goes_on_by_itself_after_destroy():
+    model, optimizer = made("adam")
+    on_ipus(model, optimizer, data(2)).destroy()
+    plain(model, optimizer, data(4)[2:])
+    twin, expected = made("adam")
+    plain(twin, expected, data(4))
+    assert torch.equal(model.layer.weight, twin.layer.weight)
+
+
+def test_an_executor_that_dies_leaves_its_optimizer_an_ordinary_one():
+    model, optimizer = made("adam")
+    on_ipus(model, optimizer, [])
+    plain(model, optimizer, data(1))
+    assert optimizer.state_dict()["state"] and optimizer.state_dict()["state"]
+
+
+def test_another_optimizer_of_the_same_type_does_not_bring_old_momenta():
+    model, optimizer = made("adam")
+    executor = on_ipus(model, optimizer, data(2))
+    assert optimizer.state_dict()["state"]
+    executor.setOptimizer(copy.copy(optimizer))
+    for batch in data(4)[2:]:
+        executor(batch)
+    twin, expected = made("adam")
+    plain(twin, expected, data(4))
+    assert torch.equal(model.layer.weight, twin.layer.weight)
