@@ -58,7 +58,8 @@ class Note:
 
 def without_values(value: Any) -> tuple[Any, list[Tensor]]:
     """A nested value with marks in place of the tensors that a capture has made, and these tensors."""
-    tensors = tensors_of(value)
+    capture = current()
+    tensors = [capture.adopted(t) if capture is not None else t for t in tensors_of(value)]
     with paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]

@@ -17,20 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
-from ..ir import Block, Graph, Result, Slot
-from .functional import drop_what_does_nothing, functionalized, is_mutable
-from .losses import LossFinder
+from ..ir import Block, Graph, Key
+from .functional import as_graph
+from .known import CaptureRecorder, explained, value_of
+from .losses import LossFinder, final_loss
 from .mixed import MixedPrecision
-from .recorder import Recorder, line_of, user_line
+from .recorder import user_line
+from .standins import Adoption, StandIns
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
@@ -103,6 +100,16 @@ class Capture:
     scopes: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     group: Group | None = None
+    recorder: CaptureRecorder | None = None
+
+    def adopted(self, value: Tensor) -> Tensor:
+        """What stands in for a tensor of the module; anything else as it is."""
+        return self.recorder.adopted(value) if self.recorder is not None else value
+
+    def value_of(self, value: Tensor) -> Tensor | None:
+        """A copy of a tensor's value, if it is computed from constants alone."""
+        known = value_of(self.recorder, value) if self.recorder is not None else None
+        return None if known is None else known.clone()
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block: what runs from now on belongs to it."""
@@ -191,24 +198,20 @@ def capture(
         CaptureError: the forward reads a value out of a tensor, makes a shape that depends on data,
             rebinds or removes a buffer, or in training does not have exactly one final loss
     """
-    state = Capture(training)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(state.describe)
 
     def pretend(like: Tensor) -> Tensor:
         # A shape is all there is to ask for: what a tensor subclass does when it is used has no place here.
         with torch._C.DisableTorchFunctionSubclass(), fake:
             return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
-    parameters = {
-        name: nn.Parameter(pretend(value), requires_grad=value.requires_grad)
-        for name, value in module.named_parameters()
-    }
-    buffers = {name: pretend(value) for name, value in module.named_buffers()}
+    stand_ins = StandIns(module, pretend)
+    state = Capture(training)
+    recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of)
     inputs = [pretend(sample) for sample in samples]
     for role, values in (
-        ("parameter", parameters),
-        ("buffer", buffers),
+        ("parameter", stand_ins.parameters),
+        ("buffer", stand_ins.buffers),
         ("input", {str(i): value for i, value in enumerate(inputs)}),
     ):
         for key, value in values.items():
@@ -217,41 +220,54 @@ def capture(
     token = _active.set(state)
     random = torch.get_rng_state()
     try:
-        with (
-            _tracing(training, device),
-            fake,
-            _in_place_of(module, parameters, buffers),
-            recorder,
-            _explained(),
-        ):
-            with LossFinder(state), MixedPrecision():
+        with _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
+            with Adoption(stand_ins), LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
-            if training:
-                wanted = {name: value for name, value in parameters.items() if value.requires_grad}
-                loss = _final_loss(state, recorder)
-                recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
-                state.phase, state.block = "B", _ENDED
-                if scale.dtype != loss.dtype:
-                    scale = scale.to(loss.dtype)
-                gradients = dict(
-                    zip(
-                        wanted,
-                        torch.autograd.grad(loss, list(wanted.values()), scale, allow_unused=True)
-                        if loss.requires_grad and wanted
-                        else [None] * len(wanted),
-                        strict=True,
-                    )
-                )
-            else:
-                gradients = {}
+            gradients = _gradients(state, stand_ins, scale) if training else {}
     finally:
         _active.reset(token)
         torch.set_rng_state(random)
-    results = [("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)]
-    results += [
-        ("gradient", name, recorder.node(value)) for name, value in gradients.items() if value is not None
+    results: list[tuple[Key, str, fx.Node]] = [
+        *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
+        *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),
     ]
-    return _finish(recorder, results, fake, tuple(state.visits))
+    trained = {name for name, value in stand_ins.parameters.items() if value.requires_grad}
+    graph = as_graph(recorder, results, fake, tuple(state.visits), trained)
+    stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
+    return graph
+
+
+def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, Tensor]:
+    """The backward: the gradient of the model's one loss, for each parameter that has one."""
+    recorder = state.recorder
+    assert recorder is not None
+    wanted = {name: value for name, value in stand_ins.parameters.items() if value.requires_grad}
+    loss = final_loss(state.losses, state.chosen, recorder)
+    recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
+    state.phase, state.block = "B", _ENDED
+    if scale.dtype != loss.dtype:
+        scale = scale.to(loss.dtype)
+    orphans = [value for value, _ in stand_ins.orphans]
+    leaves = [*wanted.values(), *stand_ins.met.values(), *orphans]
+    if not loss.requires_grad or not leaves:
+        return {}
+    made = torch.autograd.grad(loss, leaves, scale, allow_unused=True)
+    found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    for name, value in zip(stand_ins.met, made[len(wanted) :], strict=False):
+        if value is not None:
+            found[name] = found[name] + value if name in found else value
+    lost = made[len(leaves) - len(orphans) :]
+    for (value, where), gradient in zip(stand_ins.orphans, lost, strict=True):
+        if gradient is not None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
+                " nobody would update it\n"
+                f"  forward uses it at {where}\n"
+                "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
+                " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
+                " or say `.detach()`, if it is meant as a constant"
+            )
+    return {name: found[name] for name in wanted if name in found}
 
 
 # ---- what runs around the forward ------------------------------------------------------------------------
@@ -262,8 +278,7 @@ _CAPTURING = threading.RLock()  # the flag is one for the process: threads that 
 
 @contextlib.contextmanager
 def _tracing(training: bool, device: str) -> Iterator[None]:
-    """torch's own "is compiling" flag, without which models branch on data; and autograd in one thread, without its
-    search for NaN, which would read values.
+    """torch's own "is compiling" flag, without which models branch on data; autograd in one thread and quiet.
 
     For another device than the CPU also without oneDNN: it makes a recurrent layer one operation that only CPUs have.
     """
@@ -274,173 +289,10 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
         try:
             with (
                 torch.autograd.set_multithreading_enabled(False),
-                torch.autograd.set_detect_anomaly(False),
+                torch.autograd.set_detect_anomaly(False),  # it would look for NaN in tensors without values
                 torch.set_grad_enabled(training),
             ):
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
             torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """torch's own words about fake tensors, said in ours."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _reads_a_value(error.func, line_of(error)) from None
-
-
-def _reads_a_value(func: Any, where: str) -> CaptureError:
-    return CaptureError(
-        "the forward reads a value out of a tensor, which has none while the model is compiled\n"
-        f"  {func} at {where}\n"
-        "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
-        " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled graph\n"
-        "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
-        " pass the number as a Python argument of forward"
-    )
-
-
-@contextlib.contextmanager
-def _in_place_of(module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Tensor]) -> Iterator[None]:
-    """The fake tensors stand in the module while its forward runs; then the user's are put back."""
-    fakes = {id(real): parameters[name] for name, real in module.named_parameters()}
-    fakes |= {id(real): buffers[name] for name, real in module.named_buffers()}
-    shelves = [
-        (child, attribute, dict(getattr(child, attribute)))
-        for child in module.modules()
-        for attribute in ("_parameters", "_buffers")
-    ]
-    try:
-        for child, attribute, before in shelves:
-            shelf = getattr(child, attribute)
-            shelf.update({name: fakes[id(real)] for name, real in before.items() if real is not None})
-        _refresh_flat_weights(module)
-        yield
-        _check_rebound(module, shelves, fakes)
-    finally:
-        for child, attribute, before in shelves:
-            shelf = getattr(child, attribute)
-            shelf.clear()
-            shelf.update(before)
-        _refresh_flat_weights(module)
-
-
-def _refresh_flat_weights(module: nn.Module) -> None:
-    """Recurrent layers read their weights from a list of their own."""
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
-
-
-def _check_rebound(module: nn.Module, shelves: list[Any], fakes: dict[int, Tensor]) -> None:
-    prefix = {id(child): name + "." if name else "" for name, child in module.named_modules()}
-    for child, attribute, before in shelves:
-        kind = "Buffer" if attribute == "_buffers" else "Parameter"
-        shelf = getattr(child, attribute)
-        for name, real in before.items():
-            full = prefix[id(child)] + name
-            if name not in shelf:
-                raise CaptureError(
-                    f"{kind} {full} is removed from the model by its forward\n"
-                    "  fix: keep it; a compiled model's state has a fixed set of names"
-                )
-            if real is None or shelf[name] is fakes[id(real)]:
-                continue
-            if name == "num_batches_tracked" and shelf[name] is not None:
-                fakes[id(real)].copy_(shelf[name])  # BatchNorm's counter is exempt from the rule
-                continue
-            raise CaptureError(
-                f"{kind} {full} is reassigned within the model\n"
-                "  why: a compiled model keeps its state in place; a new tensor under the old name is lost\n"
-                f"  fix: write into it with `self.{name}.copy_(src)`"
-            )
-
-
-def _final_loss(state: Capture, recorder: Recorder) -> Tensor:
-    """The chosen loss, else the one marked loss that no later marked loss is computed from."""
-    if state.chosen is not None:
-        return _scalar(*state.chosen)
-    if not state.losses:
-        raise CaptureError(
-            "Couldn't find a loss in graph!\n"
-            "  why: training differentiates one loss, which forward must compute\n"
-            "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
-            ' `poptorch.identity_loss(x, reduction="mean")`, and return it'
-        )
-    nodes = [recorder.node(value) for value, _ in state.losses]
-    reached: set[fx.Node] = set()  # everything that some marked loss is computed from
-    stack = [operand for node in nodes for operand in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += node.all_input_nodes
-    final = {node: loss for node, loss in zip(nodes, state.losses, strict=True) if node not in reached}
-    if len(final) > 1:
-        places = "\n".join(f"  a loss at {where}" for _, where in final.values())
-        raise CaptureError(
-            f"Multiple independent losses found in graph\n{places}\n"
-            '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`'
-        )
-    return _scalar(*next(iter(final.values())))
-
-
-def _scalar(loss: Tensor, where: str) -> Tensor:
-    if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
-            '  fix: give the loss reduction="mean" or "sum", or wrap it in'
-            ' `poptorch.identity_loss(x, reduction="mean")`'
-        )
-    return loss
-
-
-# ---- from the record to a functional graph ---------------------------------------------------------------
-
-
-def _finish(recorder: Recorder, results: list[Any], fake: FakeTensorMode, visits: tuple[Block, ...]) -> Graph:
-    graph = recorder.graph
-    graph.output(tuple(node for _, _, node in results))
-    kinds = [(kind, key) for kind, key, _ in results]
-    constants = recorder.constants
-    if is_mutable(graph):
-        functional = functionalized(graph, constants, fake)
-        for node, value in functional.written.items():
-            role, key = node.meta["role"], node.meta["key"]
-            if role == "parameter":
-                raise CaptureError(
-                    f"Parameter {key} is changed in place by the forward\n"
-                    "  why: its value belongs to the optimizer while the model trains\n"
-                    "  fix: keep a value that forward changes in a buffer (`register_buffer`)"
-                )
-            if role in ("buffer", "input"):
-                kinds.append((role, key))
-                (output,) = (n for n in functional.graph.nodes if n.op == "output")
-                output.args = ((*output.args[0], value),)  # type: ignore[misc]
-        graph, constants = functional.graph, functional.constants
-    drop_what_does_nothing(graph)
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    slots = tuple(
-        Slot(
-            node.name,
-            node.meta["role"],
-            node.meta["key"],
-            tuple(node.meta["val"].shape),
-            node.meta["val"].dtype,
-        )
-        for node in graph.nodes
-        if node.op == "placeholder"
-    )
-    return Graph(
-        slots,
-        tuple(
-            Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
-            for (kind, key), node in zip(kinds, output.args[0], strict=True)
-        ),
-        {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
-        visits,
-        graph,
-    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import CaptureError
+from ..ir import Block, Graph, Key, Result, Slot
 from .recorder import Recorder
 
 aten = torch.ops.aten
@@ -20,6 +23,7 @@ _KEPT = (
     "group",
     "numbers",
 )  # of a node's meta, when it's replayed
+_OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -93,3 +97,86 @@ def _draws(node: fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0)
             return bool(given)
     return True
+
+
+def as_graph(
+    recorder: Recorder,
+    results: Sequence[tuple[Key, str, fx.Node]],
+    fake: FakeTensorMode,
+    visits: tuple[Block, ...],
+    trained: set[str],
+) -> Graph:
+    """What was recorded as the value that the passes take.
+
+    Args:
+        results: kind, key and node of the graph's results but for what is changed in place
+        trained: the parameters that an optimizer updates
+    """
+    graph = recorder.graph
+    graph.output(tuple(node for _, _, node in results))
+    kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
+    constants = recorder.constants
+    if is_mutable(graph):
+        functional = functionalized(graph, constants, fake)
+        for node, value in functional.written.items():
+            kind = _kind_of_written(node, value, trained)
+            if kind is not None:
+                kinds.append((kind, node.meta["key"]))
+                (output,) = (n for n in functional.graph.nodes if n.op == "output")
+                output.args = ((*output.args[0], value),)  # type: ignore[misc]
+        graph, constants = functional.graph, functional.constants
+        lost = {n: value for n, value in functional.written.items() if n.meta["key"] not in recorder.fresh}
+        drop_what_does_nothing(graph)
+        _check_lost(lost)
+    else:
+        drop_what_does_nothing(graph)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    slots = tuple(
+        Slot(
+            node.name,
+            node.meta["role"],
+            node.meta["key"],
+            tuple(node.meta["val"].shape),
+            node.meta["val"].dtype,
+        )
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+    return Graph(
+        slots,
+        tuple(
+            Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            for (kind, key), node in zip(kinds, output.args[0], strict=True)
+        ),
+        {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
+        visits,
+        graph,
+    )
+
+
+def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
+    """What the new value of something that forward writes into is for the graph."""
+    role, key = node.meta["role"], node.meta["key"]
+    if role == "parameter":
+        if key in trained:
+            raise CaptureError(
+                f"Parameter {key} is changed in place by the forward, at {value.meta.get('where', '?')}\n"
+                "  why: its value belongs to the optimizer while the model trains\n"
+                f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
+                " out of the training with `requires_grad_(False)`"
+            )
+        node.meta["role"] = role = "buffer"  # nobody else changes it
+    return role if role in ("buffer", "input") else None
+
+
+def _check_lost(written: dict[fx.Node, fx.Node]) -> None:
+    """Refuse state that is kept in a constant. One that is only written over is no state."""
+    for node, value in written.items():
+        read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
+        if node.meta["role"] == "constant" and read:
+            raise CaptureError(
+                f"a tensor of shape {tuple(node.meta['val'].shape)} is changed in place by the forward, at"
+                f" {value.meta.get('where', '?')}, and is neither a buffer nor made by forward\n"
+                "  why: a compiled model starts with the same value at every micro-batch; what was written is lost\n"
+                "  fix: `self.register_buffer(name, tensor)`, which makes it a part of the model's state"
+            )

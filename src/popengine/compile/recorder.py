@@ -66,6 +66,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
+        self.fresh: set[str] = set()  # the constants that the recorded code itself has made
         self.written: dict[fx.Node, fx.Node] = {}  # placeholder -> the last value copied into it
         self._describe = describe
         self._node_of: dict[int, fx.Node] = {}
@@ -94,9 +95,21 @@ class Recorder(TorchDispatchMode):
         """A placeholder for a tensor from outside."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
+        return self._outside(name, value, role)
+
+    def _outside(self, name: str, value: Tensor, role: str) -> fx.Node:
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
             return self.placeholder(name, value, role=role, key=name)
+
+    def constant(self, real: Tensor) -> Tensor:
+        """A fake tensor for a real one that the code has made."""
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = real
+        self.fresh.add(name)
+        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype)
+        self._outside(name, fake, "constant")
+        return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,7 +120,10 @@ class Recorder(TorchDispatchMode):
         meta = self._describe(func)
         out = func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
-            self.bind(out, self.node(args[0]))
+            made = self.node(args[0])
+            self.fresh.add(made.meta["key"])
+            made.meta["val"] = out
+            self.bind(out, made)
             return out
         if func is aten.copy_.default and self.node(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node(args[0])] = self.node(args[1])
