@@ -17,6 +17,20 @@ ROOT = Path(__file__).parents[1]
 MYPY = "[mypy]\ncheck_untyped_defs = true\n[mypy-torch.*]\nfollow_imports = skip\n"
 
 
+# A line each that an editor should underline, and what of it.
+FAULTY = """\
+import poptorch
+
+opts = poptorch.Options()
+opts.deviceIteration(4)
+opts.deviceIterations("4")
+opts.device_iterations = "4"
+opts.replication_facto = 2
+opts.Training.gradient_acumulation
+words: str = opts.Training.gradient_accumulation
+"""
+
+
 def run(*command, cwd):
     done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,6 +59,7 @@ def environment(tmp_path_factory):
     program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "program.py").write_text(program[1])
     (folder / "mypy.ini").write_text(MYPY)
+    (folder / "faulty.py").write_text(FAULTY)
     return folder
 
 
@@ -54,15 +69,24 @@ def test_the_program_of_the_readme_runs_from_the_wheel(environment):
     assert shown[0].startswith(str(environment / "env")) and shown[1] == "torch.Size([])"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["pyright", "--pythonpath", "env/bin/python", "program.py"],
-        ["mypy", "--python-executable", "env/bin/python", "program.py"],
-    ],
-    ids=lambda command: command[0],
-)
+COMMANDS = [
+    ["pyright", "--pythonpath", "env/bin/python"],
+    ["mypy", "--python-executable", "env/bin/python"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_type_checker_finds_misspelt_options_and_values_of_other_types(environment, command):
+    if importlib.util.find_spec(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    with pytest.raises(AssertionError) as caught:
+        run(sys.executable, "-m", *command, "faulty.py", cwd=environment)
+    lines = {int(line) for line in re.findall(r"faulty.py:(\d+)(?::\d+)*(?: -|:) error", str(caught.value))}
+    assert lines == set(range(4, 10))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_type_checker_finds_no_fault_in_the_program_of_the_readme(environment, command):
     if importlib.util.find_spec(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    run(sys.executable, "-m", *command, cwd=environment)
+    run(sys.executable, "-m", *command, "program.py", cwd=environment)

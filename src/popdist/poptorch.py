@@ -40,6 +40,8 @@ class Options(poptorch.Options):
         RuntimeError: another number of ipus a replica than poprun was told
     """
 
+    _ipus_per_replica: int
+
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
         launch = read()

@@ -2,7 +2,7 @@
 
 Those with an effect are read where they belong: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
 POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_ENGINE_OPTIONS in
-`options/reporting.py`, POPTORCH_IPU_MODEL in `options/device.py`.
+`options/reporting.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from .logs import logger
 
 RECORDED = {
+    "POPTORCH_IPU_MODEL": "all ipus are models here",
     "POPTORCH_SMALL_IPU_MODEL": "ipus have no size here",
     "POPTORCH_IPU_MODEL_VERSION": "ipus have no version here",
     "POPTORCH_WAIT_FOR_IPU": "there is always an ipu: they are logical devices",

@@ -1,15 +1,76 @@
 """What all option objects share: named values with declared types, freezing, copying and printing.
 
-Public values live in a dictionary and are read as attributes (`opts.device_iterations`); private fields
-are declared once with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
+A public value is declared as a `Value` of its class and read as an attribute (`opts.device_iterations`); private
+fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
+
+What a setter means here stands at the setter, once: `recorded` and `refused` make its docstring, and
+docs/reference/options.md is made of the docstrings (`reference.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+NOTHING: Any = object()
+
+
+class Value(Generic[T]):
+    """A public value of an `OptionsDict`, with its default; without one it exists once a setter has made it.
+
+    Args:
+        positive: a count, of which 0 makes no sense
+    """
+
+    def __init__(self, default: T = NOTHING, *, positive: bool = False) -> None:
+        self.default, self.positive = default, positive
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: OptionsDict, owner: type) -> T: ...
+    def __get__(self, instance: OptionsDict | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        if self.name not in instance._values:
+            raise AttributeError(f"{self.name} has no value yet")  # `__getattr__` finds the words
+        return instance._values[self.name]
+
+    def __set__(self, instance: OptionsDict, value: T) -> None:
+        instance.set(**{self.name: value})
+
+
+def recorded(why: str) -> Callable[[F], F]:
+    """A setter whose value is checked, kept and shown, and read by nobody here."""
+    return _answering("recorded", why)
+
+
+def refused(why: str) -> Callable[[F], F]:
+    """A setter of what can't be had here."""
+    return _answering("refused", why)
+
+
+def _answering(answer: str, why: str) -> Callable[[F], F]:
+    def mark(setter: F) -> F:
+        rest = f"\n\n{setter.__doc__}" if setter.__doc__ else ""
+        setter.__doc__ = f"{answer.capitalize()}: {why}.{rest}"
+        return setter
+
+    return mark
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that looks most like it, if one does."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Freezable:
@@ -21,7 +82,7 @@ class Freezable:
         self._declare(_is_frozen=False)
 
     def checkIsFrozen(self) -> None:
-        """Raises: AttributeError, if this object is frozen."""
+        """Raise an AttributeError once a model or loader uses these options."""
         if self._is_frozen:
             raise AttributeError(
                 "Can't modify frozen Options: a model or a data loader uses them already. "
@@ -40,12 +101,14 @@ class Freezable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__:
-            kind = "private attribute" if name.startswith("_") else "attribute"
-            raise AttributeError(f"Invalid {kind} {name!r} for {type(self).__name__}")
-        self.checkIsFrozen()
-        self.__dict__[name] = value
+    if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in self.__dict__:
+                kind = "private attribute" if name.startswith("_") else "attribute"
+                raise AttributeError(f"Invalid {kind} {name!r} for {type(self).__name__}")
+            self.checkIsFrozen()
+            self.__dict__[name] = value
 
     def _declare(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -66,26 +129,31 @@ class Freezable:
 
 
 class OptionsDict(Freezable):
-    """Named values: `set` keeps their types, `createOrSet` makes those that have no default."""
+    """Named values, which `Options` and all its parts are made of."""
 
     _values: dict[str, Any]
-    _positive: ClassVar[frozenset[str]] = frozenset()  # counts: 0 of them makes no sense
     _renamed: ClassVar[dict[str, str]] = {}  # old name -> its new name, which means the same
 
-    def __init__(self, **defaults: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._declare(_values=defaults)
+        declared = self._declared().items()
+        self._declare(_values={n: copy.copy(v.default) for n, v in declared if v.default is not NOTHING})
+
+    @classmethod
+    def _declared(cls) -> dict[str, Value[Any]]:
+        return {n: v for base in cls.__mro__ for n, v in vars(base).items() if isinstance(v, Value)}
 
     def set(self, **values: Any) -> Self:
-        """Change values. Raises: AssertionError, for an unknown name or another type than it has now."""
+        """Change values, by name.
+
+        Raises: AssertionError, for an unknown name or another type than it has now.
+        """
         for name in values:
-            assert name in self._values, (
-                f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
-            )
+            self._check_known(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
-        """As `set`, and also for values that have no default."""
+        """As `set`, also for values that have no default."""
         self.checkIsFrozen()
         for name, value in values.items():
             self._check(name, value)
@@ -93,6 +161,7 @@ class OptionsDict(Freezable):
         return self
 
     def exists(self, name: str) -> bool:
+        """Whether there is such a value."""
         return name in self._values
 
     def deleteIfExists(self, name: str) -> Self:
@@ -101,37 +170,50 @@ class OptionsDict(Freezable):
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """`other` and these values in one dictionary. Raises: AssertionError, if they share a name."""
+        """These values and another dictionary's in one.
+
+        Raises: AssertionError, if they share a name.
+        """
         return merged(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:
+        """The values by name; for `Options` those of the parts too."""
         return {name: plain(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
-        assert name in self._values, (
-            f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
-        )
+        self._check_known(name)
         return self._values[name]
 
-    def __getattr__(self, name: str) -> Any:
-        values = self.__dict__.get("_values", {})  # absent while an object is being unpickled
-        if name in values:
-            return values[name]
-        if name in self._renamed:
-            return getattr(self, self._renamed[name])
-        raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}")
+    if not TYPE_CHECKING:
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            super().__setattr__(name, value)
-        else:
-            self.set(**{name: value})
+        def __getattr__(self, name: str) -> Any:
+            values = self.__dict__.get("_values", {})  # absent while an object is being unpickled
+            if name in values:
+                return values[name]
+            if name in self._renamed:
+                return getattr(self, self._renamed[name])
+            known = {name for name in dir(type(self)) if not name.startswith("_")} - self._declared().keys()
+            raise AttributeError(
+                f"Invalid attribute {name!r} for {type(self).__name__}{did_you_mean(name, {*known, *values})}"
+            )
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                super().__setattr__(name, value)
+            else:
+                self.set(**{name: value})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._printed())})"
 
     def _printed(self) -> list[str]:
         return [f"{name}={printed(self._values[name])}" for name in sorted(self._values)]
+
+    def _check_known(self, name: str) -> None:
+        assert name in self._values, (
+            f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
+            f"{did_you_mean(name, self._values)}"
+        )
 
     def _check(self, name: str, value: Any) -> None:
         if name in self._values:
@@ -140,7 +222,10 @@ class OptionsDict(Freezable):
                 f"Unexpected type {type(value).__name__} for option {name}: {value!r}. "
                 f"Expected {expected.__name__}"
             )
-        assert name not in self._positive or value > 0, f"Option {name} must be 1 or more; found {value}"
+        declared = self._declared().get(name)
+        assert declared is None or not declared.positive or value > 0, (
+            f"Option {name} must be 1 or more; found {value}"
+        )
 
     def _stored(self, name: str, value: Any) -> Any:
         """Enum members become integers where integers are kept, so that equal options print equally."""

@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 from typing import Self
 
-from poptorch.options.base import OptionsDict
+from poptorch.options.base import OptionsDict, Value
 
 _NUM_PROCESSES_VARIABLE = "OMPI_COMM_WORLD_SIZE"
 _PROCESS_ID_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
 
 class Distributed(OptionsDict):
+    """Which of how many processes this is."""
+
+    distributed_process_id = Value(0)
+    num_distributed_processes = Value(1)
+
     def __init__(self) -> None:
-        super().__init__(num_distributed_processes=1, distributed_process_id=0)
+        super().__init__()
         self._read(_NUM_PROCESSES_VARIABLE, _PROCESS_ID_VARIABLE)
 
     @property
     def processId(self) -> int:
-        return self("distributed_process_id")
+        """Which process this is."""
+        return self.distributed_process_id
 
     @property
     def numProcesses(self) -> int:
-        return self("num_distributed_processes")
+        """How many processes train together."""
+        return self.num_distributed_processes
 
     def disable(self) -> Self:
         """Forget the environment: this is process 0 of 1."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.logs import logger
-from poptorch.options.base import OptionsDict
+from poptorch.options.base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
 from poptorch.strategies import ExecutionStrategy
 
@@ -20,12 +20,23 @@ class ExecutionOptions(OptionsDict):
     _popart: Popart
     _execution_strategy: ExecutionStrategy
 
+    anchored_tensors: Value[dict[str, list[Any]]] = Value({})  # [long name, use default, mode, period]
+    backend: Value[str] = Value()
+    broadcast_buffers = Value(True)
+    device_iterations = Value(1, positive=True)
+    input_cgt = Value(CommGroupType.Consecutive)
+    input_group_size = Value(1)
+    output_mode = Value(OutputMode.Default.value)
+    output_return_period = Value(1)
+    random_seed: Value[int] = Value()
+    replication_factor = Value(1, positive=True)
+
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Iterations in one call; in training each ends with a weight update."""
+        """Weight updates in one call; in inference, micro-batches of each replica."""
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
-        """Copies of the model in this process, each with its own data."""
+        """Copies of the model in this process, each with its own rows of the batch."""
         return self.set(replication_factor=replication_factor)
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
@@ -52,11 +63,11 @@ class ExecutionOptions(OptionsDict):
         return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
-        """True: buffers are meant to be equal on all replicas."""
+        """True (default) refuses models whose buffers would drift apart on several replicas; False lets them."""
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
-        """How the stages of a model take turns: Pipelined-, Sharded-, Serial- or ParallelPhasedExecution."""
+        """How stages take turns: Pipelined-, Sharded-, SerialPhased- or ParallelPhasedExecution."""
         assert isinstance(strategy, ExecutionStrategy), (
             "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
             f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
@@ -83,7 +94,7 @@ class ExecutionOptions(OptionsDict):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> None:
-        """Keep a tensor's value at each call, for `getAnchoredTensor(short_name)`.
+        """Keep a tensor's value at each call, for `getAnchoredTensor(short_name)`: of what `getTensorNames()` lists.
 
         Stores `[long_name, use_default, mode, period]`. Without a mode it is the model's, resolved when the
         model is wrapped. As in PopTorch, frozen options allow it.
@@ -95,17 +106,14 @@ class ExecutionOptions(OptionsDict):
         self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Seed the random numbers of the model, and PyTorch's own on the host."""
+        """Seed the random numbers of the model, and torch's own on the host."""
         assert isinstance(random_seed, int), f"randomSeed takes an int; found {random_seed!r}"
         self.createOrSet(random_seed=random_seed)
         torch.manual_seed(random_seed)
         return self
 
     def enableSyntheticData(self, enabled: bool | int) -> Self:
-        """Make the inputs up on the device: no transfers, outputs without meaning.
-
-        Also takes a `popart.SyntheticDataMode`.
-        """
+        """Make the inputs up, once; outputs have no meaning. Also takes a `popart.SyntheticDataMode`."""
         assert isinstance(enabled, int), f"enableSyntheticData takes a bool; found {enabled!r}"
         mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
         assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
@@ -113,14 +121,15 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def compiler(self, backend: str) -> Self:
-        """What runs the model's operations (not in PopTorch): "eager" runs them one by one, "inductor" compiles them
-        into fused C++ kernels before the first step. Wins over the environment variable POPTORCH_BACKEND.
+        """*Ours*: what runs the model's operations, "eager" (one by one) or "inductor" (compiled to fused kernels).
+
+        Wins over the environment variable POPTORCH_BACKEND.
         """
         assert backend in BACKENDS, f"compiler takes one of {', '.join(BACKENDS)}; found {backend!r}"
         return self.createOrSet(backend=backend)
 
+    @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:
-        """Compute the statistics of norms in two passes."""
         assert isinstance(enabled, bool), f"enableStableNorm takes a bool; found {enabled!r}"
         self._popart.set("enableStableNorm", enabled)
         return self
@@ -134,7 +143,7 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
-        """Report unexpected attributes of optimizers at debug level, not as warnings."""
+        """Tell of unexpected attributes of optimizers at DEBUG, not in warnings."""
         assert isinstance(relax, bool), f"relaxOptimizerAttributesChecks takes a bool; found {relax!r}"
         self._relax_optimizer_checks = relax
         return self

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from typing import Self
 
-from poptorch.options.base import OptionsDict
+from poptorch.options.base import OptionsDict, Value, recorded
 
 
 class TensorLocationSettings(OptionsDict):
-    """Where tensors of one kind live.
+    """Where tensors of one kind are kept.
 
     >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
 
+    io_tiles_to_load: Value[bool] = Value()
+    io_tiles_to_store: Value[bool] = Value()
+    min_elements_for_off_chip: Value[int] = Value()
+    min_elements_for_replicated_tensor_sharding: Value[int] = Value()
+    on_chip_storage: Value[bool] = Value()
+    replicated_tensor_sharding: Value[bool] = Value()
+
+    @recorded("tensors of all sizes are moved, where they are")
     def minElementsForOffChip(self, min_elements: int) -> Self:
-        """Smaller tensors stay on the device."""
         assert isinstance(min_elements, int), f"minElementsForOffChip takes an int; found {min_elements!r}"
         return self.createOrSet(min_elements_for_off_chip=min_elements)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
-        """Smaller tensors are kept whole on each replica."""
+        """The optimizer's state of smaller parameters is kept whole on each replica."""
         assert isinstance(min_elements, int), (
             f"minElementsForReplicatedTensorSharding takes an int; found {min_elements!r}"
         )
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """True: in the device's memory; False: in the host's. None forgets the setting."""
+        """On a GPU, False keeps the optimizer's state in the host's memory; CPUs have the host's memory.
+
+        None forgets the setting.
+        """
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
@@ -34,17 +44,17 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(on_chip_storage=use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
-        """Each of R replicas holds 1/R of the tensor."""
+        """Each of R replicas keeps 1/R of the optimizer's state (no other kind of tensor is shared out)."""
         assert isinstance(use, bool), f"useReplicatedTensorSharding takes a bool; found {use!r}"
         return self.createOrSet(replicated_tensor_sharding=use)
 
+    @recorded("there are no tiles")
     def useIOTilesToLoad(self, use: bool = True) -> Self:
-        """Recorded: an IPU may set tiles apart to load tensors."""
         assert isinstance(use, bool), f"useIOTilesToLoad takes a bool; found {use!r}"
         return self.createOrSet(io_tiles_to_load=use)
 
+    @recorded("there are no tiles")
     def useIOTilesToStore(self, use: bool = True) -> Self:
-        """Recorded: an IPU may set tiles apart to store tensors."""
         assert isinstance(use, bool), f"useIOTilesToStore takes a bool; found {use!r}"
         return self.createOrSet(io_tiles_to_store=use)
 
@@ -52,30 +62,30 @@ class TensorLocationSettings(OptionsDict):
 class TensorLocations(OptionsDict):
     """The location settings of each kind of tensor, read back as `location_weight` and so on."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            location_activation=TensorLocationSettings(),
-            location_weight=TensorLocationSettings(),
-            location_optimizer=TensorLocationSettings(),
-            location_accumulator=TensorLocationSettings(),
-        )
+    location_activation = Value(TensorLocationSettings())
+    location_weight = Value(TensorLocationSettings())
+    location_optimizer = Value(TensorLocationSettings())
+    location_accumulator = Value(TensorLocationSettings())
+    num_io_tiles: Value[int] = Value()
 
+    @recorded("activations stay where they are computed")
     def setActivationLocation(self, location: TensorLocationSettings) -> Self:
         return self.set(location_activation=location)
 
+    @recorded("weights stay where they are used")
     def setWeightLocation(self, location: TensorLocationSettings) -> Self:
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        """For the optimizer's state, such as momenta."""
+        """Where the optimizer's state is: shared out over replicas, on a GPU also in the host's memory."""
         return self.set(location_optimizer=location)
 
+    @recorded("sums of gradients stay where they are computed")
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
-        """For the sums of gradients."""
         return self.set(location_accumulator=location)
 
+    @recorded("there are no tiles; overlapped inputs and outputs ask for it")
     def numIOTiles(self, num_tiles: int) -> Self:
-        """Recorded: how many of an IPU's tiles only move data."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
         assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
         return self.createOrSet(num_io_tiles=num_tiles)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.options import distributed, locations, precision, training  # names that no property hides
 from poptorch.options.base import merged, printed
 from poptorch.options.device import DeviceOptions
 from poptorch.options.distributed import Distributed
@@ -26,37 +26,28 @@ _LIBRARIES = ("site-packages/torch", "src/poptorch", "site-packages/poptorch", "
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
-    """
+    """All that a user may choose about compiling and running a model.
+
     >>> opts = poptorch.Options().deviceIterations(4).replicationFactor(2)
     >>> opts.Training.gradientAccumulation(8)
     >>> opts.device_iterations
     4
     """
 
-    _positive = frozenset({"device_iterations", "replication_factor"})
     _renamed = {
         "Popart": "_Popart",
         "anchorMode": "outputMode",
         "defaultAnchorMode": "defaultOutputMode",
     }
 
+    _distributed: distributed.Distributed
+    _jit: precision.Jit
+    _precision: precision.Precision
+    _tensor_locations: locations.TensorLocations
+    _training: training.Training
+
     def __init__(self) -> None:
-        super().__init__(
-            anchored_tensors={},
-            auto_round_num_ipus=False,
-            available_memory_proportion={},
-            broadcast_buffers=True,
-            connection_type=ConnectionType.Always.value,
-            device_iterations=1,
-            input_cgt=CommGroupType.Consecutive,
-            input_group_size=1,
-            log_dir=".",
-            max_repeat_logs=4,
-            output_mode=OutputMode.Default.value,
-            output_return_period=1,
-            replication_factor=1,
-            sync_pattern=SyncPattern.Full.value,
-        )
+        super().__init__()
         popart = Popart()
         self._declare(
             _popart=popart,
@@ -75,27 +66,27 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     @property
     def TensorLocations(self) -> TensorLocations:
-        """Where tensors live."""
+        """Where tensors are kept, see `poptorch.options.TensorLocations`."""
         return self._tensor_locations
 
     @property
     def Distributed(self) -> Distributed:
-        """Which of how many processes this is."""
+        """Which of how many processes this is, see `poptorch.options.Distributed`."""
         return self._distributed
 
     @property
     def Jit(self) -> Jit:
-        """Deprecated options of tracing."""
+        """Deprecated options of tracing, see `poptorch.options.Jit`."""
         return self._jit
 
     @property
     def Precision(self) -> Precision:
-        """Number formats."""
+        """Number formats, see `poptorch.options.Precision`."""
         return self._precision
 
     @property
     def Training(self) -> Training:
-        """How gradients become a weight update."""
+        """How gradients become a weight update, see `poptorch.options.Training`."""
         return self._training
 
     @property
@@ -104,7 +95,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self._popart
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
-        """Apply a file with one setting a line, as it is written after `options.`.
+        """Apply a file of settings, one a line, as it is written after `options.`.
 
         Raises: ConfigFileError, naming the line that is no setting.
         """
@@ -117,7 +108,10 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """All values in one dictionary. Raises: AssertionError, while the output mode is Default."""
+        """All values in one dictionary, those of the parts too.
+
+        Raises: AssertionError, while the output mode is Default.
+        """
         assert not self.defaultOutputMode(), (
             "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
             "model (model.options), where it is Final in training and All in inference"

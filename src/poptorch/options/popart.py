@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from popengine.errors import Error
 from poptorch.logs import logger
-from poptorch.options.base import Freezable, merged, plain, printed
+from poptorch.options.base import Freezable, merged, plain, printed, recorded
 
 KNOWN_NAMES = (
     "autoRecomputation",
@@ -55,7 +55,10 @@ KNOWN_PREFIXES = (
 
 
 class Popart(Freezable):
-    """`set(name, value)`, `setPatterns`, `setEngineOptions`; what was set is in `options`."""
+    """`options._Popart`: settings of the original's compiler, kept by name in `options`. All are recorded but
+    `autoRecomputation`, `autoReport.*` and those that the typed setters above write. A name that looks mistyped is
+    an Error at compilation, an unknown one a warning.
+    """
 
     options: dict[str, Any]
     patterns: dict[str, bool]
@@ -66,24 +69,25 @@ class Popart(Freezable):
         self._declare(options={}, patterns={}, patterns_level=2)
 
     def set(self, name: str, value: Any) -> Self:
-        """Record a setting; dots in the name address nested ones ("automaticLossScalingSettings.enabled")."""
+        """Keep a setting by name; dots address nested ones ("automaticLossScalingSettings.enabled")."""
         self.checkIsFrozen()
         assert isinstance(name, str), f"_Popart.set takes the name of an option; found {name!r}"
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
         return self
 
     def merge(self, name: str, values: dict[str, Any]) -> Self:
-        """Add entries to a setting that is a dictionary."""
+        """*Ours*: add entries to a setting that is a dictionary."""
         return self.set(name, {**self.options.get(name, {}), **values})
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
+        """`autoReport.all` and `autoReport.directory` ask for a profile; all others are recorded."""
         assert isinstance(engine_options, dict), (
             f"setEngineOptions takes a dictionary of strings; found {engine_options!r}"
         )
         return self.set("engineOptions", dict(engine_options))
 
+    @recorded("there are no patterns")
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
-        """Record graph patterns by name, and the level (`popart.PatternsLevel`) they start from."""
         self.checkIsFrozen()
         assert isinstance(patterns, dict), f"setPatterns takes a dictionary of bools; found {patterns!r}"
         assert isinstance(level, int), f"setPatterns takes an integer as level; found {level!r}"
@@ -92,7 +96,10 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """Called at compilation. Raises: Error, for a mistyped name or a value that can't be recorded."""
+        """*Ours*: what compilation asks.
+
+        Raises: Error, for a mistyped name or a value that can't be recorded.
+        """
         for name, value in self.options.items():
             if not _is_plain(value):
                 raise Error(
@@ -107,6 +114,7 @@ class Popart(Freezable):
             logger.warning("_Popart option %s is not known here: it is recorded, without effect", name)
 
     def toDict(self) -> dict[str, Any]:
+        """What was set."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
         return merged(plain(self.options), patterns)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from poptorch.logs import logger
-from poptorch.options.base import OptionsDict
+from poptorch.options.base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
 
 _NO_LIMIT = 2**64 - 1
@@ -18,33 +18,40 @@ class ReportingOptions(OptionsDict):
     _popart: Popart
     _source_location_excludes: list[str]
 
+    log_dir = Value(".")
+    max_repeat_logs = Value(4)
+    model_name: Value[str] = Value()
+
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Keep compiled models in this folder and load them from it. None: do not."""
         self._popart.set("enableEngineCaching", path is not None)
         self._popart.set("cachePath", "" if path is None else os.fspath(path))
         return self
 
+    @recorded("there are no log files but POPTORCH_LOG_DEST")
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
-        """The folder for log files."""
         return self.set(log_dir=os.fspath(log_dir))
 
     def modelName(self, name: str) -> Self:
-        """The name of the model in profiles."""
+        """The name of the model in profiles, and of its folder there."""
         assert isinstance(name, str), f"modelName takes a string; found {name!r}"
         return self.createOrSet(model_name=name)
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """How often the same line is written at most. None: as often as it comes."""
+        """How often in a row the same line is written at most. None: as often as it comes."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
+    @recorded("only an IPU counts cycles; `getPerfCounters` has seconds")
     def logCycleCount(self, log_cycle_count: bool) -> Self:
-        """Recorded: only an IPU counts cycles. See `getPerfCounters` for seconds."""
         assert isinstance(log_cycle_count, bool), f"logCycleCount takes a bool; found {log_cycle_count!r}"
         self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
         return self
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
-        """Profile each run, into `<profile_dir>/<model name, or "training" or "inference">/`."""
+        """Write a profile and a page, in formats of ours.
+
+        Into `<profile_dir>/<model name, or "training" or "inference">/`.
+        """
         directory = os.fspath("." if profile_dir is None else profile_dir)
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         clash = sorted(wanted.keys() & _engine_options_of_environment().keys())
@@ -59,28 +66,29 @@ class ReportingOptions(OptionsDict):
         if str(engine.get("autoReport.all", "")).lower() != "true":
             return None
         kind = "training" if training else "inference"
-        name = self("model_name") if self.exists("model_name") else kind
+        name = self.model_name if self.exists("model_name") else kind
         return Path(engine.get("autoReport.directory", ".")) / name
 
+    @recorded("operations have the names of `NameScope` only")
     def disableModuleNamescope(self) -> Self:
-        """Leave the names of modules out of the names of operations."""
         self._module_namescope_enabled = False
         return self
 
+    @recorded("the lines shown are the innermost ones outside of torch and this package")
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Places in the source whose path holds one of these fragments are not shown for an operation."""
+        """Args: excludes: fragments of paths that are not to be shown"""
         assert isinstance(excludes, list) and all(isinstance(fragment, str) for fragment in excludes), (
             f"sourceLocationExcludes takes a list of strings; found {excludes!r}"
         )
         self._source_location_excludes = list(excludes)
         return self
 
+    @recorded("see `sourceLocationExcludes`, to whose fragments it adds")
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Add fragments to those of `sourceLocationExcludes`."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
-        """Draw a bar while a model is compiled. Without it `compilationTime()` is not measured."""
+        """Draw a bar while a model is compiled; without it `compilationTime()` is an error."""
         assert isinstance(show, bool), f"showCompilationProgressBar takes a bool; found {show!r}"
         self._show_progress_bar = show
         return self

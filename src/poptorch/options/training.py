@@ -6,25 +6,29 @@ from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.base import OptionsDict
+from poptorch.options.base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
 
 
 class Training(OptionsDict):
+    """How gradients become a weight update."""
+
     _popart: Popart
-    _positive = frozenset({"gradient_accumulation"})
-    _renamed = {"accumulationReductionType": "accumulationAndReplicationReductionType"}
+    _renamed = {
+        "accumulationReductionType": "accumulationAndReplicationReductionType",
+        "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
+    }
+
+    accumulation_and_replication_reduction_type = Value(ReductionType.Mean.value)
+    gradient_accumulation = Value(1, positive=True)
+    mean_accumulation_and_replication_reduction_strategy = Value(MeanReductionStrategy.Post.value)
 
     def __init__(self, popart: Popart) -> None:
-        super().__init__(
-            gradient_accumulation=1,
-            accumulation_and_replication_reduction_type=ReductionType.Mean.value,
-            mean_accumulation_and_replication_reduction_strategy=MeanReductionStrategy.Post.value,
-        )
+        super().__init__()
         self._declare(_popart=popart)
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """Micro-batches for each weight update and replica."""
+        """Micro-batches for each weight update, on each replica."""
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
@@ -56,8 +60,8 @@ class Training(OptionsDict):
         self._popart.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
+    @recorded("there are no tiles to spread convolutions over")
     def setConvolutionDithering(self, enabled: bool) -> Self:
-        """Recorded: spreads convolutions over an IPU's tiles, which has no effect here."""
         assert isinstance(enabled, bool), f"setConvolutionDithering takes a bool; found {enabled!r}"
         self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
         return self

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from poptorch.enums import OutputMode, ReductionType
+from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options import Options, TensorLocationSettings
 from poptorch.strategies import PipelinedExecution, ShardedExecution, Stage
 
@@ -180,3 +180,39 @@ def test_sub_options_are_read_only_and_always_the_same_object():
         assert getattr(options, name) is getattr(options, name)
     with pytest.raises(AssertionError, match="Invalid option Training"):
         options.Training = options.Training
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "meant"),
+    [
+        (lambda options: options.deviceIteration(4), AttributeError, "deviceIterations"),
+        (lambda options: options.set(device_iteration=4), AssertionError, "device_iterations"),
+        (lambda options: setattr(options, "replication_facto", 4), AssertionError, "replication_factor"),
+        (lambda options: options("output_mod"), AssertionError, "output_mode"),
+        (lambda options: options.Training.gradientAcumulation(4), AttributeError, "gradientAccumulation"),
+        (
+            lambda options: options.from_json('{"Training.setAutoLossScaling": true}'),
+            AttributeError,
+            "setAutomatic",
+        ),
+    ],
+)
+def test_a_misspelt_name_says_what_was_meant(use, kind, meant):
+    with pytest.raises(kind, match=f"did you mean '{meant}"):
+        use(Options())
+
+
+def test_the_strategy_of_a_mean_is_read_by_its_camel_case_name_too():
+    options = Options()
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+    assert options.Training.meanAccumulationAndReplicationReductionStrategy == MeanReductionStrategy.Running
+
+
+def test_a_device_has_a_number_from_0():
+    with pytest.raises(AssertionError, match="ipu_id=-3"):
+        Options().useIpuId(-3)
+
+
+def test_a_docstring_says_what_is_recorded():
+    assert Options.syncPattern.__doc__.startswith("Recorded: workers wait for the values they need")
+    assert "ecorded" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out

@@ -114,12 +114,6 @@ def test_devices_connections_and_sync_patterns_are_recorded():
             wrong()
 
 
-def test_use_ipu_model_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("POPTORCH_IPU_MODEL", "1")
-    assert Options()._uses_ipu_model
-    assert not Options().useIpuModel(False)._uses_ipu_model
-
-
 def test_an_executable_cache_is_a_popart_setting(monkeypatch, tmp_path):
     options = Options().enableExecutableCaching(tmp_path)
     assert options._Popart.options == {"enableEngineCaching": True, "cachePath": str(tmp_path)}

@@ -1,0 +1,86 @@
+"""docs/reference/options.md, made of the options' own docstrings: `python -m poptorch.options.reference > <file>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import (
+    Distributed,
+    Jit,
+    Options,
+    OptionsDict,
+    Popart,
+    Precision,
+    TensorLocations,
+    TensorLocationSettings,
+    Training,
+)
+from .base import NOTHING, Freezable, Value, printed
+
+_PLACES: dict[str, type[Freezable]] = {
+    "poptorch.options.OptionsDict": OptionsDict,
+    "poptorch.Options": Options,
+    "poptorch.options.Training": Training,
+    "poptorch.options.Precision": Precision,
+    "poptorch.options.Jit": Jit,
+    "poptorch.options.Distributed": Distributed,
+    "poptorch.options.TensorLocations": TensorLocations,
+    "poptorch.TensorLocationSettings": TensorLocationSettings,
+    "poptorch.options.Popart": Popart,
+}
+_HEAD = """# Options
+
+<!-- Made by `python -m poptorch.options.reference`; change the docstrings in src/poptorch/options instead. -->
+
+Each part has its setters, with one of the three answers of [README.md](README.md), and the values that can be read
+back, with their defaults. `-` is a value that exists once a setter has made it.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    return "\n".join([_HEAD, *(_section(path, kind) for path, kind in _PLACES.items())])
+
+
+def _section(path: str, kind: type[Freezable]) -> str:
+    base = kind is OptionsDict or not issubclass(kind, OptionsDict)
+    inherited = set() if base else set(_members(OptionsDict))
+    members = {name: member for name, member in _members(kind).items() if name not in inherited}
+    rows = [_row(name, member) for name, member in sorted(members.items()) if not isinstance(member, Value)]
+    values = [
+        f"| {name} | {'-' if value.default is NOTHING else f'`{printed(value.default)}`'} |"
+        for name, value in sorted(members.items())
+        if isinstance(value, Value)
+    ]
+    text = f"## `{path}`\n\n{_first_paragraph(kind)}.\n\n| name | answer | here |\n|---|---|---|\n"
+    text += "\n".join(rows) + "\n"
+    return text + ("\n| value | default |\n|---|---|\n" + "\n".join(values) + "\n" if values else "")
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """The public methods, properties and values of a class, those of its bases in this package too."""
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if base.__module__.startswith("poptorch")
+        for name, member in vars(base).items()
+        if not name.startswith("_")
+    }
+
+
+def _row(name: str, member: Any) -> str:
+    text = _first_paragraph(member)
+    answer, _, why = text.partition(": ")
+    if answer not in ("Recorded", "Refused"):
+        answer, why = "Real", text
+    return f"| {name} | {answer.lower()} | {why} |"
+
+
+def _first_paragraph(thing: Any) -> str:
+    lines = (thing.__doc__ or "").strip().split("\n\n")[0].splitlines()
+    assert lines, f"{thing} has no docstring, and the reference is made of it"
+    return " ".join(map(str.strip, lines)).removesuffix(".").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
