@@ -18,6 +18,7 @@ VALUES = {
     "popengine.errors",
     "popengine.body",
     "popengine.piece",
+    "popengine.virtual_time",
 }
 ENGINE = {"popengine.compile", "popengine.run"}
 MAY_IMPORT = {

@@ -109,7 +109,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each ipu the actions of one step, in order.
+    """For each lane the actions of one step, in order: lanes are ipus, or the cores that all ipus share.
 
     `in_flight`: the first stage waits with micro-batch m until m - in_flight has left the last action.
     """
@@ -119,6 +119,8 @@ class Schedule:
     micro_batches: int
     training: bool
     in_flight: int
+    name: str = ""
+    lanes: Literal["ipu", "core"] = "ipu"
 
 
 # ---- instructions: what an ipu's program is made of; `micro_batch` is within the step --------------------

@@ -61,7 +61,8 @@ def announce(plan: Plan, settings: Settings) -> None:
     if not logger.isEnabledFor(logging.DEBUG):
         return
     if plan.schedule.micro_batches <= _DRAWN:
-        logger.debug("schedule:\n%s", schedules.draw(plan.schedule).rstrip())
+        order = schedules.as_run(plan.schedule, settings.device, torch.get_num_threads())
+        logger.debug("schedule (%s):\n%s", order.name, schedules.draw(order).rstrip())
     else:
         logger.debug("schedule of %d micro-batches, too many to draw", plan.schedule.micro_batches)
 

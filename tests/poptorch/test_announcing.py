@@ -30,12 +30,13 @@ def compiled(*ipus, rounds=False, replicas=1):
     return model
 
 
-def test_the_log_has_the_passes_their_times_and_the_schedule(caplog):
+def test_the_log_has_the_passes_their_times_and_the_schedule(caplog, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     caplog.set_level(logging.DEBUG, logger="poptorch::python")
     compiled(0, 1)
     passes = re.findall(r"pass (\w+) took [\d.]+ ms", caplog.text)
     assert passes == ["capture", "partition", "schedule", "lower", "load"]
-    assert "schedule:\nipu 0 | F0 F1 ..\nipu 1 | .. F0 F1" in caplog.text
+    assert "schedule (depth first):\ncore 0 | F0.0 F1.0\ncore 1 | F0.1 F1.1" in caplog.text
 
 
 def test_the_log_says_which_block_is_where(caplog):

@@ -4,8 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from popengine.compile.schedule import check, draw, pipelined, sharded
-from popengine.compile.schedule.check import ticks
+from popengine.compile.schedule import check, depth_first, draw, pipelined, sharded
 from popengine.errors import ScheduleError
 from popengine.ir import Action, Schedule
 
@@ -71,6 +70,22 @@ def test_sharded_stages_take_turns_in_inference():
         """)
 
 
+def test_cores_that_share_all_ipus_stay_with_a_micro_batch():
+    assert drawn(depth_first(2, 3, True, cores=2)) == dedent("""
+        core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
+        core 1 | F0.1 F1.1 B1.1 B0.1 ..   ..   ..   ..
+        """)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("training", [True, False])
+def test_depth_first_is_complete_and_can_run(cores, training):
+    for stages, micro_batches in ((1, 1), (1, 7), (4, 3), (3, 20)):
+        schedule = depth_first(stages, micro_batches, training, cores)
+        check(schedule)
+        assert (schedule.name, list(schedule.rows)) == ("depth first", [*range(cores)])
+
+
 PLACEMENTS = [
     (0,),
     (0, 1),
@@ -104,14 +119,6 @@ def test_a_stage_has_at_most_stages_minus_stage_micro_batches_in_flight(ipus):
         for action in row:
             flying[action.stage] += 1 if action.phase == "F" else -1
             assert 0 <= flying[action.stage] <= len(ipus) - action.stage
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_the_bubble_of_a_pipeline_is_that_of_the_textbook(stages):
-    """2 (stages - 1) idle ticks on each ipu, however many micro-batches."""
-    for micro_batches in (stages, 2 * stages - 1, 40):
-        last = max(ticks(pipelined(range(stages), micro_batches, training=True)).values())
-        assert last + 1 == 2 * micro_batches + 2 * (stages - 1)
 
 
 def test_each_stage_runs_its_micro_batches_in_order():

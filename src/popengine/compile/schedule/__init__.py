@@ -5,8 +5,9 @@ and tested anywhere. `lower.py` turns it into instructions.
 """
 
 from .check import check
+from .depth_first import as_run, depth_first
 from .draw import draw
 from .pipelined import pipelined
 from .sharded import sharded
 
-__all__ = ["check", "draw", "pipelined", "sharded"]
+__all__ = ["as_run", "check", "depth_first", "draw", "pipelined", "sharded"]

@@ -1,92 +1,89 @@
 """Checks a schedule as a pure function: is every action there once, and can all of them run?
 
-Schedules have hundreds of thousands of actions, so inside this file a number stands for each: first all
-forwards, then all backwards, each by stage and then by micro-batch.
+Schedules have hundreds of thousands of actions, so inside this file a number stands for each, depth first: all
+actions of micro-batch 0 in the order of the data, then those of micro-batch 1.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from ...errors import ScheduleError
 from ...ir import Action, Schedule
+from ...virtual_time import Timeline, simulate
 
 
-class _Numbers:
-    """The actions of a schedule as numbers, and what each of them needs."""
+class Numbers:
+    """The actions of a step as numbers, and what each of them needs."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.gap = schedule.micro_batches
-        self.size = schedule.stages * self.gap  # of the forwards
-        self.tail = self.size - self.gap  # the last stage's first forward
-        self.final = (
-            self.size if schedule.training else self.tail
-        )  # the action after which a micro-batch is gone
-        self.in_flight = schedule.in_flight
-        self.rows = {ipu: [self.of(*action) for action in row] for ipu, row in schedule.rows.items()}
+    def __init__(self, stages: int, micro_batches: int, training: bool, in_flight: int) -> None:
+        self.stages, self.training, self.in_flight = stages, training, in_flight
+        self.pieces = 2 * stages if training else stages  # of a micro-batch: F0 F1 ... B1 B0
+        self.size = self.pieces * micro_batches
 
     def of(self, phase: str, stage: int, micro_batch: int) -> int:
-        return (self.size if phase == "B" else 0) + stage * self.gap + micro_batch
+        return micro_batch * self.pieces + (stage if phase == "F" else self.pieces - 1 - stage)
 
     def action(self, number: int) -> Action:
-        stage, micro_batch = divmod(number % self.size, self.gap)
-        return Action("B" if number >= self.size else "F", stage, micro_batch)
-
-    def needs(self, number: int) -> tuple[int, ...]:
-        """What must be done before."""
-        forward = number - self.size
-        if forward >= 0:  # a backward: its forward, and the next stage's backward
-            return (forward, number + self.gap) if forward < self.tail else (forward,)
-        if number >= self.gap:
-            return (number - self.gap,)
-        gone = number - self.in_flight
-        return (self.final + gone,) if gone >= 0 else ()
-
-
-def _simulate(schedule: Schedule, numbers: _Numbers) -> list[int]:
-    done = [-1] * (2 * numbers.size)
-    position, free = dict.fromkeys(numbers.rows, 0), dict.fromkeys(numbers.rows, 0)
-    waiting: dict[int, list[int]] = {}  # action -> ipus whose next action needs it
-    runnable = deque(numbers.rows)
-    while runnable:
-        ipu = runnable.popleft()
-        row, at, tick = numbers.rows[ipu], position[ipu], free[ipu]
-        while at < len(row):
-            number = row[at]
-            for need in numbers.needs(number):
-                if done[need] < 0:
-                    waiting.setdefault(need, []).append(ipu)
-                    break
-                if done[need] >= tick:
-                    tick = done[need] + 1
-            else:
-                done[number] = tick
-                if number in waiting:
-                    runnable.extend(waiting.pop(number))
-                at, tick = at + 1, tick + 1
-                continue
-            break
-        position[ipu], free[ipu] = at, tick
-    stuck = {ipu: numbers.rows[ipu][at] for ipu, at in position.items() if at < len(numbers.rows[ipu])}
-    if stuck:
-        lines = "\n".join(
-            f"  ipu {ipu} waits at {numbers.action(number)} for "
-            + ", ".join(str(numbers.action(need)) for need in numbers.needs(number) if done[need] < 0)
-            for ipu, number in stuck.items()
+        micro_batch, piece = divmod(number, self.pieces)
+        is_forward = piece < self.stages
+        return Action(
+            "F" if is_forward else "B", piece if is_forward else self.pieces - 1 - piece, micro_batch
         )
-        raise ScheduleError(f"deadlock: no ipu can go on\n{lines}")
-    return done
+
+    def need(self, number: int) -> int:
+        """The last of what must be done before; negative where there is nothing."""
+        if number % self.pieces:
+            return number - 1
+        return number - (self.in_flight - 1) * self.pieces - 1
+
+    def needs(self, action: Action) -> list[Action]:
+        """All that a message says an action needs."""
+        number = self.of(*action)
+        found = [Action("F", action.stage, action.micro_batch)] if action.phase == "B" else []
+        if (need := self.need(number)) >= 0 and self.action(need) not in found:
+            found.append(self.action(need))
+        return found
+
+
+def timeline_of(schedule: Schedule) -> tuple[list[Action], Timeline]:
+    """All actions, and when each runs if it takes one tick, and lanes wait for nothing but its needs.
+
+    Raises:
+        ScheduleError: some actions wait for each other
+    """
+    numbers = Numbers(schedule.stages, schedule.micro_batches, schedule.training, schedule.in_flight)
+    actions = [action for row in schedule.rows.values() for action in row]
+    lanes = [lane for lane, row in schedule.rows.items() for _ in row]
+    place = [-1] * numbers.size
+    order = [numbers.of(*action) for action in actions]
+    for position, number in enumerate(order):
+        place[number] = position
+    needs = [numbers.need(number) for number in order]
+    after = [[place[need]] if need >= 0 else [] for need in needs]
+    start = 0
+    for row in schedule.rows.values():
+        for position in range(start + 1, start + len(row)):
+            after[position].append(position - 1)
+        start += len(row)
+    timeline = simulate(after, [1] * len(actions), lanes)
+    stuck: dict[int, Action] = {}
+    for action, lane, device in zip(actions, lanes, timeline.devices, strict=True):
+        if device < 0:
+            stuck.setdefault(lane, action)
+    if stuck:
+        done = {action for action, device in zip(actions, timeline.devices, strict=True) if device >= 0}
+        lines = "\n".join(
+            f"  {schedule.lanes} {lane} waits at {action} for "
+            + ", ".join(str(need) for need in numbers.needs(action) if need not in done)
+            for lane, action in stuck.items()
+        )
+        raise ScheduleError(f"deadlock: no {schedule.lanes} can go on\n{lines}")
+    return actions, timeline
 
 
 def ticks(schedule: Schedule) -> dict[Action, int]:
-    """When each action runs if each takes one tick and ipus wait for nothing but their needs.
-
-    Raises:
-        ScheduleError: some actions wait for each other, or for one that is in no row
-    """
-    numbers = _Numbers(schedule)
-    done = _simulate(schedule, numbers)
-    return {action: done[numbers.of(*action)] for row in schedule.rows.values() for action in row}
+    """When each action runs if each takes one tick. Raises: ScheduleError, see `timeline_of`."""
+    actions, timeline = timeline_of(schedule)
+    return {action: int(start) for action, start in zip(actions, timeline.starts, strict=True)}
 
 
 def check(schedule: Schedule) -> None:
@@ -101,14 +98,13 @@ def check(schedule: Schedule) -> None:
     ]
     faults = [f"{action} does not belong" for action in strays]
     if not faults:
-        numbers = _Numbers(schedule)
-        times = [0] * (2 * numbers.size)
-        for row in numbers.rows.values():
-            for number in row:
-                times[number] += 1
-        wanted = times if schedule.training else times[: numbers.size]
-        faults = [f"{numbers.action(i)} is missing" for i, n in enumerate(wanted) if n == 0]
-        faults += [f"{numbers.action(i)} is there {n} times" for i, n in enumerate(wanted) if n > 1]
+        numbers = Numbers(schedule.stages, schedule.micro_batches, schedule.training, schedule.in_flight)
+        times = [0] * numbers.size
+        for row in schedule.rows.values():
+            for action in row:
+                times[numbers.of(*action)] += 1
+        faults = [f"{numbers.action(i)} is missing" for i, n in enumerate(times) if n == 0]
+        faults += [f"{numbers.action(i)} is there {n} times" for i, n in enumerate(times) if n > 1]
     if faults:
         raise ScheduleError("incomplete schedule: " + "; ".join(faults[:8]))
-    _simulate(schedule, numbers)
+    timeline_of(schedule)

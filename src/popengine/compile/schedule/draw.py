@@ -1,4 +1,4 @@
-"""Draws a schedule as a grid: a row an ipu, a column a tick."""
+"""Draws a schedule as a grid: a row a lane, a column a tick."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .check import ticks
 
 
 def draw(schedule: Schedule) -> str:
-    """The grid that tests and errors print; with several stages on an ipu, the stage comes before the dot.
+    """The grid that tests and errors print; with several stages in a lane, the stage comes before the dot.
 
     F2 is the forward of micro-batch 2, B1.2 the backward of stage 1 on micro-batch 2, `..` an idle tick.
     """
@@ -15,13 +15,13 @@ def draw(schedule: Schedule) -> str:
     shared = any(len({action.stage for action in row}) > 1 for row in schedule.rows.values())
     length = max(when.values(), default=-1) + 1
     rows = {}
-    for ipu, row in schedule.rows.items():
+    for lane, row in schedule.rows.items():
         cells = [".."] * length
         for action in row:
             cells[when[action]] = str(action) if shared else f"{action.phase}{action.micro_batch}"
-        rows[ipu] = cells
+        rows[lane] = cells
     width = max((len(cell) for cells in rows.values() for cell in cells), default=2)
     return "".join(
-        f"ipu {ipu} | {' '.join(cell.ljust(width) for cell in cells).rstrip()}\n"
-        for ipu, cells in rows.items()
+        f"{schedule.lanes} {lane} | {' '.join(cell.ljust(width) for cell in cells).rstrip()}\n"
+        for lane, cells in rows.items()
     )

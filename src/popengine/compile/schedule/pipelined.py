@@ -42,4 +42,6 @@ def pipelined(ipus: Sequence[int], micro_batches: int, training: bool) -> Schedu
                 (forward if action.phase == "F" else backward)[action.stage] += 1
                 rows[ipu].append(action)
                 left -= 1
-    return Schedule({ipu: tuple(row) for ipu, row in rows.items()}, stages, micro_batches, training, stages)
+    name = "one forward, one backward" if training else "a stream of forwards"
+    found = {ipu: tuple(row) for ipu, row in rows.items()}
+    return Schedule(found, stages, micro_batches, training, stages, name)

@@ -19,4 +19,5 @@ def sharded(ipus: Sequence[int], micro_batches: int, training: bool) -> Schedule
             rows[ipus[stage]].append(Action("F", stage, micro_batch))
         for stage in reversed(range(len(ipus) if training else 0)):
             rows[ipus[stage]].append(Action("B", stage, micro_batch))
-    return Schedule({ipu: tuple(row) for ipu, row in rows.items()}, len(ipus), micro_batches, training, 1)
+    found = {ipu: tuple(row) for ipu, row in rows.items()}
+    return Schedule(found, len(ipus), micro_batches, training, 1, "in turns")
