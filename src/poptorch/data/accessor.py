@@ -67,6 +67,7 @@ class AsynchronousDataAccessor:
         ready = self._receive("AsynchronousDataAccessor worker thread failed to start")
         assert isinstance(ready, Ready)
         self._ring = ready.ring
+        self._state, self._begun = ready.state, None  # of the loader that is read, pickled
         self._skeleton = _opened(ready.skeleton)
 
     def __len__(self) -> int:
@@ -77,6 +78,8 @@ class AsynchronousDataAccessor:
     def __iter__(self) -> Iterator[Any]:
         self._check_alive()
         if self._inside or self._worker_waits:
+            if self._inside:
+                self._state = None  # the worker knows, and says it with its next batch
             self._generation += 1
             self._tell(Restart(self._generation))
         self._inside = self._ended = self._worker_waits = False
@@ -96,7 +99,26 @@ class AsynchronousDataAccessor:
                 self._tell(message.slot)
             elif isinstance(message, EpochEnd) and message.generation == self._generation:
                 self._inside, self._ended, self._worker_waits = False, True, not message.goes_on
+                self._state, self._begun = message.state, None
                 raise StopIteration
+
+    def _loader_state(self) -> dict[str, Any]:
+        """Where the loader that is read would be, had it loaded only what was handed out."""
+        if self._state is None:
+            raise DataError(
+                "after a break the order of the new epoch is known with its first batch\n"
+                "  fix: call state_dict() before iter(loader), or after a batch"
+            )
+        begun = {} if self._begun is None else pickle.loads(self._begun)
+        return {**pickle.loads(self._state), **begun}
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Let the worker go on from a loader's state."""
+        self._check_alive()
+        self._generation += 1
+        self._state, self._begun = pickle.dumps(state), None
+        self._inside = self._ended = self._worker_waits = False
+        self._tell(Restart(self._generation, self._state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards is an error; batches in hand stay valid."""
@@ -106,6 +128,7 @@ class AsynchronousDataAccessor:
         if self._held is not None:
             self._tell(self._held)
         self._held, self._inside = item.slot, True
+        self._state, self._begun = item.state, item.begun or self._begun
         skeleton = self._skeleton if item.skeleton is None else _opened(item.skeleton)
         return with_tensors(skeleton, iter(self._ring.views(item.slot, item.rows)))
 

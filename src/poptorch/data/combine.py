@@ -34,12 +34,14 @@ def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]
             yield concatenated(group)
 
 
-def rebatched(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """The same rows in the same order, `size` at a time; fewer at the end only with `keep_tail`."""
+def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
+    """The same rows in the same order but for `head` at the beginning, `size` at a time; fewer at the end only with
+    `keep_tail`."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
-        start, rows = 0, rows_of(batch)
+        start, rows = head, rows_of(batch)
+        head = 0
         while start < rows:
             taken = min(rows - start, missing)
             parts.append(_cut(batch, start, taken) if taken < rows else batch)

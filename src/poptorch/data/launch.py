@@ -24,7 +24,8 @@ from typing import Any
 import torch.multiprocessing
 
 from popengine.errors import DataError
-from poptorch.data.worker import RandomState, Request, serve
+from poptorch.data.randomness import RandomState, random_state, set_random_state
+from poptorch.data.worker import Request, serve
 from poptorch.enums import SharingStrategy
 from poptorch.structure import ICustomArgParser, registerCustomArgParser, registered_parsers
 
@@ -60,7 +61,7 @@ class Parcel:
         multiprocessing.set_start_method(self.start_method, force=True)
         for arg_type, parser in self.parsers.items():
             registerCustomArgParser(arg_type, parser)
-        self.random.set()
+        set_random_state(self.random)
         return self.dataset
 
 
@@ -96,7 +97,7 @@ def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[Ba
     inherited = ours if strategy == SharingStrategy.Fork else None
     try:
         method = multiprocessing.get_start_method()
-        load = _wrapped(Parcel(dataset, registered_parsers(), RandomState.here(), method), strategy)
+        load = _wrapped(Parcel(dataset, registered_parsers(), random_state(), method), strategy)
         process = context.Process(
             target=serve, args=(theirs, inherited, load, request), name="poptorch-data", daemon=False
         )

@@ -6,7 +6,7 @@ the micro-batch size. Which rows a process reads is in `partition.py`, reading a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch.utils.data
@@ -18,6 +18,7 @@ from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.checks import capped, warn_about_copies, warn_about_tail
 from poptorch.data.combine import grouped
 from poptorch.data.partition import PartitionSampler, share_of
+from poptorch.data.progress import Progress, Resumable, checked
 from poptorch.data.waits import noting_waits
 from poptorch.enums import DataLoaderMode
 from poptorch.logs import logger
@@ -69,6 +70,7 @@ class DataLoader(torch.utils.data.DataLoader):
         }
         self._remember({**given, **kwargs})
         self._options = options
+        self._progress = Progress()
         self._mode = DataLoaderMode(mode)
         self._drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
@@ -141,6 +143,30 @@ class DataLoader(torch.utils.data.DataLoader):
         if self._accessor is not None:
             self._accessor.terminate()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: after `load_state_dict` another one of the same dataset and arguments gives the rows
+        that this one would give next, also in the epochs that follow.
+
+        `"epoch"` counts the epochs that have ended, `"position"` the batches of the present one that were handed out.
+        Random numbers that a dataset draws in processes of `num_workers` are not part of it.
+
+        Raises:
+            DataError: mode Async, and a new epoch was begun after a break, but nothing of it was taken
+        """
+        return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on, with the next `iter()`, where the loader of that state was. In mode Sync this also puts the global
+        random numbers of torch, numpy and Python back.
+
+        Raises:
+            DataError: the state is not a loader's
+        """
+        if self._accessor is None:
+            self._progress.resume(state_dict)
+        else:
+            self._accessor._resume(checked(state_dict))
+
     def __len__(self) -> int:
         if self._group > 1:
             return self._whole(super().__len__(), self._group)
@@ -157,8 +183,15 @@ class DataLoader(torch.utils.data.DataLoader):
     def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:
             return iter(self._accessor)
+        return self._progress.epoch_of(self, self._epoch, self._group)
+
+    def _epoch(self) -> Iterator[Any]:
         batches = super().__iter__()
         return batches if self._group == 1 else grouped(batches, self._group, not self._drops_last)
+
+    @property
+    def _index_sampler(self) -> Any:
+        return Resumable(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process loads there, without a worker of its own."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import signal
 import sys
 import traceback
@@ -28,7 +27,6 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy
 import torch
 
 from popengine.errors import DataError
@@ -52,6 +50,7 @@ class Request:
 class Ready:
     ring: Ring
     skeleton: bytes  # the first batch, pickled, with meta tensors for its tensors
+    state: bytes | None  # of the dataset, where it is a loader of ours, before anything was loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +59,26 @@ class Item:
     slot: int
     rows: tuple[int, ...] | None
     skeleton: bytes | None  # None: that of Ready
+    state: bytes | None  # of the dataset, once this is handed out, but for what is the same in an epoch ...
+    begun: bytes | None  # ... which comes with its first item
 
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
     generation: int
     goes_on: bool  # False: the worker waits for a Restart
+    state: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
     generation: int
+    state: bytes | None = None  # where to go on
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """So that a shuffle in the worker is the one that the consumer's process would have made."""
-
-    torch: torch.Tensor
-    numpy: Any
-    python: Any
-
-    @classmethod
-    def here(cls) -> RandomState:
-        return cls(torch.get_rng_state(), numpy.random.get_state(), random.getstate())
-
-    def set(self) -> None:
-        torch.set_rng_state(self.torch)
-        numpy.random.set_state(self.numpy)
-        random.setstate(self.python)
 
 
 _END = object()
@@ -142,6 +127,8 @@ class _Feeder:
         self.request = request
         self.elements: Iterator[Any] | None = None
         self.generation = 0
+        self.wanted: bytes | None = None
+        self.position = 0  # of this epoch's next element
         self.running = True
         self.free: deque[int] = deque(range(request.granted))
         consumer = parent_process()
@@ -149,42 +136,64 @@ class _Feeder:
         self.watched = [connection, consumer.sentinel]
 
     def run(self) -> None:
+        state = self.state()
         self.elements = self.epoch()
         first = next(self.elements, _END)
         if first is _END:
             raise DataError("the dataset is empty: it has not a single (complete) batch")
         self.first = describe(first)
         self.ring = Ring.like(tensors_of(first), self.request.slots)
-        self.send(Ready(self.ring, _skeleton(first)))
+        self.send(Ready(self.ring, _skeleton(first), state))
         self.feed(first)
-        in_epoch = 1
         while True:
             while not (self.free and self.running) or self.connection.poll():
                 self.obey(self.receive())
             if self.elements is None:
-                self.elements, in_epoch = self.epoch(), 0
+                self.elements = self.epoch()
             element = next(self.elements, _END)
             if element is not _END:
                 self.feed(element)
-                in_epoch += 1
             else:
                 # Nothing more comes from an iterator that can be used only once: don't spin on it.
-                self.elements, self.running = None, self.request.load_indefinitely and in_epoch > 0
-                self.send(EpochEnd(self.generation, self.running))
+                self.elements, self.running = None, self.request.load_indefinitely and self.position > 0
+                self.send(EpochEnd(self.generation, self.running, self.state()))
 
     def epoch(self) -> Iterator[Any]:
+        """The elements of the next epoch, or of the rest of the one that was wanted."""
         size, short = self.request.rebatched_size, self.request.short_tail
-        return iter(self.dataset) if size is None else rebatched(self.dataset, size, keep_tail=short)
+        head, self.position, self.is_first = 0, 0, True
+        if self.wanted is not None:
+            state, self.wanted = pickle.loads(self.wanted), None
+            self.position = state["position"]
+            if size is not None:  # the loader counts batches of another size
+                batches, head = divmod(self.position * size, self.dataset.batch_size)  # type: ignore[attr-defined]
+                state["position"] = batches
+            self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+        batches = iter(self.dataset)
+        return batches if size is None else rebatched(batches, size, keep_tail=short, head=head)
+
+    def state(self, **instead: Any) -> bytes | None:
+        """Where the dataset is, if it is a loader that knows."""
+        if not hasattr(self.dataset, "_progress"):
+            return None
+        return pickle.dumps({**self.dataset.state_dict(), **instead})  # type: ignore[attr-defined]
 
     def feed(self, element: Any) -> None:
         slot = self.free.popleft()
         rows = self.ring.fill(slot, tensors_of(element), self.request.short_tail)
         skeleton = None if describe(element) == self.first else _skeleton(element)
-        self.send(Item(self.generation, slot, rows, skeleton))
+        begun = None
+        if self.is_first and (progress := getattr(self.dataset, "_progress", None)) is not None:
+            begun = pickle.dumps({"epoch": progress.epoch, "begun": progress.begun})
+        self.is_first = False
+        self.position += 1
+        state = self.state(position=self.position, begun=None)
+        self.send(Item(self.generation, slot, rows, skeleton, state, begun))
 
     def obey(self, message: int | Restart) -> None:
         if isinstance(message, Restart):
             self.generation, self.elements, self.running = message.generation, None, True
+            self.wanted = message.state
         else:
             self.free.append(message)
 
