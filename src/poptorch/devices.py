@@ -33,18 +33,17 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         # What was compiled elsewhere runs on the devices of this program.
         settings = replace(executable.settings, device=device_of(self._options))
         with torch._C.DisableTorchFunctionSubclass():
-            self._engine = Engine(executable.plan, settings, self._host_weights(), update, self._seed())
-        if self._reporter is not None:
-            self._reporter.attached(self._engine, executable.graph)
+            engine = Engine(executable.plan, settings, self._host_weights(), update, self._seed())
         if self._kept_rng is not None:
-            self._engine.seed, self._engine.step = self._kept_rng
+            engine.random_state = self._kept_rng
         if self._kept_state is not None:
-            self._engine.write_optimizer(self._kept_state)
-            self._engine.loss_factor = self._kept_factor
-        self._stale = False
-        self._link_optimizer()
+            engine.write_optimizer(self._kept_state, self._kept_factor)
+        if self._reporter is not None:
+            self._reporter.attached(engine, executable.graph)
         trainer = wrapping.owner_of(self._user_model)
         self._seen_version = trainer._host_weights_version if trainer is not None else None
+        self._link_optimizer()
+        self._engine = engine  # last: now it has all that was kept
 
     def detachFromDevice(self) -> None:
         """Release the devices; weights, optimizer state and the random state stay on the host."""
@@ -54,15 +53,15 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         self._let_go()
 
     def _let_go(self) -> None:
-        assert self._engine is not None
+        engine = self._need_engine()
         if self._training:
             self.copyWeightsToHostIfNeeded()
-            self._kept_state, self._kept_factor = self._engine.read_optimizer(), self._engine.loss_factor
-        self._kept_rng = self._engine.seed, self._engine.step
+            self._kept_state, self._kept_factor = engine.read_optimizer(), engine.loss_factor
+        self._kept_rng = engine.random_state
         if self._reporter is not None:
             self._reporter.released()
-        self._engine.close()
-        self._engine = None
+        self._engine = None  # before its threads end
+        engine.close()
 
     def destroy(self) -> None:
         """Free the devices and the compiled program; the user's model is plain again, with its weights."""
@@ -98,7 +97,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         """[seed, steps run]: with the same state a model draws the same random numbers."""
         self._need_executable()
         if self._engine is not None:
-            return [self._engine.seed, self._engine.step]
+            return list(self._engine.random_state)
         return list(self._kept_rng or (self._seed(), 0))
 
     @rng_state.setter
@@ -106,4 +105,4 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         self._need_executable()
         self._kept_rng = state[0], state[1]
         if self._engine is not None:
-            self._engine.seed, self._engine.step = self._kept_rng
+            self._engine.random_state = self._kept_rng

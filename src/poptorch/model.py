@@ -118,7 +118,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._model = wrapping.shallow_copy(self._user_model)
         self._signature = inspect.signature(self._model.forward)
         self._executable = self._engine = self._compilation_seconds = None
-        self._stale, self._host_weights_version, self._seen_version = False, 0, None
+        self._host_weights_version, self._seen_version = 0, None
         self._kept_rng = self._kept_state = None
         self._kept_factor = 1.0
         self._optimizer = self._hyper = self._link = None
@@ -162,7 +162,6 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._upload_pending_state()
         recorder = self._reporter.recorder if self._reporter is not None else None
         results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
-        self._stale = self._stale or self._training
         self._keep(results)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]

@@ -65,7 +65,7 @@ class OptimizerOwner(ExecutorState):
     def _link_optimizer(self, take: bool = True) -> None:
         """An optimizer reads its state from the devices of the executor it belongs to; `take` its own to begin with."""
         if isinstance(self._optimizer, PoptorchOptimizer):
-            if self._engine is not None:
+            if self._executable is not None:
                 link = weakref.ref(self)
                 self._optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
         elif self._training and self._link is None:
@@ -102,8 +102,10 @@ class OptimizerOwner(ExecutorState):
             states.setdefault(name, {}).update(state)
         return {name: torch_state(kind, state, steps) for name, state in states.items()}
 
-    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         assert self._hyper is not None
+        if self._engine is None and self._kept_state is None:
+            return None
         frozen = self._optimizer_settings
         entries = state_entries(frozen.kind, self._device_states())
         if self._executable is not None and self._executable.settings.automatic_loss_scaling:
@@ -132,8 +134,6 @@ class OptimizerOwner(ExecutorState):
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
-            self._engine.write_optimizer(loaded)
             factor = (optimizer._pending_state[0] or {}).get(_LOSS_FACTOR)
-            if factor is not None:
-                self._engine.loss_factor = float(factor)
+            self._engine.write_optimizer(loaded, None if factor is None else float(factor))
             optimizer._pending_state = None

@@ -33,7 +33,6 @@ class ExecutorState:
     _compilation_seconds: float | None
     per_replica_params: dict[str, Grouping]
 
-    _stale: bool  # the devices have newer weights than the host
     _host_weights_version: int
     _seen_version: int | None  # the trainer's, when an inference executor uploaded last
     _kept_rng: tuple[int, int] | None  # while detached
@@ -63,6 +62,12 @@ class ExecutorState:
     @property
     def rng_state(self) -> list[int]:
         raise NotImplementedError
+
+    @property
+    def _stale(self) -> bool:
+        """Whether the devices have newer weights than the host."""
+        engine = self._engine
+        return engine is not None and engine.snapshot.host_is_stale
 
     @property
     def _is_attached(self) -> bool:

@@ -28,7 +28,6 @@ class HostWeights(ExecutorState):
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
         engine = self._need_engine()
-        self._stale = False
         host = self._host_weights()
         noted = noting(self._reporter, "weights to host")
         with noted, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -38,19 +37,19 @@ class HostWeights(ExecutorState):
                 else:  # a per-replica parameter of which the host receives every replica's value
                     host[name].data = value.clone()
         self._host_weights_version += 1
+        # Last: while the host has got but some of them, the next look at its weights copies all again.
+        engine.host_has_read()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; whether they had."""
-        if not self._stale or self._engine is None:
+        if not self._stale:
             return False
-        self._stale = False
         self.copyWeightsToHost()
         return True
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         engine = self._need_engine()
-        self._stale = False
         with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(self._host_weights())
 
@@ -84,9 +83,10 @@ class HostWeights(ExecutorState):
         if trainer is None:
             return
         self._user_model.copyWeightsToHostIfNeeded()  # type: ignore[operator]
-        if trainer._host_weights_version != self._seen_version:
-            self._seen_version = trainer._host_weights_version
+        version = trainer._host_weights_version
+        if version != self._seen_version:
             self.copyWeightsToDevice()
+            self._seen_version = version
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user model's, with the newest weights."""

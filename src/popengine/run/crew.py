@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 
 from .cores import Cores
-from .worker import Run, Stopped, Worker
+from .worker import Run, Worker
 
 
 class Crew:
@@ -38,17 +38,16 @@ class Crew:
             self._perform.close()
 
     def _serve(self) -> None:
-        torch.set_num_threads(1)  # the ipus are the threads
         while (run := self.inbox.get()) is not None:
             if not isinstance(run, Run):  # somebody asks whether the runs before are over
                 run.put(None)
                 continue
-            failure = None
+            failure: BaseException | None = None
             try:
+                # The ipus are the threads. Some libraries keep one number for the process, so `Run.end` puts it back.
+                torch.set_num_threads(1)
                 with torch.inference_mode():
                     self._perform(run)
-            except Stopped:
-                pass
             except BaseException as error:  # whatever it is, the caller must hear of it
                 failure = error
             for worker in self._workers:
@@ -56,5 +55,5 @@ class Crew:
                     worker.end()
                 except BaseException as error:  # of a device that can't be used any more
                     failure = error
-            run.finished.put(failure)
-            del run
+            run.end(failure)
+            del run, failure

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Error, UnrecoverableError
+from ..errors import Error
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
@@ -32,8 +32,6 @@ from .results import Results
 from .tensors import Tensors
 from .turns import Turns
 from .worker import Channels, Run, Worker
-
-_PATIENCE = 0.2  # seconds; an interrupt that comes without a signal wakes nobody who waits
 
 
 class Engine(Tensors):
@@ -55,8 +53,8 @@ class Engine(Tensors):
         device: Callable[[int], Device] | None = None,
     ) -> None:
         super().__init__(plan, settings, weights, rules, device or devices.of(settings.device))
-        self.seed, self.step = seed, 0
-        self._channels = Channels()
+        self.random_state = seed, 0
+        self._latest: Run | None = None  # the call that crews may still work on
         self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
         self._workers: list[Worker] = []
         codes = {place: load(plan, settings, place) for place in {d.place for d in self.devices.values()}}
@@ -112,54 +110,64 @@ class Engine(Tensors):
             return self._run(inputs, hyper, recorder)
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
-        counts, training = self.settings.counts, self.settings.training
-        every = (counts.iterations, counts.accumulation, counts.groups, -1)
-        home = self._workers[0].device
-        run = Run(
-            [
-                value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-                for value in inputs
-            ],
-            Results(self.plan.partition.signature, self.settings, home.host_empty),
+        self._await_idle()
+        crews, before = self._crews_for(recorder), self.snapshot
+        inputs = self._by_micro_batch(inputs)
+        if crews is not self._crews or len(crews) > 1:
+            inputs = [self._workers[0].device.on_host(value) for value in inputs]
+        run = self._latest = Run(
+            inputs,
+            Results(self.plan.partition.signature, self.settings, self._workers[0].device.host_empty),
             hyper,
-            counts.iterations if training else 1,
-            self.step,
-            self.seed,
-            self._channels,
+            self.settings.counts.iterations if self.settings.training else 1,
+            before.step,
+            before.seed,
+            Channels(self.plan.credits, self.settings.counts.replicas),
             recorder,
+            torch.get_num_threads(),
+            len(crews),
+            self._keep,
         )
-        self._channels.reset(self.plan.credits, counts.replicas)
-        for store in self.stores.values():
-            store.begin()
+        self._begin()
         if recorder is not None:
             recorder.begin_call()
-        failure: BaseException | None = None
-        crews = self._crews_for(recorder)
-        if crews is not self._crews or len(crews) > 1:
-            run.inputs = [home.on_host(value) for value in run.inputs]
-        threads = torch.get_num_threads()
         try:
-            torch.set_num_threads(1)  # some libraries keep one number for the process
-            failure = self._await(run, crews)
-        except BaseException as interrupt:  # Ctrl-C arrives here, in the main thread
-            failure = interrupt
-            self._channels.stop()
-            _until_idle(crews)
+            for crew in crews:
+                crew.inbox.put(run)
+            run.wait()
         finally:
-            torch.set_num_threads(threads)
-        if self.plan.credits or failure is not None:
-            self._channels = Channels()
-        if recorder is not None:
-            recorder.end_call(run.steps, failed=failure is not None)
-        if failure is not None and isinstance(failure, UnrecoverableError):
-            raise failure
-        if failure is not None and not run.cannot_be_undone:
-            self._restore()
-            raise failure
-        self.step += run.steps
-        if failure is not None:
-            raise failure
+            self._await_idle()  # at once, but after Ctrl-C
+        if run.failure is not None:
+            raise run.failure
         return run.results
+
+    def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Combined batches as [iterations, accumulation, groups, micro-batch, ...], views."""
+        counts = self.settings.counts
+        every = (counts.iterations, counts.accumulation, counts.groups, -1)
+        return [
+            value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
+            for value in inputs
+        ]
+
+    def _keep(self, run: Run) -> None:
+        """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes."""
+        self.snapshot = self._drafted(
+            step=run.first_step + run.steps,
+            host_is_stale=self.snapshot.host_is_stale or self.settings.training,
+        )
+
+    def _await_idle(self) -> None:
+        """Stop the latest call, if it goes on without the caller, and wait for it."""
+        if self._latest is None:
+            return
+        if not self._latest.is_over:
+            self._latest.channels.stop()
+            _until_idle([*self._crews, *self._recorded_crews])
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # for libraries that keep one number for the process
+        self._latest = None
 
     def _crews_for(self, recorder: Recorder | None) -> list[Crew]:
         """A recorder looks at each ipu by itself, so there each has a thread, whatever it has else."""
@@ -170,22 +178,6 @@ class Engine(Tensors):
             if any(home.has_graphs for home in self.devices.values()):
                 say_why_not("they are profiled")
         return self._recorded_crews
-
-    def _await(self, run: Run, crews: Sequence[Crew]) -> BaseException | None:
-        """Hand the run to all crews and wait for them; the first failure."""
-        failure, unfinished = None, len(crews)
-        for crew in crews:
-            crew.inbox.put(run)
-        while unfinished:
-            try:
-                error = run.finished.get(timeout=_PATIENCE)
-            except Empty:
-                continue
-            unfinished -= 1
-            if error is not None and failure is None:
-                failure = error
-                self._channels.stop()
-        return failure
 
 
 def _process_groups(plan: Plan, settings: Settings) -> dict[tuple[int, int], Any]:

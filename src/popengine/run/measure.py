@@ -6,6 +6,7 @@ Sources of a cost model: no schedule, no threads, no update; a few rounds, and o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,14 @@ def measure(
         weights: parameters and buffers by canonical name; they are only read
         inputs:  one micro-batch
     """
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as apart:  # where no Ctrl-C comes: the number of threads is put back
+        return apart.submit(_measured, partition, weights, inputs, rounds, threads).result()
+
+
+def _measured(
+    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int, threads: int
+) -> list[float]:
     signature = partition.signature
     given: dict[str, Tensor] = {}
     for slot in signature.slots:
@@ -38,7 +47,6 @@ def measure(
             given[slot.name] = weights[slot.key].detach()
     codes = [build(piece) for piece in partition.pieces]
     best = [float("inf")] * len(codes)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():

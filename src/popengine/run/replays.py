@@ -77,7 +77,8 @@ class Replays:
         self._numbers: Numbers | None = None  # those of the last call that ran as it is
         self._graph: Any = None
         self._static: Run | None = None  # what the graph reads and writes
-        self._homes: list[tuple[Worker, dict[str, Tensor], str, Tensor]] = []
+        # What the graph reads and writes of a worker's store: of which parameter's state ("": of no one's), the name.
+        self._homes: list[tuple[Worker, str, str, Tensor]] = []
         self._is_off = False
         if why := obstacle(workers, rules):
             self._give_up(why)
@@ -123,20 +124,21 @@ class Replays:
         device, stores = self._device, [worker.store for worker in self._workers]
         assert self._numbers is not None
         static = replace(run, inputs=[_copied(device, value) for value in run.inputs])
+        drafts = [store.draft() for store in stores]
+        for store, draft in zip(stores, drafts, strict=True):
+            store.begin(draft, in_place=True)
         self._homes = [
-            (worker, holder, name, holder[name])
+            (worker, key, name, value)
             for worker in self._workers
-            for holder, names in (
-                (worker.store.state, worker.plan.state[worker.ipu]),
-                *((state, tuple(state)) for state in worker.store.states.values()),
+            for key, holder in (
+                ("", {name: worker.store.state[name] for name in worker.plan.state[worker.ipu]}),
+                *worker.store.states.items(),
             )
-            for name in names
+            for name, value in holder.items()
         ]
         self._turns.begin(static)
         for worker in self._workers:
             worker.device.settle()
-        for store in stores:
-            store.begin(keeps_copies=False)
         try:
             graph = device.graph(self._numbers.seeded(run))
             with graph.capturing(), drawing_from(self._numbers):
@@ -144,17 +146,14 @@ class Replays:
         except Stopped:
             raise
         except Exception as error:
-            for worker in self._workers:
+            for worker, draft in zip(self._workers, drafts, strict=True):
                 worker.frames.clear()
-                worker.store.restore()
-                worker.store.begin()
+                worker.store.begin(draft)
             plan, counts = self._workers[0].plan, self._workers[0].settings.counts
             run.channels.reset(plan.credits, counts.replicas)
             self._give_up(f"{type(error).__name__} while it was captured: {error}")
             return False
         self._graph, self._static = graph, static
-        for store in stores:
-            store.forget_copies()
         return True
 
     def _capture_steps(self, static: Run) -> None:
@@ -184,7 +183,8 @@ class Replays:
 
     def _bring_home(self) -> None:
         """What was put in the place of a tensor that the graph reads is copied into that."""
-        for worker, holder, name, home in self._homes:
+        for worker, key, name, home in self._homes:
+            holder = worker.store.states[key] if key else worker.store.state
             if (value := holder[name]) is not home:
                 with worker.device.running():
                     home.copy_(value)
@@ -203,8 +203,7 @@ class Replays:
         self._numbers.seeded(run)
         if run.channels.stopped:
             raise Stopped
-        run.cannot_be_undone = True
-        self._graph.replay()
+        self._graph.replay()  # from here on the call is done, also where the caller is interrupted
         device.settle()
         run.results = self._static.results.copied()
 

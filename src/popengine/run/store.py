@@ -1,76 +1,89 @@
-"""The tensors that an ipu keeps from step to step: weights, buffers, gradient sums, optimizer state.
+"""The tensors that an ipu keeps from call to call, and the draft of them that a call works on.
 
-A failed call must leave no trace, so the first weight update of a call copies what it will change.
+A call is done or not done. It writes to nothing that is kept: its first weight update goes on in the spare set of
+weights and states, and buffers are replaced. What it has made is kept by one assignment (`Tensors.snapshot`); the
+tensors that were kept before are then the spare set. So a call that fails has nothing to put back, whatever
+interrupts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .devices.base import Device
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What lasts of one ipu: state by slot name, optimizer state by the parameter's canonical name.
+
+    `spare`: memory for the next call's weights and states, by ("weight" or the state's name, parameter).
+    """
+
+    state: Mapping[str, Tensor]
+    states: Mapping[str, Mapping[str, Tensor]]
+    loss_factor: float = 1.0  # of automatic loss scaling, on the user's loss scale
+    loss_scale: float = 1.0  # what the state holds as loss scale
+    spare: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+
 
 class Store:
-    """State by slot name; sums and optimizer state by the parameter's canonical name."""
+    """A draft of what is kept: `state` and `states`, as in `Kept`; and `sums` of gradients by canonical name.
 
-    def __init__(self, slots: Mapping[str, str]) -> None:
+    Args:
+        slots: the canonical name of each slot
+    """
+
+    def __init__(self, slots: Mapping[str, str], device: Device) -> None:
         self.slot = {key: name for name, key in slots.items()}  # canonical name -> slot name
-        self.state: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
-        self.states: dict[str, dict[str, Tensor]] = {}
         self.owner: dict[str, int] = {}  # of parameters whose state the replicas share: who has it
-        self._before: dict[str, Tensor] = {}  # references: what is replaced, not written to
-        self._copies: tuple[list[Tensor], list[Tensor]] | None = None
-        self._states_before: dict[str, tuple[str, ...]] = {}
-        self._spare: dict[tuple[str, str], Tensor] = {}
-        self._scale = 1.0
-        self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
-        self._factor_before = 1.0
+        self._device = device
+        self.begin(Kept({}, {}))
 
-    def begin(self, keeps_copies: bool = True) -> None:
-        """A call starts: remember what there is. `keeps_copies` False: its updates will not be undone."""
-        self._before, self._factor_before = dict(self.state), self.loss_factor
-        self._copies = None if keeps_copies else ([], [])
-        self._states_before = {key: tuple(state) for key, state in self.states.items()}
+    def begin(self, kept: Kept, in_place: bool = False) -> None:
+        """Start a draft. `in_place`: its updates write to what is kept, as they will not be undone."""
+        self.state = dict(kept.state)
+        self.states = {key: dict(state) for key, state in kept.states.items()}
+        self.loss_factor, self._loss_scale = kept.loss_factor, kept.loss_scale
+        self._spare = {} if in_place else kept.spare
+        self._is_renewed = in_place
 
-    def back_up(self) -> None:
-        """Before the first update of a call: copy what updates write to."""
-        if self._copies is not None or not self.sums:
+    def draft(self) -> Kept:
+        """The draft as a value."""
+        return Kept(self.state, self.states, self.loss_factor, self._loss_scale, self._spare)
+
+    def renew(self) -> None:
+        """Before the first update of a call: let all that updates write to be copies, in the spare set."""
+        if self._is_renewed or not self.sums:
             return
-        live = {("weight", key): self.state[self.slot[key]] for key in self.sums}
-        live |= {(name, key): value for key, state in self.states.items() for name, value in state.items()}
-        for place, value in live.items():
-            if place not in self._spare:
-                self._spare[place] = torch.empty_like(value)
-        self._copies = list(live.values()), [self._spare[place] for place in live]
-        torch._foreach_copy_(self._copies[1], self._copies[0])
+        old = {("weight", key): self.state[self.slot[key]] for key in self.sums}
+        old |= {(name, key): value for key, state in self.states.items() for name, value in state.items()}
+        new = {place: self._spare.get(place, value) for place, value in old.items()}
+        new = {place: self._like(value) if value is old[place] else value for place, value in new.items()}
+        if new:
+            torch._foreach_copy_(list(new.values()), list(old.values()))
+        for (name, key), value in new.items():
+            if name == "weight":
+                self.state[self.slot[key]] = value
+            else:
+                self.states[key][name] = value
+        self._spare, self._is_renewed = old, True
 
-    def restore(self) -> None:
-        """A call failed: everything is as it was at its beginning."""
-        self.state.clear()
-        self.state.update(self._before)
-        self.loss_factor = self._factor_before
-        if self._copies is not None:
-            if self._copies[0]:
-                torch._foreach_copy_(self._copies[0], self._copies[1])
-            for key, names in self._states_before.items():
-                for name in self.states[key].keys() - set(names):
-                    del self.states[key][name]
-
-    def forget_copies(self) -> None:
-        """Give the memory back that copies are kept in."""
-        self._spare.clear()
+    def _like(self, value: Tensor) -> Tensor:
+        if value.device == self._device.place:
+            return torch.empty_like(value)
+        return self._device.host_empty(value.shape, value.dtype)
 
     def spare(self) -> Iterable[Tensor]:
-        """The memory that holds what a failed call is rolled back to."""
+        """The memory that an update does not write to, so that a failed call finds what was before."""
         return self._spare.values()
 
     def set_loss_scale(self, scale: float) -> None:
-        if "loss_scale" in self.state and scale != self._scale:
+        if "loss_scale" in self.state and scale != self._loss_scale:
             self.state["loss_scale"] = torch.full_like(self.state["loss_scale"], scale)
-            self._scale = scale
-
-    def held(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors under these canonical names that are here."""
-        return {key: self.state[self.slot[key]] for key in keys if self.slot.get(key) in self.state}
+            self._loss_scale = scale

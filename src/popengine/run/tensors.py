@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,21 @@ from ..settings import Settings
 from .devices.base import Device
 from .offloading import offloading_of
 from .sharing import owners
-from .store import Store
+from .store import Kept, Store
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that lasts from call to call, as one value. Whoever assigns it has done a call, or written weights."""
+
+    kept: Mapping[tuple[int, int], Kept]  # by replica and ipu
+    seed: int = 0
+    step: int = 0  # weight updates so far
+    host_is_stale: bool = False  # calls were done since the host has had a look at the weights
 
 
 class Tensors:
-    """The part of an engine that holds the only mutable state there is.
+    """The part of an engine that holds the only mutable state there is: `snapshot`.
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
@@ -40,14 +51,16 @@ class Tensors:
         for replica in range(settings.counts.replicas):
             for ipu in plan.programs:
                 keys = {n: s.key for n, s in self._slots.items() if s.role in ("parameter", "buffer")}
-                self.stores[replica, ipu] = Store(keys)
-                self.devices[replica, ipu] = device(ipu)
+                home = self.devices[replica, ipu] = device(ipu)
+                self.stores[replica, ipu] = Store(keys, home)
         for place, store in self.stores.items():
             self._fill(place, store)
+        self.snapshot = self._drafted()
         self.write(weights)
         for place, store in self.stores.items():
             with self.devices[place].running():
                 self._prepare_updates(place, store)
+        self.snapshot = self._drafted()
 
     def _fill(self, place: tuple[int, int], store: Store) -> None:
         home = self.devices[place]
@@ -85,11 +98,16 @@ class Tensors:
                 if offloading is not None:
                     store.states[key] = offloading.on_host(weight, store.states[key])
 
-    def _restore(self) -> None:
+    def _drafted(self, **changes: Any) -> Snapshot:
+        """The drafts of all stores as a snapshot."""
+        kept = {place: store.draft() for place, store in self.stores.items()}
+        before = self.snapshot if "snapshot" in vars(self) else Snapshot(kept)
+        return replace(before, kept=kept, **changes)
+
+    def _begin(self) -> None:
+        """Let all stores start a new draft."""
         for place, store in self.stores.items():
-            with self.devices[place].running():
-                store.restore()
-        self._settle()
+            store.begin(self.snapshot.kept[place])
 
     def _settle(self) -> None:
         """Wait for all devices."""
@@ -99,14 +117,22 @@ class Tensors:
     # ---- in and out --------------------------------------------------------------------------------------
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers into every replica."""
+        """Copy parameters and buffers into every replica, all or none."""
+        before, after = self.snapshot, {}
+        names = {slot.key: slot.name for slot in self._slots.values() if slot.role in ("parameter", "buffer")}
         with torch.no_grad():
-            for place, store in self.stores.items():
+            for place, kept in before.kept.items():
+                state = dict(kept.state)
                 with self.devices[place].running():
-                    for key, value in store.held(weights).items():
-                        weight = self._row(key, weights[key], place[0])
-                        store.state[store.slot[key]] = torch.empty_like(value).copy_(weight)
+                    for key, name in names.items():
+                        if key in weights and name in state:
+                            weight = self._row(key, weights[key], place[0])
+                            state[name] = torch.empty_like(state[name]).copy_(weight)
+                after[place] = replace(kept, state=state)
         self._settle()
+        host_is_stale = before.host_is_stale and not names.keys() <= weights.keys()
+        self.snapshot = replace(before, kept=after, host_is_stale=host_is_stale)
+        self._begin()
 
     def read(self) -> dict[str, Tensor]:
         """Replica 0's parameters and buffers, by canonical name: references where they are the host's, so copy
@@ -124,24 +150,32 @@ class Tensors:
 
     def _fetch(self, place: tuple[int, int], name: str) -> Tensor:
         with self.devices[place].running():
-            return self.devices[place].fetch(self.stores[place].state[name])
+            return self.devices[place].fetch(self.snapshot.kept[place].state[name])
+
+    def host_has_read(self) -> None:
+        """The host has got the weights as they are."""
+        self.snapshot = replace(self.snapshot, host_is_stale=False)
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """Seed, and weight updates so far."""
+        return self.snapshot.seed, self.snapshot.step
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self.snapshot = replace(self.snapshot, seed=state[0], step=state[1])
 
     @property
     def loss_factor(self) -> float:
         """What automatic loss scaling multiplies the user's loss scale with at the moment."""
-        return next(iter(self.stores.values())).loss_factor
-
-    @loss_factor.setter
-    def loss_factor(self, factor: float) -> None:
-        for store in self.stores.values():
-            store.loss_factor = factor
+        return next(iter(self.snapshot.kept.values())).loss_factor
 
     def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
         """Copies of a replica's optimizer state, by parameter; one row a group where there are groups."""
         found: dict[str, dict[str, Tensor]] = {}
         for ipu in self.plan.programs:
             for key in self.stores[0, ipu].sums:
-                keepers = [place for place in self._keepers(ipu, key) if key in self.stores[place].states]
+                keepers = [p for p in self._keepers(ipu, key) if key in self.snapshot.kept[p].states]
                 rows = [self._fetch_state(place, key) for place in keepers]
                 if rows:
                     found[key] = {
@@ -152,23 +186,40 @@ class Tensors:
 
     def _fetch_state(self, place: tuple[int, int], key: str) -> dict[str, Tensor]:
         with self.devices[place].running():
-            state = self.stores[place].states[key]
+            state = self.snapshot.kept[place].states[key]
             return {name: self.devices[place].fetch(value).clone() for name, value in state.items()}
 
-    def write_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy optimizer state into every replica; what is not given stays."""
-        for place, store in self.stores.items():
-            offloading = offloading_of(self.devices[place], self.settings, self._rules)
-            for key, state in store.states.items():
-                with self.devices[place].running():
-                    for name, value in states.get(key, {}).items():
-                        like = state.get(name, value)
-                        home = like.device if name in state else store.state[store.slot[key]].device
-                        row = self._row(key, value, place[0]).detach()
-                        state[name] = row.to(home, like.dtype, copy=True)
-                        if offloading is not None:
-                            state[name] = offloading.kept(state[name])
+    def write_optimizer(
+        self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
+    ) -> None:
+        """Copy optimizer state into every replica, all or none; what is not given stays."""
+        before, after = self.snapshot, {}
+        for place, kept in before.kept.items():
+            with self.devices[place].running():
+                written = {
+                    key: {**state, **self._written_state(place, key, states.get(key, {}))}
+                    for key, state in kept.states.items()
+                }
+            factor = kept.loss_factor if loss_factor is None else loss_factor
+            after[place] = replace(kept, states=written, loss_factor=factor)
         self._settle()
+        self.snapshot = replace(before, kept=after)
+        self._begin()
+
+    def _written_state(
+        self, place: tuple[int, int], key: str, state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A replica's copies of a parameter's state."""
+        offloading = offloading_of(self.devices[place], self.settings, self._rules)
+        kept, found = self.snapshot.kept[place], {}
+        for name, value in state.items():
+            like = kept.states[key].get(name)
+            home = (like if like is not None else kept.state[self.stores[place].slot[key]]).device
+            dtype = value.dtype if like is None else like.dtype
+            found[name] = self._row(key, value, place[0]).detach().to(home, dtype, copy=True)
+            if offloading is not None:
+                found[name] = offloading.kept(found[name])
+        return found
 
     def _is_grouped(self, key: str) -> bool:
         return key in self.settings.replica_groups

@@ -80,7 +80,7 @@ class Updater:
                 self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
         if optimizer.max_grad_value != float("inf") and sums:
             self.rules.clamp_(sums, optimizer.max_grad_value)
-        store.back_up()
+        store.renew()
         mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of.get(name) == group]

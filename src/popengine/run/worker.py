@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +29,7 @@ from .results import Results
 from .store import Store
 from .updating import Updater
 
+_PATIENCE = 0.2  # seconds
 STOP = object()  # in a channel: the run has failed, or is interrupted
 
 
@@ -37,12 +38,17 @@ class Stopped(Exception):
 
 
 class Channels:
-    """The queues between workers, by name; made at first use, replaced as a whole after a failed run."""
+    """The queues between the workers of one call, by name; made at first use.
 
-    def __init__(self) -> None:
+    Args:
+        credits: tokens that lie in a channel when the call starts
+    """
+
+    def __init__(self, credits: Mapping[Any, int], replicas: int) -> None:
         self._queues: dict[Any, SimpleQueue[Any]] = {}
         self._lock = threading.Lock()
         self.stopped = False
+        self.reset(credits, replicas)
 
     def __getitem__(self, name: Any) -> SimpleQueue[Any]:
         queue = self._queues.get(name)
@@ -96,9 +102,46 @@ class Run:
     first_step: int
     seed: int
     channels: Channels
-    recorder: Recorder | None = None
-    cannot_be_undone: bool = False  # it happens as a whole, also where the caller is interrupted meanwhile
-    finished: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
+    recorder: Recorder | None
+    threads: int  # the caller's number for one operation, to be put back
+    crews: int  # that have not ended their part
+    keep: Callable[[Run], None]  # what the call has made, once all of it is done
+    failure: BaseException | None = None
+    is_over: bool = False
+    _is_stopped: bool = False
+    _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """A crew has ended its part, or failed. The last one keeps what was made, unless one has failed."""
+        with self._lock:
+            self.crews -= 1
+            is_last = not self.crews
+            if error is not None:
+                self._is_stopped = True
+                if not isinstance(error, Stopped):
+                    self.failure = self.failure or error
+        if error is not None:
+            self.channels.stop()
+        if not is_last:
+            return
+        torch.set_num_threads(self.threads)
+        try:
+            if not self._is_stopped:
+                self.keep(self)
+            if self.recorder is not None:
+                self.recorder.end_call(self.steps, failed=self._is_stopped)
+        except BaseException as failure:  # the caller must hear of it
+            self.failure = self.failure or failure
+        finally:
+            self.is_over = True
+            self._over.put(None)
+
+    def wait(self) -> None:
+        """Wait until all crews have ended."""
+        while not self.is_over:
+            with suppress(Empty):  # an interrupt that comes without a signal wakes nobody who waits
+                self._over.get(timeout=_PATIENCE)
 
 
 class Worker:

@@ -129,13 +129,13 @@ def test_a_failed_call_leaves_step_weights_and_buffers_as_they_were():
     engine, twin = engine_for(), engine_for()
     for each in (engine, twin):
         each.run(batch(16), HYPER)
-    before, step = copied(engine), engine.step
+    before, step = copied(engine), engine.random_state
     x, y = batch(16)
     y[-1] = 77  # no such class; the last micro-batch of the second update
     with pytest.raises(Exception, match="micro-batch 7"):
         engine.run([x, y], HYPER)
     assert_equal(copied(engine), before)
-    assert engine.step == step
+    assert engine.random_state == step
     assert torch.equal(engine.run(batch(16), HYPER).outputs()[1], twin.run(batch(16), HYPER).outputs()[1])
 
 

@@ -13,6 +13,7 @@ from popengine.compile.capture import capture
 from popengine.errors import RunError
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
+from popengine.run.worker import Run
 from popengine.settings import Anchor, Counts, Settings, Strategy
 
 pytestmark = pytest.mark.simulated
@@ -103,10 +104,10 @@ def test_the_random_state_can_be_set_between_replays(dropout):
     still = rates("sgd", 0.0)
     losses = []
     for _ in range(4):
-        engine.seed, engine.step = 5, 7
+        engine.random_state = 5, 7
         losses.append(engine.run(batch_for(engine), still).outputs()[1])
     assert all(torch.equal(losses[0], loss) for loss in losses)
-    engine.seed = 6
+    engine.random_state = 6, 7
     assert torch.equal(losses[0], engine.run(batch_for(engine), still).outputs()[1]) is (dropout == 0)
 
 
@@ -254,15 +255,14 @@ def test_an_interrupt_during_a_replay_comes_after_it(monkeypatch):
     for call in range(4):
         for each in (engine, twin):
             each.run(batch_for(each, call), rates("sgd"))
-    real = engine._await
+    real = Run.wait
 
-    def interrupted(run, crews):
-        real(run, crews)
+    def interrupted(run):
+        real(run)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_await", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "wait", interrupted)
         engine.run(batch_for(engine, 4), rates("sgd"))
-    monkeypatch.setattr(engine, "_await", real)
     twin.run(batch_for(twin, 4), rates("sgd"))
     assert_same(trained(engine), trained(twin))

@@ -1,65 +1,75 @@
-"""A store puts everything back after a failed call."""
+"""A store's draft leaves what is kept alone, and is kept as a whole."""
 
 import torch
 
-from popengine.run.store import Store
+from popengine.run.devices.base import Device
+from popengine.run.store import Kept, Store
 
 
-def filled():
-    store = Store({"slot_w": "w", "slot_b": "b"})
-    store.state = {"slot_w": torch.ones(3), "slot_b": torch.zeros(3)}
+def filled(**state):
+    kept = Kept(
+        {"slot_w": torch.ones(3), "slot_b": torch.zeros(3)},
+        {"w": state or {"velocity": torch.full((3,), 5.0)}},
+    )
+    store = Store({"slot_w": "w", "slot_b": "b"}, Device())
     store.sums = {"w": torch.zeros(3)}
-    store.states = {"w": {"velocity": torch.full((3,), 5.0)}}
-    return store
+    store.begin(kept)
+    return store, kept
 
 
-def test_weights_written_in_place_are_restored():
-    store = filled()
-    store.begin()
-    store.back_up()
+def step(store):
+    """An update as rules make it: in place."""
+    store.renew()
     store.state["slot_w"].add_(1)
     store.states["w"]["velocity"].zero_()
-    store.restore()
-    assert store.state["slot_w"].tolist() == [1, 1, 1]
-    assert store.states["w"]["velocity"].tolist() == [5, 5, 5]
+    store.state["slot_b"] = torch.ones(3)  # buffers are replaced
 
 
-def test_the_backup_is_of_the_calls_beginning_and_not_of_a_later_update():
-    store = filled()
-    store.begin()
+def test_updates_write_to_nothing_that_is_kept():
+    store, kept = filled()
     for _ in range(3):
-        store.back_up()
-        store.state["slot_w"].mul_(10)
-    store.restore()
-    assert store.state["slot_w"].tolist() == [1, 1, 1]
+        step(store)
+    assert [value.tolist() for value in kept.state.values()] == [[1, 1, 1], [0, 0, 0]]
+    assert kept.states["w"]["velocity"].tolist() == [5, 5, 5]
 
 
-def test_buffers_are_replaced_and_so_restored_without_a_copy():
-    store = filled()
-    before = store.state["slot_b"]
-    store.begin()
-    store.state["slot_b"] = torch.ones(3)
-    store.restore()
-    assert store.state["slot_b"] is before
+def test_a_draft_that_is_kept_holds_what_the_call_did():
+    store, kept = filled()
+    for _ in range(2):
+        step(store)
+        kept = store.draft()
+        store.begin(kept)
+    assert kept.state["slot_w"].tolist() == [3, 3, 3]
+    assert kept.states["w"]["velocity"].tolist() == [0, 0, 0]
 
 
-def test_a_state_that_the_call_began_is_gone_again():
-    store = filled()
-    store.states["w"] = {}
-    store.begin()
-    store.back_up()
+def test_there_is_one_spare_set_of_what_updates_write_to():
+    """What was kept before a call is the memory of the next call's weights: two sets take turns."""
+    store, kept = filled()
+    seen = []
+    for _ in range(4):
+        step(store)
+        kept = store.draft()
+        store.begin(kept)
+        seen.append((kept.state["slot_w"].data_ptr(), kept.states["w"]["velocity"].data_ptr()))
+    assert seen[0] == seen[2] != seen[1] == seen[3]
+    assert len(list(store.spare())) == 2
+
+
+def test_a_state_that_a_failed_call_began_is_not_kept():
+    store, kept = filled()
+    store.begin(kept := Kept(kept.state, {"w": {}}))
+    store.renew()
     store.states["w"]["velocity"] = torch.ones(3)
-    store.restore()
-    assert store.states["w"] == {}
+    store.begin(kept)
+    assert store.states == {"w": {}}
 
 
-def test_a_call_that_succeeds_keeps_what_it_did():
-    store = filled()
-    store.begin()
-    store.back_up()
-    store.state["slot_w"].add_(1)
-    store.begin()
-    store.back_up()
-    store.state["slot_w"].add_(1)
-    store.restore()
-    assert store.state["slot_w"].tolist() == [2, 2, 2]
+def test_a_call_that_will_not_be_undone_has_no_spare_set():
+    store, _ = filled()
+    step(store)
+    store.begin(store.draft(), in_place=True)
+    before = store.state["slot_w"]
+    step(store)
+    assert store.state["slot_w"] is before
+    assert store.draft().spare == {}

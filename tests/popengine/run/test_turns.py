@@ -24,6 +24,7 @@ from popengine.ir import Compute
 from popengine.run.devices.base import Device
 from popengine.run.recorder import Recorder
 from popengine.run.turns import order
+from popengine.run.worker import Run
 from popengine.settings import Counts, Settings
 
 
@@ -68,7 +69,7 @@ def test_a_failed_call_leaves_no_trace_and_names_its_place(device):
     y[-1] = 77  # no such class; the last micro-batch of the second update
     with pytest.raises(RunError, match=r"forward of stage 3 .* micro-batch 7, replica 1"):
         engine.run([x, y], rates("adamw"))
-    assert engine.step == twin.step
+    assert engine.random_state == twin.random_state
     assert_same(trained(engine), trained(twin))
 
 
@@ -89,17 +90,14 @@ def test_an_interrupt_ends_the_call_and_leaves_no_trace(device, monkeypatch):
         return call
 
     worker._code = {index: slow(index) for index in code}
-    real = engine._await
 
-    def interrupted(run, crews):
-        crews[0].inbox.put(run)
+    def interrupted(run):
         running.wait(5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_await", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "wait", interrupted)
         engine.run(batch_for(engine), rates("sgd"))
-    monkeypatch.setattr(engine, "_await", real)
     worker._code = code
     assert_same(trained(engine), trained(twin))
 

@@ -1,0 +1,155 @@
+"""A call is done or not done, wherever Ctrl-C comes, and however often."""
+
+import contextlib
+from itertools import count
+
+import pytest
+import torch
+from interrupts import Interrupts
+from torch import nn
+
+import poptorch
+
+# Python can't raise what comes while it closes a generator: it writes a line, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+EVERYWHERE = ("/popengine/", "/poptorch/")
+WEIGHTS = ("/poptorch/weights.py", "/poptorch/wrapping.py", "/run/tensors.py")
+DEVICES = ("/poptorch/devices.py", "/run/engine.py", "/run/tensors.py")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = poptorch.BeginBlock(nn.Linear(3, 4), "a", ipu_id=0)
+        self.norm = nn.BatchNorm1d(4)
+        self.b = poptorch.BeginBlock(nn.Linear(4, 2), "b", ipu_id=1)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
+
+
+def trainer():
+    torch.manual_seed(0)
+    model = Net()
+    options = poptorch.Options().deviceIterations(2).randomSeed(5).showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(3)
+    return poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+
+
+X = torch.randn(2 * 3 * 2, 3, generator=torch.Generator().manual_seed(1))
+
+
+def state(executor):
+    """All that a call changes, as a program sees it."""
+    found = dict(executor.model.state_dict())
+    found |= executor._optimizer.state_dict()["ipu_state"] or {}
+    found["random state"] = torch.tensor(executor.rng_state)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def after():
+    """The state after so many calls."""
+    twin, states = trainer(), []
+
+    def wanted(calls):
+        while len(states) <= calls:
+            twin(X)
+            states.append(state(twin))
+        return states[calls - 1]
+
+    return wanted
+
+
+def interrupted(files, work, first, second=None):
+    """Whether the interrupt came, in `work`."""
+    interrupts = Interrupts(files, first, second)
+    with interrupts.coming(), contextlib.suppress(KeyboardInterrupt):
+        work()
+    return interrupts.came
+
+
+def check_calls(executor, after, files, seconds):
+    """Interrupt calls at each place, and say how many there were."""
+    executor(X)
+    calls, threads = 1, torch.get_num_threads()
+    for first in count():
+        for second in seconds:
+            came = interrupted(files, lambda: executor(X), first, second)
+            found = state(executor)
+            calls += same(found, after(calls + 1))
+            assert same(found, after(calls)), f"neither before nor after, interrupted at {came}"
+            assert torch.get_num_threads() == threads, came
+            if len(came) < 1 + (second is not None):
+                break
+        if not came:
+            break
+    executor(X)
+    assert same(state(executor), after(calls + 1))
+    return first
+
+
+def test_a_call_that_is_interrupted_anywhere_is_done_or_not_done(after):
+    assert check_calls(trainer(), after, EVERYWHERE, (None,)) > 200
+
+
+def test_a_second_interrupt_loses_nothing_either(after):
+    assert check_calls(trainer(), after, ("/run/engine.py", "/run/worker.py"), range(99)) > 20
+
+
+def test_a_copy_to_the_host_that_is_interrupted_is_made_again(after):
+    """What a program then writes as its checkpoint is whole: the flag was cleared before the copy."""
+    executor = trainer()
+    for first in count():
+        executor(X)
+        came = interrupted(WEIGHTS, lambda: executor.model.state_dict(), first)
+        assert same(state(executor), after(first + 1)), came
+        if not came:
+            break
+    assert first > 20
+
+
+def test_weights_written_to_the_devices_are_written_all_or_none():
+    executor, values = trainer(), iter(range(1, 10**6))
+    executor(X)
+    for first in count():
+        old, new = next(values) / 8, next(values) / 8
+        for value in (old, new):
+            with torch.no_grad():
+                for weight in executor.model.parameters():
+                    weight.fill_(value)
+            if value == old:
+                executor.copyWeightsToDevice()
+        came = interrupted(WEIGHTS, executor.copyWeightsToDevice, first)
+        executor.copyWeightsToHost()
+        found = {float(weight.detach().mean()) for weight in executor.model.parameters()}
+        assert found in ({old}, {new}), came
+        if not came:
+            break
+    assert first > 20
+
+
+def test_leaving_the_devices_and_coming_back_loses_no_state_wherever_it_is_interrupted(after):
+    executor = trainer()
+    executor(X)
+    leave, come_back = executor.detachFromDevice, executor.attachToDevice
+    for work, undo in ((leave, come_back), (come_back, leave)):
+        if work == come_back:
+            leave()
+        for first in count():
+            attached = executor.isAttachedToDevice()
+            came = interrupted(DEVICES, work, first)
+            assert same(state(executor), after(1)), came
+            if executor.isAttachedToDevice() != attached:
+                undo()
+            if not came:
+                break
+        assert first > 20
+    come_back()
+    executor(X)
+    assert same(state(executor), after(2))
