@@ -11,6 +11,17 @@ Error                     poptorch.Error: everything a user's mistake or a faili
 └── UnrecoverableError    the device or a process is lost
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that looks most like it, if one does."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
 
 class Error(Exception):
     """Raised for every fault of a user's program or of a run.

@@ -36,7 +36,12 @@ class Call:
 
     @property
     def paths(self) -> list[str]:
-        return [path for name, value in self.bound.arguments.items() for path in paths_of(value, name)]
+        """Where each is: `x`, `b[0]`, `x["k"]`; what **kwargs holds has its own name."""
+        named: dict[str, Any] = {}
+        for name, value in self.bound.arguments.items():
+            keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
+        return [path for name, value in named.items() for path in paths_of(value, name)]
 
     def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
         """Call `forward` with these tensors in place of the call's own."""
@@ -46,19 +51,21 @@ class Call:
         return forward(*bound.args, **bound.kwargs)
 
 
+class MissingArgument(Error, TypeError):
+    """As Python's own error, which programs catch where forward takes *args; and one of ours."""
+
+
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Bind arguments as Python does.
 
     Raises:
-        Error: a mandatory parameter is missing (TypeError where forward takes *args)
+        MissingArgument: a mandatory parameter is missing
         AssertionError: too many arguments, an unknown one, or one given twice
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         parameters = signature.parameters.values()
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            raise
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         partial = set(list(signature.parameters)[: len(args)]) | set(kwargs)
         missing = [
@@ -66,11 +73,11 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
             for parameter in parameters
             if parameter.default is parameter.empty
             and parameter.name not in partial
-            and parameter.kind is not parameter.VAR_KEYWORD
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         ]
         unknown = not takes_any and set(kwargs) - set(signature.parameters)
         if missing and not unknown and str(error).startswith("missing"):
-            raise Error(
+            raise MissingArgument(
                 f"Mandatory parameter {missing[0]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
             ) from None
@@ -95,8 +102,8 @@ def check_batch(call: Call, counts: Counts) -> None:
         rows = tensor.shape[0] if tensor.dim() else 1
         assert rows % counts.product == 0, (
             f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
-            f" multiple of {counts.product} = deviceIterations {counts.iterations} x input groups of"
-            f" replicationFactor {counts.groups} x Training.gradientAccumulation {counts.accumulation}"
+            f" multiple of {counts.product} = {factors(counts)}\n"
+            "  fix: load such batches with poptorch.DataLoader(options, dataset, batch_size=<micro-batch>)"
         )
 
 
@@ -112,7 +119,10 @@ def warn_about(call: Call) -> None:
             break
     for tensor, path in zip(call.tensors, call.paths, strict=True):
         if tensor.requires_grad:
-            logger.warning("input %s requires a gradient, but none flows to a model's inputs: detached", path)
+            logger.warning(
+                "Input tensor has requires_grad=True set: %s is detached, since no gradient flows to a model's inputs",
+                path,
+            )
         if not tensor.is_contiguous():
             logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
 
@@ -133,7 +143,8 @@ def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> N
 class Compiled:
     """What the executor was compiled for, to which later calls are held."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, counts: Counts) -> None:
+        self._counts = counts
         self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
         self._positional = len(call.bound.args)
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
@@ -143,16 +154,36 @@ class Compiled:
         if len(call.bound.args) != self._positional:  # only `*args` can differ
             raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))
         for name, value in call.bound.arguments.items():
-            expected, found = self._spec[name], describe(value)
-            _compare(expected, found, name)
+            kind = call.bound.signature.parameters[name].kind
+            _compare(self._spec[name], describe(value), name, kind is inspect.Parameter.VAR_KEYWORD)
         for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
             if tensor.dtype != dtype:
                 raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
             if tensor.shape != shape:
-                raise _differs(f"Shape mismatch for {path}", shape, tensor.shape)
+                explained = self._explained(shape, tensor.shape)
+                raise _differs(f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}")
+
+    def _explained(self, expected: torch.Size, found: torch.Size) -> str:
+        """What to say to somebody who passes micro-batches, as torch's own loader makes them."""
+        whole = self._counts.product
+        if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
+            return ""
+        return (
+            f"\n  {expected[0]} = micro-batch {found[0]} x {factors(self._counts)}\n"
+            f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={found[0]})"
+        )
 
 
-def _compare(expected: Spec, found: Spec, path: str) -> None:
+def factors(counts: Counts) -> str:
+    """What the rows of a micro-batch are multiplied with in a combined batch, in the options' words."""
+    return (
+        f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
+        f" x Training.gradientAccumulation {counts.accumulation}"
+    )
+
+
+def _compare(expected: Spec, found: Spec, path: str, keywords: bool = False) -> None:
+    """Raise unless both are equal; `keywords`: what is compared are the parts of **kwargs, which have names."""
     if expected == found:
         return
     if expected.type is not found.type:
@@ -167,13 +198,14 @@ def _compare(expected: Spec, found: Spec, path: str) -> None:
         raise _differs(f"Length mismatch for {path}", len(expected.children), len(found.children))
     if expected.constant != found.constant:
         raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
-    steps = [f"[{key!r}]".replace("'", '"') for key in expected.keys or range(len(expected.children))]
-    for step, one, other in zip(steps, expected.children, found.children, strict=True):
-        _compare(one, other, path + step)
+    names = expected.keys or range(len(expected.children))
+    for name, one, other in zip(names, expected.children, found.children, strict=True):
+        step = f"[{name!r}]".replace("'", '"')
+        _compare(one, other, str(name) if keywords else path + step)
 
 
 def _differs(what: str, expected: Any, found: Any) -> BatchError:
-    return BatchError(f"{what}: expected {expected}, got {found}{_HINT}")
+    return BatchError(f"{what}: expected {expected} but got {found}{_HINT}")
 
 
 def sample(tensor: Tensor, counts: Counts) -> Tensor:

@@ -105,7 +105,8 @@ def compile_model(
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return Executable(plan, settings, Compiled(call), template, returned, anchors, tuple(notes), graph)
+    inputs = Compiled(call, settings.counts)
+    return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph)
 
 
 def _losses() -> dict[str, Tensor]:

@@ -66,15 +66,29 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardStream(logging.StreamHandler):
-    """Writes to the stream as it is when a line is written, so that a redirected stderr is honoured."""
+    """Writes to the stream as it is when a line is written, so that a redirected stderr is honoured.
+
+    Where the program has the root logger write to the terminal, the line gets there that way, and only once.
+    """
 
     def __init__(self, name: str) -> None:
         logging.Handler.__init__(self)
         self._stream_name = name
 
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        return super().filter(record) and not (logger.propagate and _program_writes_to_terminal())
+
     @property
     def stream(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         return getattr(sys, self._stream_name)
+
+
+def _program_writes_to_terminal() -> bool:
+    terminal = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return any(
+        getattr(handler, "stream", None) in terminal or type(handler).__name__ == "RichHandler"
+        for handler in logging.getLogger().handlers
+    )
 
 
 def setLogLevel(level: int | str) -> None:

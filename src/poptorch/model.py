@@ -33,10 +33,12 @@ from .options.freeze import freeze, resolved
 from .replicas import groups_of
 from .reporting import reporter_for
 from .synthetic import synthetic_inputs
+from .tracebacks import face, shown_at_the_users_lines
 
 _PASSES = ("capture", "partition", "schedule", "lower", "load")
 
 
+@shown_at_the_users_lines
 def trainingModel(
     model: nn.Module | PoplarExecutor, options: Options | None = None, optimizer: Any = None
 ) -> PoplarExecutor:
@@ -52,6 +54,7 @@ def trainingModel(
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
 
+@shown_at_the_users_lines
 def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
@@ -60,6 +63,7 @@ def inferenceModel(
     return PoplarExecutor(model, options, training=False)
 
 
+@shown_at_the_users_lines
 def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
     """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
 
@@ -99,6 +103,7 @@ class _Function(nn.Module):
         self.forward = function
 
 
+@face
 class PoplarExecutor(FileOwner, Inquiries):
     """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
 

@@ -46,6 +46,7 @@ class OptimizerOwner(ExecutorState):
             lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
+        optimizer._opt_called = True  # our calls are its steps: schedulers would warn that there were none
         if optimizer is self._optimizer:
             return
         self._release_optimizer()

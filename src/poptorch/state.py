@@ -76,8 +76,7 @@ class ExecutorState:
     def _need_executable(self) -> Executable:
         if self._executable is None:
             raise Error(
-                "the model has not been compiled or has been destroyed\n"
-                "  fix: call it, or model.compile(*inputs)"
+                "Model has not been compiled or has been destroyed\n  fix: call it, or model.compile(*inputs)"
             )
         return self._executable
 

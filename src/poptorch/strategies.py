@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
 from popengine.settings import AutoRule, Mode, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
 
@@ -89,7 +89,9 @@ class ExecutionStrategy:
     def stage(self, block_id: str) -> Stage:
         """The stage that a block belongs to."""
         known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
-        assert block_id in self._stages, f"Unknown block {block_id!r}; this strategy has {known}"
+        assert block_id in self._stages, (
+            f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
+        )
         return self._stages[block_id]
 
     def onStartTracing(self) -> None:

@@ -378,10 +378,16 @@ def test_losses_joined_by_identity_loss_are_one():
     [
         (
             lambda x, t: (x[:-8], t),
-            r"Shape mismatch for x: expected torch.Size\(\[16, 4\]\), got torch.Size\(\[8, 4\]\)",
+            r"Shape mismatch for x: expected torch.Size\(\[16, 4\]\) but got torch.Size\(\[8, 4\]\)",
         ),
-        (lambda x, t: (x.double(), t), "Data type mismatch for x: expected torch.float32, got torch.float64"),
-        (lambda x, t: (x, t.int()), "Data type mismatch for target: expected torch.float32, got torch.int32"),
+        (
+            lambda x, t: (x.double(), t),
+            "Data type mismatch for x: expected torch.float32 but got torch.float64",
+        ),
+        (
+            lambda x, t: (x, t.int()),
+            "Data type mismatch for target: expected torch.float32 but got torch.int32",
+        ),
         (lambda x, t: (x, None), "Type mismatch for target"),
         (lambda x, t: (x[:, :2], t), "Shape mismatch for x"),
     ],

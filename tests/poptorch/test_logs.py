@@ -104,3 +104,10 @@ def test_a_wrapper_starts_to_count_lines_anew():
     assert logs.repeats.limit == 7
     poptorch.inferenceModel(lambda x: x, poptorch.Options().maxRepeatLogs(None))
     assert logs.repeats.limit == 2**64 - 1
+
+
+@pytest.mark.parametrize("configured", ["", "import logging; logging.basicConfig(level=logging.INFO); "])
+def test_a_line_appears_once_also_where_the_program_configures_logging(configured):
+    code = f"{configured}import poptorch; poptorch.logger.warning('wibble')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout + done.stderr).count("wibble") == 1

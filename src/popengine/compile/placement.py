@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import PartitionError
+from ..errors import PartitionError, did_you_mean
 from ..ir import Block
 from ..settings import Counts, Strategy
 
@@ -74,10 +74,11 @@ def _number(visit: Block, visits: Sequence[Block], used: set[int], strategy: Str
         for number, stage in enumerate(strategy.stages):
             if visit.name in stage.blocks:
                 return number
-        known = ", ".join(repr(name) for stage in strategy.stages for name in stage.blocks)
+        blocks = [name for stage in strategy.stages for name in stage.blocks]
+        known = ", ".join(map(repr, blocks)) or "no blocks"
         raise BlockError(
             f"Unknown Block '{visit.name}', opened at {visit.where}\n"
-            f"  the strategy's stages have: {known or 'no blocks'}\n"
+            f"  the strategy's stages have: {known}{did_you_mean(str(visit.name), blocks)}\n"
             f'  fix: add poptorch.Stage("{visit.name}") to the strategy, or use one of the names above'
         )
     if strategy.auto == "same_as_ipu":

@@ -71,7 +71,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     for index, value in enumerate(inputs):
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"(Object is not tensor) poptorch.for_loop: inputs index {index} is not torch.tensor"
+                f"(Object contained in list at index {index} is not torch.tensor) poptorch.for_loop takes tensors;"
+                f" found {type(value).__name__}"
             )
     capture = current()
     if capture is None:

@@ -66,9 +66,9 @@ def freeze_optimizer(
     kind = kind_of(optimizer)
     if type(optimizer) not in SUPPORTED:
         warn(
-            f"{type(optimizer).__name__}: optimizers subclassed from classes in poptorch.optim or "
-            "torch.optim are unlikely to behave as intended: "
-            "the engine runs the update, not the subclass's Python"
+            "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
+            "poptorch.optim or torch.optim are unlikely to behave as intended; "
+            f"the engine runs the update, not the Python of {type(optimizer).__name__}"
         )
     _check_presence(optimizer, kind)
     groups = tuple(_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))

@@ -24,6 +24,8 @@ _KNOWN = {
     *("max_weight_norm", "variable_attrs"),
     *("use_combined_accum", "use_tf_variant", "bias_correction", "accum_type", "velocity_accum_type"),
     *("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
+    # What schedulers write down for themselves.
+    *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"),
 }
 
 

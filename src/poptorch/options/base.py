@@ -10,10 +10,11 @@ docs/reference/options.md is made of the docstrings (`reference.py`).
 from __future__ import annotations
 
 import copy
-import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+
+from popengine.errors import did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,12 +66,6 @@ def _answering(answer: str, why: str) -> Callable[[F], F]:
         return setter
 
     return mark
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that looks most like it, if one does."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Freezable:

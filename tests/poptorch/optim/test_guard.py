@@ -116,14 +116,15 @@ def test_unexpected_attributes_are_told_of_once(caplog):
     set_optimizer = compiled_with(optimizer)
     vars(optimizer).update(mine=1, _step_count=1)
     optimizer.defaults["other"] = 2
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.param_groups[0]["x"] = 3
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # its initial_lr is expected
     with caplog.at_level(logging.WARNING, "poptorch::python"):
         set_optimizer(optimizer)
         set_optimizer(optimizer)
     assert caplog.messages == [
         "Ignoring unexpected optimizer attribute in SGD2 optimizer: ['mine']",
         "Ignoring unexpected default group variable in SGD2 optimizer: ['other']",
-        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['initial_lr']",
+        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['x']",
     ]
 
 
