@@ -9,7 +9,7 @@ constants that the model's code holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -90,6 +90,9 @@ class Partition:
     ipus: tuple[int, ...]  # of each stage
     home: dict[str, int]  # parameter's or buffer's slot name -> stage
     names: tuple[str, ...]  # of each stage: its blocks, for messages
+    prepared: dict[str, Piece] = field(
+        default_factory=dict
+    )  # what is made of weights once a step, by its name
 
     @property
     def stages(self) -> int:

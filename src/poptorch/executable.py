@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from popengine.compile import compile_graph, with_work_enough
 from popengine.compile.capture import capture, current
+from popengine.compile.partials import products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
+from popengine.run.backends.half import faster_in_float32
 from popengine.settings import Settings
 
 from . import announcing, hooks
@@ -99,6 +101,9 @@ def compile_model(
     graph, anchors = resolve(graph, traced, requests, settings.training)
     anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors.wanted)
+    if settings.device == "cpu" and precision.half_kernels != "native":
+        auto = precision.half_kernels == "auto"
+        graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)

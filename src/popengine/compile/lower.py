@@ -5,6 +5,8 @@ Decides when a value is loaded, sent, received, summed, kept and freed; moves no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..ir import (
     Accumulate,
     Compute,
@@ -62,7 +64,7 @@ class _Flow:
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
-            for name in piece.reads:
+            for name in self.sources(piece):
                 if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values it makes for other ipus; and the pieces it is the first to need.
@@ -83,6 +85,11 @@ class _Flow:
             for ipu, names in self.sends[i].items():
                 self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
+    def sources(self, piece: Piece) -> Iterator[str]:
+        """What a piece reads, with the weights that its prepared values are made of."""
+        prepared = self.partition.prepared
+        return (source for n in piece.reads for source in (n, *(prepared[n].reads if n in prepared else ())))
+
     def ipu(self, piece: int) -> int:
         return self.partition.ipus[self.pieces[piece].stage]
 
@@ -97,7 +104,9 @@ class _Flow:
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
                 names |= {
-                    name for name in piece.reads if not self.flows(name, i) and name not in self.trained
+                    name
+                    for name in self.sources(piece)
+                    if not self.flows(name, i) and name not in self.trained
                 }
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 

@@ -1,8 +1,9 @@
-"""What a partition needs: bytes that each stage holds for one micro-batch between its forward and its backward."""
+"""Memory: which values share it, and what a stage holds of it for one micro-batch between forward and backward."""
 
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from ..ir import Graph, Partition
 
@@ -26,3 +27,11 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
                     memory[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             held[piece.stage] = sum(memory.values())
     return tuple(held)
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """What is equal for values that share memory. Of an operation with several results: that of the first."""
+    value = node.meta.get("val")
+    if value is None and node.users:
+        value = next(iter(node.users)).meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

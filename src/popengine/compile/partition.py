@@ -3,22 +3,26 @@
 Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is where its block is, a backward
 node where its forward is. Nodes without a block are autograd's own sums of gradients: they go to the
 earliest stage they are made from, which is the latest point on the data's way. Views of weights belong
-nowhere; every piece that needs one makes it.
+nowhere; every piece that needs one makes it. Casts of weights belong nowhere, too: they are made once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 
 from ..errors import PartitionError
-from ..ir import Graph, Partition, Phase
+from ..ir import Graph, Partition, Phase, Piece
 from ..settings import Strategy
 from .emit import emit
+from .memory import memory_of
 from .placement import Placement, place
 
 Where = tuple[Phase, int]
+_CAST = torch.ops.aten._to_copy.default
+_NO_STAGE = -1
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose result is always kept
 
 
@@ -40,14 +44,14 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     """
     placement = place(graph.visits, used_visits(graph), strategy)
     written = {result.key for result in graph.results if result.kind == "buffer"}
-    views = _views_of_state(graph, written)
-    where = _stages(graph, placement, views)
+    views, casts = _of_state(graph, written)
+    where = _stages(graph, placement, views | casts)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
     members: dict[Where, list[fx.Node]] = {place_: [] for place_ in order}
     needs: dict[Where, dict[str, None]] = {place_: {} for place_ in order}  # ordered sets
     for node in _calls(graph):
-        if node not in views:
+        if node not in views | casts:
             members[where[node]].append(node)
     for place_ in order:
         again = views
@@ -58,9 +62,16 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         own = set(members[place_])
         for node in members[place_]:
             needs[place_] |= {operand.name: None for operand in node.all_input_nodes if operand not in own}
-    home = _homes(graph, where, needs, order)
+    prepared = {
+        node.name: _prepared(node, graph, views | casts)
+        for node in casts
+        if any(node.name in names for names in needs.values())
+    }
+    home = _homes(graph, where, {place_: _sources(needs[place_], prepared) for place_ in order}, order)
 
-    made: dict[str, Where] = {node.name: place_ for node, place_ in where.items() if node not in views}
+    made: dict[str, Where] = {
+        node.name: place_ for node, place_ in where.items() if node not in views | casts
+    }
     state = {slot.name: slot for slot in graph.slots}
     kept = {slot.name for slot in graph.slots if slot.role == "buffer" and slot.key in written}
     for name in kept:  # its value as of a micro-batch comes from the forward that replaces it
@@ -74,6 +85,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
             needs[made[result.name]][result.name] = None
     wanted = {result.name for result in graph.results}
     fixed = {slot.name for slot in graph.slots if slot.role != "input"} - kept  # every ipu has its own
+    fixed |= prepared.keys()
     for place_ in order:
         for name in needs[place_]:
             if name not in fixed and made.get(name, place_) != place_:
@@ -85,33 +97,51 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         writes = [name for name, maker in made.items() if maker == place_ and name in wanted]
         if members[place_] or writes:
             pieces.append(emit(*place_, list(needs[place_]), writes, members[place_]))
-    return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names)
+    return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
 
 
 def _calls(graph: Graph) -> Iterable[fx.Node]:
     return (node for node in graph.code.nodes if node.op == "call_function")
 
 
-def _views_of_state(graph: Graph, written: set[str]) -> set[fx.Node]:
-    """Nodes that only look at weights, constants or buffers that nobody writes."""
+def _of_state(graph: Graph, written: set[str]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that only look at weights, constants or buffers that nobody writes; and those that cast them."""
     names = {
         slot.name
         for slot in graph.slots
         if slot.role in ("parameter", "constant") or (slot.role == "buffer" and slot.key not in written)
     }
     held = {node for node in graph.code.nodes if node.name in names}
-    memory = {_memory(node) for node in held}
+    results = {result.name for result in graph.results}
+    memory = {memory_of(node) for node in held}
     views: set[fx.Node] = set()
+    casts: set[fx.Node] = set()
     for node in _calls(graph):
         operands = node.all_input_nodes
-        if operands and all(n in held or n in views for n in operands) and _memory(node) in memory:
-            views.add(node)
-    return {node for node in views if node.name not in {result.name for result in graph.results}}
+        if operands and node.name not in results and all(n in held for n in operands):
+            if memory_of(node) in memory:
+                views.add(node)
+            elif node.target is _CAST:
+                casts.add(node)
+                memory.add(memory_of(node))
+            else:
+                continue
+            held.add(node)
+    return views, casts
 
 
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if value is not None else None
+def _prepared(node: fx.Node, graph: Graph, again: set[fx.Node]) -> Piece:
+    """The piece that makes a cast of weights."""
+    nodes = _with_needed([node], again, graph)
+    reads = dict.fromkeys(n.name for made in nodes for n in made.all_input_nodes if n not in nodes)
+    return emit("F", _NO_STAGE, list(reads), [node.name], nodes)
+
+
+def _sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> dict[str, None]:
+    """The names, with what prepared values are made of."""
+    return dict.fromkeys(
+        source for name in names for source in (name, *(prepared[name].reads if name in prepared else ()))
+    )
 
 
 def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:

@@ -45,6 +45,9 @@ def _measured(
             given[slot.name] = torch.ones(slot.shape, dtype=slot.dtype)
         else:
             given[slot.name] = weights[slot.key].detach()
+    with torch.no_grad():
+        for name, piece in partition.prepared.items():
+            (given[name],) = build(piece)([given[read] for read in piece.reads])
     codes = [build(piece) for piece in partition.pieces]
     best = [float("inf")] * len(codes)
     torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from .build import Code, user_line
 from .checks import FiniteCheck
 from .devices.base import Device
 from .draws import mix
+from .prepared import Prepared
 from .recorder import Recorder
 from .results import Results
 from .store import Store
@@ -164,6 +165,7 @@ class Worker:
         self._remote = device if device.is_remote else None
         self._updater = Updater(ipu, replica, plan, settings, store, rules, instances, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
+        self._prepared = Prepared(plan, ipu, store, device)
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
         self.run: Run
         self.step = 0
@@ -222,6 +224,7 @@ class Worker:
     def end(self) -> None:
         """The call is over, or has failed: let go of what was made in it."""
         self.frames.clear()
+        self._prepared.forget()
         vars(self).pop("run", None)
 
     def recorded_program(self) -> list[tuple[Callable[[Any], None], Any]]:
@@ -286,8 +289,10 @@ class Worker:
             raise Stopped
         piece = self.plan.partition.pieces[instruction.piece]
         frame = self.frames.setdefault(instruction.micro_batch, {})
-        state, held = self.store.state, instruction.held
+        prepared = self._prepared.take(instruction.piece)
+        state, held = {**self.store.state, **prepared} if prepared else self.store.state, instruction.held
         values: list[Any] = [state[name] if name in held else frame[name] for name in piece.reads]
+        del prepared, state  # tensors die in the piece
         for name in instruction.last:
             del frame[name]
         if piece.draws:

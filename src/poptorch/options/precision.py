@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from poptorch.logs import logger
 from poptorch.options.base import OptionsDict, Value, recorded, refused
 from poptorch.options.popart import Popart
 
+HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
 
 
@@ -23,6 +24,7 @@ class Precision(OptionsDict):
 
     autocast_enabled = Value(True)
     autocast_policy = Value(autocasting.default)
+    half_kernels = Value("auto")
     half_float_casting: Value[int] = Value()
     running_statistics_always_float: Value[bool] = Value()
 
@@ -68,6 +70,21 @@ class Precision(OptionsDict):
         self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
         self._popart.merge("convolutionOptions", {"partialsType": _PARTIALS[dtype]})
         return self
+
+    def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
+        """Compute a CPU's products of half precision by "native" kernels, in "float32", or by the faster here ("auto").
+
+        Products are those of matrices, convolutions and attention, of float16 and bfloat16. "float32": from float32
+        copies of their operands, with one rounding at the end; copies of weights are made once a step. "auto" (default)
+        measures once a process.
+
+        Raises: ValueError, if none of these.
+        """
+        if kernels not in HALF_KERNELS:
+            raise ValueError(
+                f"halfKernels takes one of {', '.join(map(repr, HALF_KERNELS))}; found {kernels!r}"
+            )
+        return self.set(half_kernels=kernels)
 
     @recorded("deprecated: mixed operands follow PyTorch's own promotion")
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:

@@ -170,3 +170,13 @@ def test_the_options_of_autocast_take_a_bool_and_a_policy():
         precision.autocastEnabled(1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"autocastPolicy takes a poptorch.autocasting.Policy; found 'fp16'"):
         precision.autocastPolicy("fp16")  # type: ignore[arg-type]
+
+
+def test_half_kernels_are_auto_native_or_float32():
+    precision = Options().Precision
+    assert precision.half_kernels == "auto"
+    assert precision.halfKernels("native").half_kernels == "native"
+    with pytest.raises(
+        ValueError, match="halfKernels takes one of 'auto', 'native', 'float32'; found 'half'"
+    ):
+        precision.halfKernels("half")  # type: ignore[arg-type]

@@ -49,6 +49,8 @@ def values_read(partition: Partition, device: torch.device) -> list[tuple[Like, 
             slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
             for slot in partition.signature.slots
         }
+        for name, piece in partition.prepared.items():
+            (values[name],) = build(piece, device=device)([values[read] for read in piece.reads])
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
