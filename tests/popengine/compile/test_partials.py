@@ -9,6 +9,7 @@ from popengine.compile import compile_graph, update
 from popengine.compile.capture import capture, current
 from popengine.compile.partials import products_in_float32
 from popengine.compile.partition import partition
+from popengine.errors import RunError
 from popengine.run import prepared
 from popengine.run.build import build
 from popengine.run.engine import Engine
@@ -237,11 +238,11 @@ def test_a_weight_is_copied_once_a_step_and_the_copy_goes_with_the_last_piece_th
 
 def test_a_failed_call_leaves_no_old_copies_behind():
     """A copy of a weight as it was in the middle of a call would else be used by the next one."""
-    engine, twin = engine_of((0, 1), 2), engine_of((0, 1), 2)
-    images, labels = batch_of(torch.float16, 8)
+    engine, twin = engine_of((0, 1), 3), engine_of((0, 1), 3)
+    images, labels = batch_of(torch.float16, 12)
     wrong = labels.clone()
     wrong[-1] = 99  # in the last micro-batch of the second step
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RunError, match="Target 99 is out of bounds"):
         engine.run([images, wrong], RATES)
     found = engine.run([images, labels], RATES).outputs()[1]
     assert torch.equal(found, twin.run([images, labels], RATES).outputs()[1])
