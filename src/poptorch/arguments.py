@@ -107,8 +107,8 @@ def check_batch(call: Call, counts: Counts) -> None:
         )
 
 
-def warn_about(call: Call) -> None:
-    """Tell, once a compilation, what is surprising about the arguments."""
+def warn_about(call: Call, wide: bool) -> None:
+    """Tell, once a compilation, what is surprising about the arguments; `wide` as for `narrowed`."""
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
         if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
@@ -117,6 +117,9 @@ def warn_about(call: Call) -> None:
                 name,
             )
             break
+    paths = [path for t, path in zip(call.tensors, call.paths, strict=True) if narrowed(t, wide) is not t]
+    if paths:
+        logger.warning("inputs become float32, since the model has no float64 weights: %s", ", ".join(paths))
     for tensor, path in zip(call.tensors, call.paths, strict=True):
         if tensor.requires_grad:
             logger.warning(
@@ -127,9 +130,20 @@ def warn_about(call: Call) -> None:
             logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
 
 
-def prepared(call: Call) -> list[Tensor]:
-    """The tensors as the engine takes them: contiguous, without gradients."""
-    return [tensor.detach().contiguous() for tensor in call.tensors]
+def narrowed(tensor: Tensor, wide: bool) -> Tensor:
+    """float64 as float32, unless the model is `wide`: has weights or buffers of float64 itself."""
+    return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
+
+
+def is_wide(model: torch.nn.Module) -> bool:
+    state = [*model.parameters(), *model.buffers()]
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(value.dtype == torch.float64 for value in state)
+
+
+def prepared(call: Call, wide: bool) -> list[Tensor]:
+    """The tensors as the engine takes them: contiguous, without gradients, narrowed."""
+    return [narrowed(tensor.detach(), wide).contiguous() for tensor in call.tensors]
 
 
 def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> None:
@@ -143,8 +157,9 @@ def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> N
 class Compiled:
     """What the executor was compiled for, to which later calls are held."""
 
-    def __init__(self, call: Call, counts: Counts) -> None:
+    def __init__(self, call: Call, counts: Counts, wide: bool) -> None:
         self._counts = counts
+        self.wide = wide  # see `narrowed`
         self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
         self._positional = len(call.bound.args)
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]

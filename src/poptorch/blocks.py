@@ -150,12 +150,11 @@ def module_repr(module: nn.Module) -> str:
     """As `repr(module)`, with the blocks that begin in it."""
     lines = [*filter(None, module.extra_repr().split("\n"))]
     hook = begin_hook(module)
-    if hook is not None:
-        lines.append(repr(hook))
+    mark = f"{hook!r}: " if hook is not None else ""
     children = [
         f"({name}): " + module_repr(child).replace("\n", "\n  ") for name, child in module.named_children()
     ]
-    name = module._get_name()
+    name = mark + module._get_name()
     if not children:
         return f"{name}({', '.join(lines)})"
     return f"{name}(\n  " + "\n  ".join(lines + children) + "\n)"

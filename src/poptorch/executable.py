@@ -18,7 +18,7 @@ from popengine.settings import Settings
 
 from . import announcing, hooks
 from .anchors import Anchors, Request, resolve
-from .arguments import Call, Compiled, sample, traced_outputs
+from .arguments import Call, Compiled, is_wide, narrowed, sample, traced_outputs
 from .autocasting import following
 from .balancing import balanced
 from .enums import OutputMode
@@ -63,7 +63,8 @@ def compile_model(
     """
     requests = _requests(options)
     asked = {request.long_name for request in requests.values()}
-    samples = [sample(tensor, settings.counts) for tensor in call.tensors]
+    wide = is_wide(model)
+    samples = [narrowed(sample(tensor, settings.counts), wide) for tensor in call.tensors]
     precision = options.Precision
     policy = precision.autocast_policy if precision.autocast_enabled else None
     template: Any = None
@@ -110,7 +111,7 @@ def compile_model(
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    inputs = Compiled(call, settings.counts)
+    inputs = Compiled(call, settings.counts, wide)
     return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -12,6 +12,7 @@ from popengine.errors import Error
 
 from .blocks import module_repr
 from .counters import Latency, Times
+from .logs import logger
 from .options import Options
 from .replicas import GroupableParameter
 from .state import ExecutorState
@@ -22,8 +23,23 @@ class Inquiries(ExecutorState):
 
     @property
     def model(self) -> Any:
-        """The user's model."""
-        return self._user_model
+        """The user's model; of an executor for inference, its own copy of the top level: weights and parts are
+        shared, and its flags are what forward finds when it is compiled."""
+        return self._user_model if self._training else self._model
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model (in training: of its parts; what forward finds at the top is as at wrapping).
+
+        The compilation has the modes of its moment for good; afterwards this is a warning, until `destroy`.
+        """
+        if self._executable is not None:
+            logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """`train(False)`."""
+        return self.train(False)
 
     @property
     def options(self) -> Options:
@@ -110,7 +126,7 @@ class Inquiries(ExecutorState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and "_user_model" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
-        value = getattr(self._user_model, name)
+        value = getattr(self.model, name)
         if isinstance(value, nn.Parameter) and name in self._user_model._parameters:
             groupings = self.per_replica_params if self._executable is None else None
             return GroupableParameter.of(value, name, groupings)

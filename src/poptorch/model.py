@@ -175,9 +175,11 @@ class PoplarExecutor(FileOwner, Inquiries):
     def _inputs(self, call: arguments.Call) -> list[Tensor]:
         mode = self._options._Popart.options.get("syntheticDataMode", 0)
         if not mode:
-            return arguments.prepared(call)
+            return arguments.prepared(call, self._need_executable().inputs.wide)
         if self._synthetic is None:
-            self._synthetic = synthetic_inputs(call.tensors, mode, self._need_executable().settings.counts)
+            executable = self._need_executable()
+            tensors = arguments.prepared(call, executable.inputs.wide)
+            self._synthetic = synthetic_inputs(tensors, mode, executable.settings.counts)
         return self._synthetic
 
     def _keep(self, results: Results) -> None:
@@ -208,7 +210,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         optimizer = self._optimizer_settings if self._training else None
         settings = freeze(options, self._training, optimizer, groups)
         arguments.check_batch(call, settings.counts)
-        arguments.warn_about(call)
+        arguments.warn_about(call, arguments.is_wide(self._model))
         options._Popart.check_names()
         self._updatable_buffers()
         started = time.perf_counter()

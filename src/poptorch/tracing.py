@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules import transformer
+from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.overrides import TorchFunctionMode
 
-from popengine.compile.capture import current, is_traced
+from popengine.compile.capture import current, is_traced, paused
 from popengine.errors import CaptureError
 
 from .logs import logger
@@ -35,10 +37,12 @@ class Traced(TorchFunctionMode):
         # Distributions check their parameters by reading them.
         self._validates = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)
+        transformer._detect_is_causal_mask = _is_causal_mask
         return super().__enter__()
 
     def __exit__(self, *details: Any) -> None:
         torch.distributions.Distribution.set_default_validate_args(self._validates)
+        transformer._detect_is_causal_mask = _detect_is_causal_mask
         super().__exit__(*details)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,13 +132,38 @@ def _format(tensor: Tensor, spec: str) -> str:
 
 
 def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not is_traced(tensor.data):
-        with torch._C.DisableTorchFunction():
-            return Tensor.numpy(tensor, *args, **kwargs)
+    capture = current()
+    value = capture.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
+    if value is not None:  # computed from constants alone
+        with torch._C.DisableTorchFunction(), paused():
+            return Tensor.numpy(value, *args, **kwargs)
     raise CaptureError(
         "the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
         "  fix: compute with torch, or run this part on the host: poptorch.CPU(function, name)"
     )
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """torch's, for values below `minlength`: a count for each of them is the shape that a graph can have.
+
+    A value that isn't below fails when the graph runs.
+    """
+    if minlength < 1 or not is_traced(input):
+        return torch.bincount(input, weights, minlength)
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return torch.zeros(minlength, dtype=weights.dtype).scatter_add(0, input.long(), weights)
+
+
+def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """torch's own, which compares a mask with the causal one; one whose values aren't known is used as it is."""
+    if is_causal is None and mask is not None and is_traced(mask):
+        capture = current()
+        if capture is None or capture.value_of(mask) is None:
+            return False
+    return _detect_is_causal_mask(mask, is_causal, size)
 
 
 def _backward(*args: Any, **kwargs: Any) -> None:
@@ -152,4 +181,6 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _backward,
+    Tensor.bincount: _bincount,
+    torch.bincount: _bincount,
 }

@@ -23,7 +23,18 @@ class HostWeights(ExecutorState):
 
     def _host_weights(self) -> dict[str, Tensor]:
         """The user's parameters and buffers, by canonical name, without asking for newer values."""
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        found = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        if self._executable is not None:
+            slots = self._executable.plan.partition.signature.slots
+            lost = [s.key for s in slots if s.role in ("parameter", "buffer") and s.key not in found]
+            if lost:
+                raise Error(
+                    f"the model has lost {', '.join(lost)} since it was compiled\n"
+                    "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
+                    " became the same object as another one\n"
+                    "  fix: put it back, or change the model before it is wrapped"
+                )
+        return found
 
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""

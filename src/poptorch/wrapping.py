@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import weakref
 from typing import Any, Protocol
 
@@ -81,6 +82,10 @@ class PoptorchBuffer(_Marked, Tensor):
 class _MarkedModel:
     """Mixed into the class of a marked model."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(model)(...)` is a new model, which nobody has wrapped."""
+        return cls.__mro__[2](*args, **kwargs)
+
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Bring the weights over if the devices have newer ones; whether they had."""
         owner = self.__dict__["_pando_owner"]()
@@ -115,7 +120,7 @@ class _MarkedModel:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __copy__(self) -> Any:
-        twin = type(self).__new__(type(self))  # type: ignore[call-overload]
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
 
@@ -163,22 +168,45 @@ def mark(model: nn.Module, owner: Owner) -> None:
     """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
     unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)
-    for parameter in model.parameters():
-        if type(parameter) is nn.Parameter:  # a parameter class of the user's own stays as it is
-            parameter.__class__ = PoptorchParameter
-            parameter._owner = link  # type: ignore[attr-defined]
-    for buffer in model.buffers():
-        buffer.__class__ = PoptorchBuffer
-        buffer._owner = link  # type: ignore[attr-defined]
+    for child in model.modules():
+        _links[child] = link
+    _watch_registrations()
+    for tensor in (*model.parameters(), *model.buffers()):
+        _mark_tensor(tensor, link)
     kind = type(model)
     model.__dict__["_pando_owner"] = link
     model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), {"__module__": kind.__module__})
+
+
+def _mark_tensor(tensor: Tensor, link: weakref.ref[Any]) -> None:
+    if type(tensor) in (nn.Parameter, Tensor):  # a parameter class of the user's own stays as it is
+        kind = PoptorchParameter if type(tensor) is nn.Parameter else PoptorchBuffer
+        tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
+        tensor._owner = link  # type: ignore[attr-defined]
+
+
+_links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """A parameter or buffer that takes another's place in a marked model is marked, too."""
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        link = _links.get(module)
+        if link is not None and isinstance(value, Tensor) and _ask(link) is not None:
+            _mark_tensor(value, link)
+
+    nn.modules.module.register_module_parameter_registration_hook(registered)
+    nn.modules.module.register_module_buffer_registration_hook(registered)
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
     if not is_marked(model):
         return
+    for child in model.modules():
+        _links.pop(child, None)
     model.__class__ = plain_class(model)
     del model.__dict__["_pando_owner"]
     for tensor, kind in [(p, nn.Parameter) for p in model.parameters()] + [

@@ -3,9 +3,11 @@
 import functools
 
 import pytest
+import torch
 from parity_models import Digits, Normed, Transformer
 from parity_runs import LAYOUTS, plain, trained
 from test_same_bits import ADAM
+from torch import nn
 
 import poptorch
 from poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
@@ -83,3 +85,27 @@ def test_parallel_phases_alternate_between_even_and_odd_ipus(index, ipu, needed)
     strategy.phase(index).ipus(ipu)
     with pytest.raises(poptorch.Error, match=f"phase {index} .* on ipu {ipu} (?s:.*) with {needed} ipus"):
         trained(Digits, ADAM, strategy, updates=2)
+
+
+def test_a_phase_may_name_its_ipus_block_by_block():
+    class Inline(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            with poptorch.Block("a", ipu_id=0):
+                x = self.a(x)
+            with poptorch.Block("b", ipu_id=1):
+                x = self.b(x)
+            with poptorch.Block("c", ipu_id=2):
+                return poptorch.identity_loss(self.c(x), "mean")
+
+    torch.manual_seed(0)
+    model, x = Inline(), torch.randn(2, 2)
+    expected = model(x).detach()
+    options = poptorch.Options()
+    options.setExecutionStrategy(poptorch.SerialPhasedExecution(["a", "b"], "c"))
+    executor = poptorch.trainingModel(model, options)
+    assert torch.equal(executor(x), expected)
+    assert executor._executable.plan.partition.ipus == (0, 1, 2)

@@ -50,7 +50,7 @@ def test_print_shows_where_blocks_begin(capsys):
     poptorch.print(model)
     assert capsys.readouterr().out == (
         "Sequential(\n"
-        "  (0): Linear(in_features=2, out_features=2, bias=True, BeginBlock(user_id=A, ipu_id=3))\n"
+        "  (0): BeginBlock(user_id=A, ipu_id=3): Linear(in_features=2, out_features=2, bias=True)\n"
         "  (1): ReLU()\n"
         ")\n"
     )

@@ -60,9 +60,19 @@ def twice(x):
 
 
 @pytest.mark.parametrize("forward", [lambda x: on_output(x + 1) + 1, twice])
-def test_overlap_of_an_output_comes_last(forward):
+def test_overlap_of_an_output_is_of_one_that_is_returned(forward):
     with pytest.raises(poptorch.Error, match="set_overlap_for_output is misplaced"):
         run(forward)
+
+
+def test_an_output_with_overlap_may_also_be_used():
+    def forward(x):
+        y = on_output(x + 1)
+        return y, y * 2
+
+    first, second = run(forward)
+    assert torch.equal(first, X + 1)
+    assert torch.equal(second, (X + 1) * 2)
 
 
 @pytest.mark.parametrize("mode", [poptorch.OutputMode.Final, poptorch.OutputMode.EveryN])

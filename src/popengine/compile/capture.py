@@ -24,6 +24,7 @@ from ..errors import CaptureError
 from ..ir import Block, Graph, Key
 from .functional import as_graph
 from .known import CaptureRecorder, explained, value_of
+from .leftovers import Attributes
 from .losses import LossFinder, final_loss
 from .mixed import MixedPrecision
 from .recorder import user_line
@@ -109,7 +110,8 @@ class Capture:
     def value_of(self, value: Tensor) -> Tensor | None:
         """A copy of a tensor's value, if it is computed from constants alone."""
         known = value_of(self.recorder, value) if self.recorder is not None else None
-        return None if known is None else known.clone()
+        with torch._C.DisableTorchFunction(), paused():
+            return None if known is None else known.clone()
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block: what runs from now on belongs to it."""
@@ -217,6 +219,7 @@ def capture(
         for key, value in values.items():
             recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     scale = pretend(torch.empty(()))
+    attributes = Attributes(module)
     token = _active.set(state)
     random = torch.get_rng_state()
     try:
@@ -227,6 +230,8 @@ def capture(
     finally:
         _active.reset(token)
         torch.set_rng_state(random)
+        attributes.put_back(lambda value: recorder.has_met(value) or stand_ins.has_met(value))
+    attributes.check()
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),

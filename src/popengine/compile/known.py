@@ -73,11 +73,12 @@ class CaptureRecorder(Recorder):
 
     def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         if func is aten.masked_select.default:
-            value, mask = torch.broadcast_tensors(*args)
-            return value[mask]
+            shape = torch.broadcast_shapes(*(value.shape for value in args))
+            value, mask = (value.expand(shape) for value in args)
+            return aten.index.Tensor(value, self._without_masks([mask], error))
         if func is aten.index.Tensor:
             value, indices = args
-            return value[tuple(self._without_masks(indices, error))]
+            return aten.index.Tensor(value, self._without_masks(indices, error))
         known = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
         with _disable_current_modes():
             result = func(*known[0], **known[1])
@@ -100,7 +101,7 @@ class CaptureRecorder(Recorder):
                     places = self._known(index, error).nonzero().unbind(1)
                 found += [self.constant(place) for place in places]
             else:
-                found.append(slice(None) if index is None else index)
+                found.append(index)
         return found
 
 

@@ -39,7 +39,10 @@ def place(visits: Sequence[Block], used: set[int], strategy: Strategy) -> Placem
     ipu_of = _ipus(visits, numbers, strategy)
     if strategy.mode != "pipelined":
         # Ipus take turns as the forward does: every change of ipu starts a stage of its own.
-        ipus = [ipu_of[number] for number in numbers]
+        ipus = [
+            visit.ipu if strategy.mode == "phased" and visit.ipu is not None else ipu_of[number]
+            for visit, number in zip(visits, numbers, strict=True)
+        ]  # the stage of a phase may name its ipus block by block
         numbers = _turns(ipus, used)
         ipu_of = dict(zip(numbers, ipus, strict=True)) | {numbers[i]: ipus[i] for i in used}
     stages = sorted({numbers[i] for i in used})  # a stage in which nothing runs is left out
@@ -103,7 +106,7 @@ def _ipus(visits: Sequence[Block], numbers: list[int], strategy: Strategy) -> di
         if ipu is None:
             continue
         before, where = found.setdefault(number, (ipu, visit.where))
-        if before != ipu:
+        if before != ipu and (strategy.mode != "phased" or (stage and stage.ipu is not None)):
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
                 f"  block {visit.name!r}, opened at {visit.where}, asks for ipu {ipu}; ipu {before} is from {where}\n"

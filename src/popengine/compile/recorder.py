@@ -86,6 +86,9 @@ class Recorder(TorchDispatchMode):
         self._node_of[id(value)] = node
         self._alive.append(value)
 
+    def has_met(self, value: Tensor) -> bool:
+        return id(value) in self._node_of
+
     def node(self, value: Tensor) -> fx.Node:
         """The node of a tensor; one that the graph has not made becomes a constant."""
         known = self._node_of.get(id(value))

@@ -77,6 +77,10 @@ class StandIns:
             self._views[key] = value, self._view(value)
         return self._views[key][1]
 
+    def has_met(self, value: Tensor) -> bool:
+        """Whether a view of one of them was asked for."""
+        return any((id(value), enabled) in self._views for enabled in (True, False))
+
     def _view(self, value: Tensor) -> Tensor:
         """The same view of the stand-in that `value` is of a member; itself, if it shares nobody's memory."""
         sharing = self._by_memory.get(_memory(value) or 0, [])

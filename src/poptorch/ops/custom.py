@@ -16,7 +16,7 @@ from torch import Tensor
 from popengine.compile.capture import current
 from popengine.errors import Error
 
-from .host import host_call
+from .host import host_call, written_back
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -25,6 +25,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class _Implementation:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
+    writes: tuple[int, ...]
 
 
 _registered: dict[tuple[str, str, int], _Implementation] = {}
@@ -36,6 +37,7 @@ def registerCustomOp(
     version: int,
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
+    writes: Sequence[int] = (),
 ) -> None:
     """Say what `custom_op(..., name, domain, version, ...)` computes.
 
@@ -45,8 +47,10 @@ def registerCustomOp(
         forward:  `forward(*inputs, **attributes)` returns a tensor or several
         backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
             by default forward is differentiated by autograd
+        writes:   the positions of the inputs that forward changes in place: a buffer's new value is kept. A write
+            into another input is an error when the graph runs
     """
-    _registered[name, domain, version] = _Implementation(forward, backward)
+    _registered[name, domain, version] = _Implementation(forward, backward, tuple(writes))
 
 
 def custom_op(
@@ -80,8 +84,14 @@ def custom_op(
             f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
             " computes the outputs with torch"
         )
+    wrong = [position for position in found.writes if not 0 <= position < len(inputs)]
+    if wrong:
+        raise Error(
+            f"the custom operation {domain}.{name} writes input {wrong[0]}, and has {len(inputs)} inputs"
+        )
     like = [(tuple(example.shape), example.dtype) for example in example_outputs]
-    return list(_HostFunction.apply(f"{domain}.{name}", found, attributes, like, *inputs))
+    made = _HostFunction.apply(f"{domain}.{name}", found, attributes, like, *inputs)
+    return written_back(inputs, found.writes, list(made))
 
 
 class _HostFunction(torch.autograd.Function):
@@ -92,17 +102,25 @@ class _HostFunction(torch.autograd.Function):
         ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.name, ctx.op, ctx.attributes = name, op, attributes
-        ctx.save_for_backward(*inputs)
+        # Backward sees the inputs as forward found them.
+        ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
         examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
-        return tuple(
-            host_call(name, lambda *given: _as_list(op.forward(*given, **attributes)), inputs, examples)
-        )
+
+        def run(*given: Tensor) -> list[Tensor]:
+            return _as_list(op.forward(*given, **attributes))
+
+        fix = "or say which inputs it writes: poptorch.registerCustomOp(..., writes=[...])"
+        made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes, fix=fix)
+        ctx.mark_non_differentiable(*made[len(examples) :])
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = ctx.saved_tensors
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        count, op, attributes = len(gradients), ctx.op, ctx.attributes
+        op, attributes = ctx.op, ctx.attributes
+        count = len(gradients) - len(op.writes)
+        gradients = gradients[:count]
 
         def run(*given: Tensor) -> list[Tensor]:
             sums, values = list(given[:count]), list(given[count:])
@@ -112,8 +130,12 @@ class _HostFunction(torch.autograd.Function):
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
         like = [inputs[i] for i in wanted]
+        name = f"the backward of the custom operation {ctx.name}"
+        # Gradients are the backward's to work on; so are inputs to which autograd applies forward once more.
+        scratch = range(count if op.backward is not None else count + len(inputs))
+        fix = "inputs that forward writes can't be written by backward"
         made = dict(
-            zip(wanted, host_call(f"{ctx.name}, backward", run, [*gradients, *inputs], like), strict=True)
+            zip(wanted, host_call(name, run, [*gradients, *inputs], like, (), scratch, fix), strict=True)
         )
         return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
 

@@ -29,6 +29,8 @@ class HostCall:
     name: str
     function: Callable[..., Sequence[Tensor]]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    read_only: tuple[bool, ...]  # of each input, whether the function must leave it as it is
+    fix: str  # what somebody whose function writes into such an input should do
 
 
 _calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
@@ -37,11 +39,31 @@ _handles = itertools.count(secrets.randbits(40) << 20)
 
 
 def host_call(
-    name: str, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], like: Sequence[Tensor]
+    name: str,
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    like: Sequence[Tensor],
+    writes: Sequence[int] = (),
+    scratch: Sequence[int] = (),
+    fix: str = "",
 ) -> list[Tensor]:
-    """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`."""
+    """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`.
+
+    Args:
+        writes:  the inputs that it changes in place; their new values come behind the outputs
+        scratch: the inputs that it may change, and whose new values nobody wants
+        fix:     the end of the message for a function that writes into another input
+    """
     handle = next(_handles)
-    _calls[handle] = HostCall(name, function, tuple((tuple(value.shape), value.dtype) for value in like))
+    changed = [inputs[position] for position in writes]
+    read_only = tuple(i not in writes and i not in scratch for i in range(len(inputs)))
+
+    def run(*given: Tensor) -> list[Tensor]:
+        made = list(function(*given))
+        return [*made, *(given[position] for position in writes)]
+
+    shapes = tuple((tuple(value.shape), value.dtype) for value in (*like, *changed))
+    _calls[handle] = HostCall(name, run if changed else function, shapes, read_only, fix)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
@@ -58,11 +80,18 @@ def _find(handle: int) -> HostCall:
 def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     call = _find(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
-    # Ordinary copies: the function may change them, keep them or give them to numpy.
+    # Ordinary copies: the function may keep them or give them to numpy.
     with torch.inference_mode(False), torch.no_grad():
-        made = [
-            value.to(device) for value in call.function(*(value.to("cpu", copy=True) for value in inputs))
-        ]
+        given = [value.to("cpu", copy=True) for value in inputs]
+        versions = [value._version for value in given]
+        made = [value.to(device) for value in call.function(*given)]
+        for position, (value, before, version) in enumerate(zip(given, inputs, versions, strict=True)):
+            if call.read_only[position] and (value._version != version or not _same(value, before)):
+                raise Error(
+                    f"{call.name} changes its input {position} in place, and nobody would see it\n"
+                    "  why: the graph gives a function on the host copies of its tensors\n"
+                    f"  fix: work on a copy, `inputs[{position}].clone()`; {call.fix}"
+                )
     found = tuple((tuple(value.shape), value.dtype) for value in made)
     if found != call.outputs:
         raise Error(
@@ -70,6 +99,12 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
             "  fix: return the same shapes and types at every call"
         )
     return [value.contiguous() for value in made]
+
+
+def _same(value: Tensor, before: Tensor) -> bool:
+    """Whether two tensors hold the same bits: numpy writes without telling torch."""
+    value, before = value.contiguous(), before.to("cpu").contiguous()
+    return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
 
 def _listed(outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> str:
@@ -90,6 +125,15 @@ def calls_host(plan: Plan) -> bool:
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
+def written_back(inputs: Sequence[Tensor], writes: Sequence[int], made: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a host call, whose new values of written inputs are written now."""
+    count = len(made) - len(writes)
+    with torch.no_grad():
+        for position, value in zip(writes, made[count:], strict=True):
+            inputs[position].copy_(value)
+    return list(made[:count])
+
+
 class CPU:
     """A function or layer that runs on the host at every execution of the graph. In inference only.
 
@@ -97,10 +141,13 @@ class CPU:
 
     The call returns a tensor, or a list or tuple of tensors, whose shapes and types depend on nothing but those
     of its inputs. While the model is compiled it runs once, on zeros, to learn them.
+
+    Args:
+        writes: positions of the inputs that the layer changes in place, buffers of the model for example. (Ours.)
     """
 
-    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
-        self._layer, self._name = layer_to_call, ID
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
+        self._layer, self._name, self._writes = layer_to_call, ID, tuple(writes)
         if isinstance(layer_to_call, nn.Module):
             layer_to_call.requires_grad_(False)
 
@@ -123,7 +170,10 @@ class CPU:
             lambda *given: _as_list(self._layer(*given)),
             inputs,
             _as_list(example),
+            self._writes,
+            fix=f"or say which inputs it writes: poptorch.CPU(layer, {self._name!r}, writes=[...])",
         )
+        made = written_back(inputs, self._writes, made)
         return type(example)(made) if many else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:

@@ -44,7 +44,7 @@ def ctc_beam_search_decoder(
 
 
 def _shapes(
-    probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
+    probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
     counts = probs.new_empty((batch, top_paths), dtype=torch.int32)
@@ -56,7 +56,7 @@ def _shapes(
 
 
 def _decode(
-    probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
+    probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
     scores = torch.full((batch, top_paths), _NEVER, dtype=probs.dtype)

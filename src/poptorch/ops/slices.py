@@ -20,11 +20,9 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
         size:  how many elements the slice spans
         step:  every step-th of them is taken
     """
-    length = _checked("dynamic_slice", tensor, dim, start, size)
-    if not isinstance(step, int) or not 0 < step <= length:
-        raise Error(
-            f"dynamic_slice: step must be an integer from 1 to {length}, the dimension; found {step!r}"
-        )
+    _checked("dynamic_slice", tensor, dim, start, size)
+    if not isinstance(step, int) or step < 1:
+        raise Error(f"dynamic_slice: step must be an integer from 1; found {step!r}")
     return tensor.index_select(dim, _indexes(start, size, step, tensor))
 
 
@@ -53,8 +51,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
     return input.index_copy(dim, _indexes(start, size, 1, input), src)
 
 
-def _checked(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> int:
-    """The length of the dimension."""
+def _checked(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise Error(f"{name}: takes a tensor; found {type(tensor).__name__}")
     if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
@@ -70,7 +67,6 @@ def _checked(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> int:
     length = tensor.shape[dim]
     if not isinstance(size, int) or not 0 < size <= length:
         raise Error(f"{name}: size must be an integer from 1 to {length}, the dimension; found {size!r}")
-    return length
 
 
 def _indexes(start: Tensor, size: int, step: int, like: Tensor) -> Tensor:

@@ -81,3 +81,20 @@ def test_the_nearest_point_is_of_the_same_cloud():
         poptorch.nearest(x, y, [0, 0, 1])
     with pytest.raises(poptorch.Error, match="sorted"):
         poptorch.nearest(x, y, [1, 0, 0], [0, 0, 0, 0])
+
+
+def test_the_decoder_has_defaults():
+    torch.manual_seed(0)
+    probs = torch.log_softmax(torch.randn(3, 2, 4), -1)
+    given = probs, torch.tensor([3, 2])
+    expected = poptorch.ctc_beam_search_decoder(*given, 0, 100, 1)
+    found = poptorch.ctc_beam_search_decoder(*given)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+    def forward(
+        lengths,
+    ):  # lengths have a row for each of the batch, which is the probabilities' second dimension
+        return poptorch.ctc_beam_search_decoder(probs, lengths)
+
+    found = poptorch.inferenceModel(forward)(given[1])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,128 @@
+"""Tensors that forward keeps outside of itself have no value; what can't be wrong is put back, the rest is an error."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine.compile.capture import current
+from popengine.compile.leftovers import left_behind
+
+history: list[torch.Tensor] = []
+
+
+class Metric:
+    def __init__(self):
+        self.total = torch.zeros(())
+
+    def update(self, value):
+        self.total = self.total + value.sum()
+
+
+class Keeps(nn.Module):
+    def __init__(self, keep, **attributes):
+        super().__init__()
+        self.layer, self.keep = nn.Linear(2, 2), keep
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.keep(self, y)
+        return y * 2
+
+
+def to_list(self, y):
+    self.seen.append(y.detach())
+
+
+def to_dict(self, y):
+    self.seen["y"] = [y]
+
+
+def to_metric(self, y):
+    self.metric.update(y)
+
+
+def to_attribute(self, y):
+    self.seen = y
+
+
+def to_part(self, y):
+    self.layer.seen = self.layer.seen + y
+
+
+def to_global(self, y):
+    history.append(y)
+
+
+@pytest.mark.parametrize(
+    ("keep", "attributes", "path"),
+    [
+        (to_list, {"seen": []}, r"model.seen\[0\]"),
+        (to_dict, {"seen": {}}, r"model.seen\['y'\]\[0\]"),
+        (to_metric, {"metric": Metric()}, "model.metric.total"),
+        (to_attribute, {"seen": None}, "model.seen"),
+        (to_global, {}, r"history\[0\]"),
+    ],
+)
+def test_a_tensor_that_is_left_behind_is_an_error_that_names_the_place(keep, attributes, path):
+    model = Keeps(keep, **attributes)
+    with pytest.raises(poptorch.Error, match=f"the forward leaves tensors behind in {path}\n"):
+        poptorch.inferenceModel(model)(torch.ones(1, 2))
+    history.clear()
+
+
+def test_a_state_that_is_read_and_replaced_is_an_error():
+    model = Keeps(to_part)
+    model.layer.seen = torch.zeros(1, 2)
+    with pytest.raises(poptorch.Error, match=r"model\.layer\.seen"):
+        poptorch.inferenceModel(model)(torch.ones(1, 2))
+
+
+def test_a_variable_around_forward_is_looked_at():
+    losses = []
+
+    def forward(x):
+        losses.append(x.sum())
+        return x
+
+    with pytest.raises(poptorch.Error, match=r"losses\[0\]"):
+        poptorch.inferenceModel(forward)(torch.ones(1, 2))
+
+
+def test_an_attribute_that_forward_makes_is_gone_afterwards():
+    model = Keeps(to_attribute)
+    x = torch.ones(1, 2)
+    assert torch.equal(poptorch.inferenceModel(model)(x), model(x).detach())
+    del model.seen
+    trained = poptorch.trainingModel(nn.Sequential(model, nn.Identity()), optimizer=None)
+    with pytest.raises(poptorch.Error, match="Couldn't find a loss"):
+        trained(x)
+    assert "seen" not in vars(model)
+
+
+def test_weight_normalization_writes_an_attribute_and_is_no_error():
+    torch.manual_seed(0)
+    layer = nn.utils.weight_norm(nn.Linear(2, 2))
+    before = layer.weight
+    x = torch.ones(1, 2)
+    assert torch.equal(poptorch.inferenceModel(layer)(x), layer(x).detach())
+    assert torch.equal(layer.weight, before)
+
+
+def test_another_caller_may_take_them_out():
+    found = []
+
+    class Taking(Keeps):
+        def forward(self, x):
+            y = super().forward(x)
+            if current() is not None:
+                for leftover in left_behind(self):
+                    found.append(leftover.path)
+                    leftover.put(None)
+            return y
+
+    model = Taking(to_list, seen=[])
+    poptorch.inferenceModel(model)(torch.ones(1, 2))
+    assert found == ["model.seen[0]"]
+    assert model.seen == [None]
