@@ -88,14 +88,16 @@ def init() -> None:
     """Meet the other instances. Call once, before any collective; one instance alone has nobody to meet.
 
     The address comes from MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+
+    Raises:
+        poptorch.Error: not all instances are there after POPDIST_INIT_TIMEOUT seconds (by default 600), or the
+            address is in use
     """
     launch = _read()
-    if launch.instances == 1:
-        return
-    import torch.distributed as dist  # loads torch, which programs that only ask for their index don't need
+    if launch.instances > 1:
+        from .rendezvous import meet  # loads torch, which programs that only ask for their index don't need
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=launch.instance, world_size=launch.instances)
+        meet(launch)
 
 
 def isBackendInitialized() -> bool:
@@ -108,38 +110,36 @@ def isBackendInitialized() -> bool:
 
 
 def synchronize() -> None:
-    """Wait until all instances are here."""
-    if getNumInstances() > 1:
-        import torch.distributed as dist
+    """Wait until all instances are here.
 
-        dist.barrier(group=_group)
-
-
-_group: Any = None  # the instances that collectives involve, inside execute_on_instances
+    Raises:
+        poptorch.Error: another one is somewhere else in the program, has failed, or is gone
+    """
+    _collectives().barrier("popdist.synchronize()")
 
 
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `fn` on these instances only; the others return None at once. Inside, `synchronize` waits for them only."""
-    global _group
+    """Run `fn` on these instances only; the others return None at once. Inside, `synchronize` and
+    `popdist.collectives` involve only them."""
     chosen = sorted(set(instances))
-    if getNumInstances() == 1:
-        return fn(*args, **kwargs) if 0 in chosen else None
-    import torch.distributed as dist
-
-    group = dist.new_group(chosen)  # every instance takes part in making a group
     if getInstanceIndex() not in chosen:
         return None
-    before, _group = _group, group
-    try:
+    if getNumInstances() == 1:
         return fn(*args, **kwargs)
-    finally:
-        _group = before
+    with _collectives().among(chosen):
+        return fn(*args, **kwargs)
+
+
+def _collectives() -> Any:
+    import importlib
+
+    return importlib.import_module("popdist.collectives")
 
 
 def __getattr__(name: str) -> Any:
-    """`popdist.poptorch` loads PopTorch only when it's asked for."""
-    if name == "poptorch":
+    """`popdist.poptorch` loads PopTorch, and `popdist.collectives` torch, only when they are asked for."""
+    if name in ("poptorch", "collectives"):
         import importlib
 
-        return importlib.import_module("popdist.poptorch")
+        return importlib.import_module(f"popdist.{name}")
     raise AttributeError(f"module 'popdist' has no attribute {name!r}")

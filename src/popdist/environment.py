@@ -1,6 +1,7 @@
 """What a launcher tells a process, as a value: how many replicas there are, and which are its own.
 
-Standard library only: `poprun` writes these variables, `popdist` reads them, and they are named here once.
+Standard library only: `poprun` writes these variables, `popdist` reads them, and they are named here once. Processes
+that mpirun, torchrun or srun started are instances of one replica each.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 # They make a poprun one of several, each on a node of its own.
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
+
+# Of other launchers: how many processes there are, which one this is, and which on its host.
+OTHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    # Of a step only: in a batch script itself, which is one process, the variables of the job say something else.
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Launch:
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process."""
-    return TOTAL in environment
+    return TOTAL in environment or _other_launcher(environment) is not None
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -62,31 +71,41 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
     Raises:
         ValueError: a variable is missing or no number, or the replicas don't divide
     """
-    if not is_set(environment):
-        return Launch()
-
-    def number(name: str, default: int | None = None) -> int:
-        text = environment.get(name)
-        if text is None and default is not None:
-            return default
-        try:
-            return int(text or "")
-        except ValueError:
-            raise ValueError(
-                f"the environment variable {name} is {text!r}, and must be a number when {TOTAL} is set\n"
-                "  fix: start the program with poprun, which sets all of them"
-            ) from None
-
-    total, local = number(TOTAL), number(LOCAL, 1)
+    if TOTAL not in environment:
+        names = _other_launcher(environment)
+        if names is None:
+            return Launch()
+        size, rank = _number(environment, names[0]), _number(environment, names[1])
+        local = _number(environment, names[2], 0)
+        return Launch(size, 1, 1, rank, local, size, rank)
+    total, local = _number(environment, TOTAL), _number(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset = number(OFFSET, 0)
+    offset = _number(environment, OFFSET, 0)
     return Launch(
         total_replicas=total,
         local_replicas=local,
-        ipus_per_replica=number(IPUS, 1),
+        ipus_per_replica=_number(environment, IPUS, 1),
         replica_offset=offset,
-        local_instance=number(LOCAL_INSTANCE, 0),
-        instances=number("OMPI_COMM_WORLD_SIZE", total // local),
-        instance=number("OMPI_COMM_WORLD_RANK", offset // local),
+        local_instance=_number(environment, LOCAL_INSTANCE, 0),
+        instances=_number(environment, "OMPI_COMM_WORLD_SIZE", total // local),
+        instance=_number(environment, "OMPI_COMM_WORLD_RANK", offset // local),
     )
+
+
+def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The variables of the launcher that started this process as one of several; None: there is none."""
+    return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}, and must be a number in a process that is one of several\n"
+            "  fix: start the program with poprun, which sets all of them"
+        ) from None

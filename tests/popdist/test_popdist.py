@@ -74,3 +74,22 @@ def test_a_variable_that_is_no_number_is_named():
 def test_asking_for_the_index_loads_no_torch():
     program = "import popdist, sys; popdist.getInstanceIndex(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+    ],
+    ids=["torchrun", "mpirun", "srun"],
+)
+def test_processes_of_other_launchers_are_instances_of_one_replica(variables):
+    assert environment.is_set(variables)
+    expected = environment.Launch(4, 1, 1, replica_offset=3, local_instance=1, instances=4, instance=3)
+    assert environment.read(variables) == expected
+
+
+def test_a_single_process_of_another_launcher_is_alone():
+    assert not environment.is_set({"WORLD_SIZE": "1", "RANK": "0"})

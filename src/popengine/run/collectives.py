@@ -6,15 +6,14 @@ of its own may wait, and a thread that drives many workers goes on with another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UnrecoverableError
+from .instances import Instances
+from .trees import Node, add, total
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,74 +29,31 @@ def reduce_over_replicas(
     members: Sequence[int],
     name: Any,
     give: Give,
-    instances: Any = None,
+    instances: Instances | None = None,
 ) -> Waits:
-    """Replace each member's gradient sums by the total, added up in order by the first: 0 + 1 + 2 ...
+    """Replace each member's gradient sums by the total, which the first adds up in the order of a tree.
 
     Args:
-        instances: a process group whose processes go on with the sum, in order of their ranks, so that it is
-            the one that a single process with all their replicas makes
+        instances: the way to the same members of other instances, whose sums are added, too
     """
     first, *others = members
     if replica == first:
+        start = 0 if instances is None else instances.place * len(members)
+        nodes: list[Node] = []
+        add(nodes, Node(0, start, sums))
+        for place, other in enumerate(others, start + 1):
+            add(nodes, Node(0, place, (yield name, other)))
         if instances is not None:
-            _begin_with_earlier_instances(sums, instances)
-        for other in others:
-            torch._foreach_add_(sums, (yield name, other))
-        if instances is not None:
-            _take_from_last_instance(sums, instances)
+            instances.sum(nodes)
+        else:
+            total(nodes)
         # A copy: this replica writes to its sums again at once.
-        total = [value.clone() for value in sums] if others else []
+        result = [value.clone() for value in sums] if others else []
         for other in others:
-            give((name, "total", other), total)
+            give((name, "total", other), result)
     else:
         give((name, replica), sums)
         torch._foreach_copy_(sums, (yield name, "total", replica))
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """What torch.distributed raises here means that another process failed, or is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise UnrecoverableError(
-            f"another instance has left the training: {error}\n"
-            "  why: all instances add up their gradients, and have to make the same number of calls\n"
-            "  fix: see what the other instance says, and start all of them again"
-        ) from error
-
-
-@_together()
-def _begin_with_earlier_instances(sums: list[Tensor], group: Any) -> None:
-    if rank := dist.get_rank(group):
-        for values in _by_dtype(sums):
-            packed = torch.empty(sum(value.numel() for value in values), dtype=values[0].dtype)
-            dist.recv(packed, rank - 1, group)
-            torch._foreach_add_(values, _unpacked(packed, values))
-
-
-@_together()
-def _take_from_last_instance(sums: list[Tensor], group: Any) -> None:
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    for values in _by_dtype(sums):
-        packed = torch.cat([value.flatten() for value in values]).cpu()
-        if rank < last:
-            dist.send(packed, rank + 1, group)
-        dist.broadcast(packed, last, group)
-        if rank < last:
-            torch._foreach_copy_(values, _unpacked(packed, values))
-
-
-def _by_dtype(sums: list[Tensor]) -> list[list[Tensor]]:
-    """What can travel as one tensor."""
-    dtypes = dict.fromkeys(value.dtype for value in sums)
-    return [[value for value in sums if value.dtype == dtype] for dtype in dtypes]
-
-
-def _unpacked(packed: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = packed.to(like[0].device).split([value.numel() for value in like])
-    return [part.view_as(value) for part, value in zip(parts, like, strict=True)]
 
 
 def average(sums: list[Tensor], divisor: float) -> None:

@@ -204,6 +204,7 @@ class Cores:
                 heappush(self._ready, node)
 
     def _failed(self, error: BaseException) -> None:
+        self._run.tell(self._run, error)  # others may wait for other instances, which wait for this one
         with self._changed:
             self._running -= 1
             self._failure = self._failure or error

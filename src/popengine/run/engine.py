@@ -11,27 +11,27 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Error
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
+from . import meeting as meetings
+from .agreement import Facts, of_a_plan, of_rates, of_weights
 from .backends import load
 from .cores import Cores
 from .crew import Crew
 from .devices.base import Device
+from .meeting import Broken, Left
 from .recorder import Recorder
 from .remote import RemoteWorker
 from .replays import Replays, say_why_not
 from .results import Results
 from .tensors import Tensors
 from .turns import Turns
-from .worker import Channels, Run, Worker
+from .worker import Channels, Run, Stopped, Worker
 
 
 class Engine(Tensors):
@@ -52,18 +52,23 @@ class Engine(Tensors):
         seed: int,
         device: Callable[[int], Device] | None = None,
     ) -> None:
+        several = settings.training and settings.counts.instances > 1
+        self._meeting = meetings.of(settings.counts.instances) if several else None
+        if self._meeting is not None:
+            self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
         super().__init__(plan, settings, weights, rules, device or devices.of(settings.device))
+        self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
+        self._calls = 0
         self.random_state = seed, 0
         self._latest: Run | None = None  # the call that crews may still work on
         self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
         self._workers: list[Worker] = []
         codes = {place: load(plan, settings, place) for place in {d.place for d in self.devices.values()}}
-        groups = _process_groups(plan, settings)
         for (replica, ipu), store in self.stores.items():
-            group, home = groups.get((replica, ipu)), self.devices[replica, ipu]
+            home = self.devices[replica, ipu]
             kind = RemoteWorker if home.is_remote else Worker
-            code = codes[home.place]
-            self._workers.append(kind(ipu, replica, plan, settings, store, rules, group, code, home))
+            code, meeting = codes[home.place], self._meeting
+            self._workers.append(kind(ipu, replica, plan, settings, store, rules, meeting, code, home))
         self._settle()
         self._crews = self._together() or self._apart()
         self._recorded_crews: list[Crew] = []
@@ -111,6 +116,10 @@ class Engine(Tensors):
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         self._await_idle()
+        name = f"call {self._calls + 1} of the training"
+        if self._meeting is not None:
+            self._meeting.agree(name, self._facts(hyper))
+            self._unconfirmed.clear()
         crews, before = self._crews_for(recorder), self.snapshot
         inputs = self._by_micro_batch(inputs)
         if crews is not self._crews or len(crews) > 1:
@@ -127,6 +136,8 @@ class Engine(Tensors):
             torch.get_num_threads(),
             len(crews),
             self._keep,
+            self._tell_others,
+            name,
         )
         self._begin()
         if recorder is not None:
@@ -151,11 +162,42 @@ class Engine(Tensors):
         ]
 
     def _keep(self, run: Run) -> None:
-        """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes."""
+        """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes.
+
+        Where there are other instances, all agree on it first: then nobody has failed, and nobody will.
+        """
+        if self._meeting is not None:
+            self._meeting.agree(f"the end of {run.name}", final=True)
+        self._calls += 1
         self.snapshot = self._drafted(
             step=run.first_step + run.steps,
             host_is_stale=self.snapshot.host_is_stale or self.settings.training,
         )
+
+    def _facts(self, hyper: Hyper | None) -> Facts:
+        """What has to be equal in all instances before a call."""
+        assert hyper is not None
+        facts: dict[str, dict[str, str]] = {
+            "rates": of_rates(hyper),
+            "state": {
+                "updates so far": str(self.snapshot.step),
+                "loss scaling factor": repr(self.loss_factor),
+            },
+            "seed": {"random seed": str(self.snapshot.seed)},
+        }
+        if self._unconfirmed:
+            facts["value"] = of_weights({k: v for k, v in self.read().items() if k in self._unconfirmed})
+        return facts
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        super().write(weights)
+        parameters = {slot.key for slot in self._slots.values() if slot.role == "parameter"}
+        self._unconfirmed = parameters.intersection(weights)
+
+    def _tell_others(self, run: Run, error: BaseException) -> None:
+        """As soon as something fails here: nobody need wait for this instance."""
+        if self._meeting is not None and not isinstance(error, (Broken, Left, Stopped)):
+            self._meeting.break_off(f"failed at {run.name}: {error}")
 
     def _await_idle(self) -> None:
         """Stop the latest call, if it goes on without the caller, and wait for it."""
@@ -163,6 +205,8 @@ class Engine(Tensors):
             return
         if not self._latest.is_over:
             self._latest.channels.stop()
+            if self._meeting is not None:
+                self._meeting.break_off(f"was interrupted at {self._latest.name}")
             _until_idle([*self._crews, *self._recorded_crews])
             torch.set_num_threads(
                 torch.get_num_threads()
@@ -178,23 +222,6 @@ class Engine(Tensors):
             if any(home.has_graphs for home in self.devices.values()):
                 say_why_not("they are profiled")
         return self._recorded_crews
-
-
-def _process_groups(plan: Plan, settings: Settings) -> dict[tuple[int, int], Any]:
-    """By replica and ipu, a group over all instances for each worker that meets its kind there: they come at
-    different times."""
-    counts = settings.counts
-    if counts.instances == 1 or not settings.training:
-        return {}
-    if not dist.is_initialized():
-        raise Error(
-            f"the model trains in {counts.instances} processes, but they have not met\n"
-            "  fix: call popdist.init() before the model; or options.Distributed.disable() to train alone"
-        )
-    firsts = {0} | {
-        groups.members(r)[0] for groups in settings.replica_groups.values() for r in range(counts.replicas)
-    }
-    return {(replica, ipu): dist.new_group() for replica in sorted(firsts) for ipu in sorted(plan.programs)}
 
 
 def _until_idle(crews: Sequence[Crew]) -> None:

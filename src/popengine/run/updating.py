@@ -17,6 +17,8 @@ from ..settings import Hyper, Settings
 from .collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .devices.base import Device
 from .draws import generator
+from .instances import Instances
+from .meeting import FIRST_FREE, Meeting
 from .offloading import offloading_of, portions
 from .scaling import Count, count, next_factor
 from .sharing import pass_on
@@ -28,7 +30,7 @@ class Updater:
 
     Args:
         rules:     the module of update rules (update, norms, clip_, clamp_, takes_tensors)
-        instances: the process group of this ipu over all instances, or None for one alone
+        meeting:   how this instance meets the others, or None for one alone
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Updater:
         settings: Settings,
         store: Store,
         rules: Any,
-        instances: Any,
+        meeting: Meeting | None,
         device: Device,
     ) -> None:
         self.device = device
@@ -48,7 +50,8 @@ class Updater:
         self.offloading = offloading_of(device, settings, rules)
         self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
-        self.instances = instances
+        self._meeting = meeting
+        self._instances: dict[tuple[int, ...], Instances] = {}
         self.place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
         self.ipus = [
             i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
@@ -113,11 +116,20 @@ class Updater:
 
     def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
         name = ("sums", self.ipu, members)
-        yield from reduce_over_replicas(sums, self.replica, members, name, give, self.instances)
+        yield from reduce_over_replicas(sums, self.replica, members, name, give, self._others(members))
         if self.settings.reduction == "mean":
             counts = self.settings.counts
             scale *= counts.accumulation * len(members) * counts.instances
         average(sums, scale)
+
+    def _others(self, members: tuple[int, ...]) -> Instances | None:
+        """The way to the same replicas of other instances."""
+        if self._meeting is None:
+            return None
+        if members not in self._instances:
+            tag = FIRST_FREE + 2 * (self.ipu * self.settings.counts.replicas + members[0])
+            self._instances[members] = Instances(self._meeting, tag, len(members))
+        return self._instances[members]
 
     def _by_members(self, keys: Iterable[str]) -> dict[tuple[int, ...], list[str]]:
         """Parameters by the replicas that have the same value of them."""

@@ -107,6 +107,8 @@ class Run:
     threads: int  # the caller's number for one operation, to be put back
     crews: int  # that have not ended their part
     keep: Callable[[Run], None]  # what the call has made, once all of it is done
+    tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
+    name: str  # for messages
     failure: BaseException | None = None
     is_over: bool = False
     _is_stopped: bool = False
@@ -124,6 +126,7 @@ class Run:
                     self.failure = self.failure or error
         if error is not None:
             self.channels.stop()
+            self.tell(self, error)
         if not is_last:
             return
         torch.set_num_threads(self.threads)
@@ -156,14 +159,14 @@ class Worker:
         settings: Settings,
         store: Store,
         rules: Any,
-        instances: Any,
+        meeting: Any,
         codes: Sequence[Code],
         device: Device,
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store, self.device = store, device
         self._remote = device if device.is_remote else None
-        self._updater = Updater(ipu, replica, plan, settings, store, rules, instances, device)
+        self._updater = Updater(ipu, replica, plan, settings, store, rules, meeting, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._prepared = Prepared(plan, ipu, store, device)
         self._checks = FiniteCheck if settings.finite_checks else nullcontext

@@ -1,10 +1,15 @@
-"""`Options.Distributed`: which of how many processes this is; by default what MPI's environment says."""
+"""`Options.Distributed`: which of how many processes this is; by default what the launcher's environment says.
+
+MPI's names are the contract's. Others count too (torchrun, srun), since processes that don't know of each other would
+train alone, and say nothing.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Self
 
+from popdist.environment import is_set, read
 from poptorch.options.base import OptionsDict, Value
 
 _NUM_PROCESSES_VARIABLE = "OMPI_COMM_WORLD_SIZE"
@@ -20,6 +25,9 @@ class Distributed(OptionsDict):
     def __init__(self) -> None:
         super().__init__()
         self._read(_NUM_PROCESSES_VARIABLE, _PROCESS_ID_VARIABLE)
+        if self.numProcesses == 1 and is_set():
+            launch = read()
+            self._place(launch.instance, launch.instances)
 
     @property
     def processId(self) -> int:

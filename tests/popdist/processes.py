@@ -1,0 +1,100 @@
+"""Starts instances as a launcher would: small processes of one that has loaded torch already, with a time limit."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from popdist.environment import Launch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "poptorch", "popdist.poptorch", "popdist.collectives"])
+LIMIT = 60  # seconds; a test that hangs fails
+
+
+@dataclass
+class Ended:
+    """How an instance ended: what its function returned, or the error that it raised."""
+
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    seconds: float = 0.0
+    code: int | None = None
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def launches(instances, replicas=1):
+    """The environment of each instance."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "POPDIST_INIT_TIMEOUT": "30"}
+    return [
+        {**Launch(instances * replicas, replicas, 1, i * replicas, i, instances, i).variables(), **where}
+        for i in range(instances)
+    ]
+
+
+def start(function, environments, *args):
+    """Processes that run `function(*args)`, and the ends of pipes where each leaves how it ended."""
+    started = []
+    for environment in environments:
+        here, there = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_child, args=(function, environment, there, sys.path, args))
+        process.start()
+        there.close()
+        started.append((process, here))
+    return started
+
+
+def finish(started):
+    """Wait for all of them, and kill what takes too long."""
+    until = time.monotonic() + LIMIT
+    try:
+        return [_ended(process, here, until) for process, here in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+
+
+def run(function, instances, *args, replicas=1):
+    """Each instance's end after popdist.init() and `function(*args)`."""
+    return finish(start(function, launches(instances, replicas), *args))
+
+
+def _ended(process, here, until):
+    assert here.poll(max(until - time.monotonic(), 0.1)), f"no answer from {process.name} in {LIMIT} s"
+    try:
+        ended = here.recv()
+    except EOFError:
+        ended = Ended()
+    process.join(max(until - time.monotonic(), 0.1))
+    ended.code = process.exitcode
+    return ended
+
+
+def _child(function, environment, there, path, args):
+    sys.path[:] = path
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    ended = Ended()
+    try:
+        ended.value = function(*args)
+    except BaseException as error:
+        ended.error, ended.kind = str(error), type(error).__name__
+    ended.seconds = time.monotonic() - started
+    there.send(ended)
+    there.close()
+
+
+FOLDER = Path(__file__).parent

@@ -1,0 +1,349 @@
+"""Instances that differ, fail, leave or are interrupted: an error in all of them, within seconds."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import processes
+import pytest
+import torch
+import training
+
+import popdist
+import poptorch
+from popdist.environment import Launch
+from popengine.run import meeting
+
+
+def caught(work):
+    try:
+        work()
+    except poptorch.Error as error:
+        return error.message
+    return "nothing"
+
+
+# ---- differences ---------------------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "accumulation": ({"accumulation": 4}, "gradient accumulation: 3 in instance 0; 4 in instance 1"),
+    "optimizer": ({"rule": poptorch.optim.Adam}, "optimizer: 'sgd' in instance 0; 'adam' in instance 1"),
+    "width": (
+        {"width": 7},
+        "shape of first.weight: (6, 4) torch.float32 in instance 0; (7, 4) torch.float32 in instance 1",
+    ),
+    "random seed": ({"random_seed": 2}, "random seed: 1 in instance 0; 2 in instance 1"),
+    "first weights": ({"seed": 5}, "first value of first.weight: "),
+    "learning rate": (
+        {"lr": 0.2},
+        "lr of parameter group 0: 0.1 in instance 0; 0.2 in instance 1",
+    ),
+}
+
+
+def differ():
+    """What an instance says when the second one is built otherwise, for each difference."""
+    popdist.init()
+    found = {}
+    for name, (other, _) in DIFFERENT.items():
+        own = other if popdist.getInstanceIndex() else {}
+        executor, _, _ = training.executor(**own)
+        batch = training.batch(0, own.get("accumulation", 3))
+        found[name] = caught(partial(executor, *batch))
+        executor.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def said():
+    return [ended.value or ended.error for ended in processes.run(differ, 2)]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_instances_that_differ_say_what_differs_and_where(said, name):
+    for message in said:
+        assert "the instances differ" in message[name] and DIFFERENT[name][1] in message[name]
+        assert "nothing has changed in any instance" in message[name]
+
+
+def new_rate_in_one():
+    popdist.init()
+    executor, model, optimizer = training.executor()
+    executor(*training.batch(0))
+    if popdist.getInstanceIndex():
+        optimizer.param_groups[0]["lr"] = 0.3
+        executor.setOptimizer(optimizer)
+    message = caught(lambda: executor(*training.batch(1)))
+    optimizer.param_groups[0]["lr"] = 0.3
+    executor.setOptimizer(optimizer)
+    executor(*training.batch(1))
+    if popdist.getInstanceIndex():  # a checkpoint that only one instance has loaded
+        executor.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    return message, caught(lambda: executor(*training.batch(2)))
+
+
+def test_a_rate_or_weights_that_change_in_one_instance_are_noticed_before_the_next_call():
+    for ended in processes.run(new_rate_in_one, 2):
+        rate, loaded = ended.value
+        assert "differ at call 2" in rate
+        assert "lr of parameter group 0: 0.1 in instance 0; 0.3 in instance 1" in rate
+        assert "differ at call 3" in loaded and "value of first.weight" in loaded
+
+
+# ---- failures ------------------------------------------------------------------------------------------------
+
+
+def fail_in_one():
+    popdist.init()
+    return train(fails=True), train(fails=False)
+
+
+def train(fails):
+    executor, model, _ = training.executor(momentum=0.9)
+    message = ""
+    for call in range(3):
+        x, labels = training.batch(call)
+        if fails and call == 1 and popdist.getInstanceIndex() == 2:
+            message = caught(lambda x=x, labels=labels: executor(x / 0, labels))
+        elif fails and call == 1:
+            message = caught(lambda x=x, labels=labels: executor(x, labels))
+        executor(x, labels)
+    result = message, training.weights(model)
+    executor.destroy()
+    return result
+
+
+def test_a_call_that_fails_in_one_instance_fails_in_all_and_leaves_no_trace():
+    """Before, the instance that had failed restored its weights and trained on with others than the rest."""
+    found = processes.run(fail_in_one, 3)
+    assert [ended.error for ended in found] == [""] * 3
+    messages = [failed[0] for failed, _ in (ended.value for ended in found)]
+    weights = [one[1] for ended in found for one in ended.value]
+    assert weights == [weights[0]] * 6
+    assert "forward of stage 0" in messages[2]
+    for message in messages[:2]:
+        assert "another instance failed: instance 2 failed" in message
+        assert "in all instances the weights are as they were before the call" in message
+
+
+def one_batch_less():
+    popdist.init()
+    executor, _, _ = training.executor()
+    for call in range(3 - popdist.getInstanceIndex()):
+        if call == 2:
+            return caught(lambda: executor(*training.batch(2)))
+        executor(*training.batch(call))
+    return caught(popdist.synchronize)
+
+
+def test_a_batch_less_in_one_instance_is_told_to_all():
+    for ended in processes.run(one_batch_less, 2):
+        assert "the instances are at different places: call 3 of the training in instance 0;" in ended.value
+        assert "popdist.synchronize() in instance 1" in ended.value
+
+
+def leave_early(how):
+    popdist.init()
+    executor, model, _ = training.executor()
+    executor(*training.batch(0))
+    before = training.weights(model)
+    if popdist.getInstanceIndex():
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+    message = caught(lambda: executor(*training.batch(1)))
+    return message, training.weights(model) == before
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_an_instance_that_is_gone_ends_the_training(how):
+    stays, _ = processes.run(leave_early, 2, how)
+    message, has_its_weights = stays.value
+    assert "another instance has left the training: instance 1" in message
+    assert has_its_weights and stays.seconds < 20
+
+
+# ---- interrupts and waiting ----------------------------------------------------------------------------------
+
+
+def wait_for_another(folder, where):
+    """Instance 1 doesn't come for long; instance 0 waits, and is interrupted."""
+    popdist.init()
+    if where == "barrier":
+        act = popdist.synchronize
+        act()
+    else:
+        executor, _, _ = training.executor()
+        executor(*training.batch(0))
+
+        def act():
+            executor(*training.batch(1))
+
+    if popdist.getInstanceIndex():
+        while not (folder / "interrupted").exists():
+            time.sleep(0.05)
+        return caught(act), caught(act)
+    (folder / "waits").touch()
+    try:
+        act()
+    except KeyboardInterrupt:
+        pressed = float((folder / "pressed").read_text())
+        after = time.time() - pressed
+        (folder / "interrupted").touch()
+        return after, caught(act)
+
+
+@pytest.mark.parametrize("where", ["call", "barrier"])
+def test_an_interrupt_ends_the_wait_for_another_instance(tmp_path, where):
+    started = processes.start(wait_for_another, processes.launches(2), tmp_path, where)
+    until = time.monotonic() + processes.LIMIT
+    while not (tmp_path / "waits").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    (tmp_path / "pressed").write_text(str(time.time()))
+    os.kill(started[0][0].pid, signal.SIGINT)
+    interrupted, other = processes.finish(started)
+    after, again = interrupted.value
+    assert after < 2 and again == "nothing"
+    assert "another instance failed: instance 0 was interrupted at" in other.value[0]
+    assert other.value[1] == "nothing"
+
+
+def slow_in_the_middle(folder):
+    """Instance 1 is long within a step, while instance 0 waits for its gradients."""
+    popdist.init()
+    executor, model, _ = training.executor()
+    executor(*training.batch(0))
+    before = training.weights(model)
+    if popdist.getInstanceIndex():
+        work = executor._engine._workers[0]
+        inner = work._updater.update
+
+        def slow(*args):
+            while not (folder / "interrupted").exists():
+                time.sleep(0.05)
+            yield from inner(*args)
+
+        work._updater.update = slow
+    else:
+        (folder / "waits").touch()
+    try:
+        executor(*training.batch(1))
+    except KeyboardInterrupt:
+        after = time.time() - float((folder / "pressed").read_text())
+        (folder / "interrupted").touch()
+        executor(*training.batch(1))  # both come again
+        return after, training.weights(model)
+    except poptorch.Error as error:
+        work._updater.update = inner
+        same = training.weights(model) == before
+        executor(*training.batch(1))
+        return error.message, same, training.weights(model)
+
+
+def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path):
+    started = processes.start(slow_in_the_middle, processes.launches(2), tmp_path)
+    until = time.monotonic() + processes.LIMIT
+    while not (tmp_path / "waits").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    (tmp_path / "pressed").write_text(str(time.time()))
+    os.kill(started[0][0].pid, signal.SIGINT)
+    interrupted, other = processes.finish(started)
+    after, weights = interrupted.value
+    assert after < 2
+    message, same, others_weights = other.value
+    assert "instance 0 was interrupted at call 2" in message and same
+    assert weights == others_weights
+
+
+def come_late(folder):
+    popdist.init()
+    meeting.WARN_AFTER = 0.3
+    warnings = []
+    meeting.logger.warning = lambda text, *values: warnings.append(text % values)
+    if popdist.getInstanceIndex():
+        time.sleep(1.5)
+    popdist.synchronize()
+    return warnings
+
+
+def test_whoever_waits_long_is_told_for_whom(tmp_path):
+    early, late = processes.run(come_late, 2, tmp_path)
+    assert early.value[0] == "instance 1 has not arrived at popdist.synchronize() for 0 s"
+    assert late.value == []
+
+
+# ---- the first meeting ---------------------------------------------------------------------------------------
+
+
+def init():
+    popdist.init()
+    return torch.distributed.get_world_size()
+
+
+def test_an_address_where_nobody_is_is_named_with_the_time_limit():
+    environment = {**processes.launches(2)[1], "POPDIST_INIT_TIMEOUT": "1"}
+    (ended,) = processes.finish(processes.start(init, [environment]))
+    assert "popdist.init(): instance 1 found nobody at localhost:" in ended.error and " in 1 s" in ended.error
+
+
+def test_an_address_in_use_is_named_at_once():
+    import socket
+
+    with socket.socket() as used:
+        used.bind(("", 0))
+        used.listen()
+        environment = {**processes.launches(2)[0], "MASTER_PORT": str(used.getsockname()[1])}
+        (ended,) = processes.finish(processes.start(init, [environment]))
+    assert "instance 0 can't use localhost:" in ended.error and "must be a free port" in ended.error
+
+
+def test_instances_that_have_not_come_are_named():
+    environments = [{**e, "POPDIST_INIT_TIMEOUT": "1"} for e in processes.launches(3)[:1]]
+    (ended,) = processes.finish(processes.start(init, environments))
+    assert "after 1 s instances 1, 2 of 3 had not come to localhost:" in ended.error
+
+
+def test_without_an_address_the_variables_are_named():
+    environments = [{**e, "MASTER_ADDR": ""} for e in processes.launches(2)[:1]]
+    (ended,) = processes.finish(processes.start(init, environments))
+    assert "MASTER_ADDR is ''" in ended.error
+
+
+def without_init():
+    executor, _, _ = training.executor()
+    return caught(lambda: executor(*training.batch(0)))
+
+
+@pytest.mark.parametrize("launcher", ["poprun", "torchrun", "srun"])
+def test_processes_that_have_not_met_do_not_train_alone(launcher):
+    """Under torchrun every process trained a model of its own, and nobody said so."""
+    environment = {
+        "poprun": Launch(2, 1, 1, 0, 0, 2, 0).variables(),
+        "torchrun": {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+        "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    }[launcher]
+    (ended,) = processes.finish(processes.start(without_init, [environment]))
+    assert "trains in 2 processes, but they have not met" in ended.value
+
+
+def calls_of_a_few():
+    popdist.init()
+    popdist.execute_on_instances({0, 1}, popdist.synchronize)
+    popdist.synchronize()
+    before = len(os.listdir("/proc/self/fd"))
+    results = [
+        popdist.execute_on_instances(
+            {0, 1}, lambda: popdist.collectives.all_reduce(popdist.getInstanceIndex() + 1)
+        )
+        for _ in range(10)
+    ]
+    return results, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_functions_on_some_instances_leave_no_connections_behind():
+    first, second, third = processes.run(calls_of_a_few, 3)
+    assert [ended.value[0] for ended in (first, second, third)] == [[3.0] * 10, [3.0] * 10, [None] * 10]
+    assert max(ended.value[1] for ended in (first, second, third)) <= 0
