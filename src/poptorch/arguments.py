@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,38 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
         ) from None
     bound.apply_defaults()
     return Call(bound)
+
+
+def check_kinds(call: Call) -> None:
+    """Raises Error for an input whose values do not lie in memory one beside the other."""
+    if not any(t.is_meta or t.is_nested or t.layout is not torch.strided for t in call.tensors):
+        return
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.is_meta:
+            kind, fix = (
+                "on the meta device, and has no values",
+                f"torch.empty_like({path}, device='cpu'), filled",
+            )
+        elif tensor.is_nested:
+            kind, fix = "a nested tensor", f"pad it: {path}.to_padded_tensor(0)"
+        elif tensor.layout is not torch.strided:
+            kind, fix = f"sparse ({tensor.layout})", f"pass {path}.to_dense()"
+        else:
+            continue
+        raise Error(f"input {path} is {kind}\n  why: the device's inputs are dense tensors\n  fix: {fix}")
+
+
+@contextlib.contextmanager
+def telling_of_rows(call: Call) -> Iterator[None]:
+    """What fails inside also says that the inputs have different numbers of rows, where that is so."""
+    try:
+        yield
+    except Exception as error:
+        rows = {path: t.shape[0] for t, path in zip(call.tensors, call.paths, strict=True) if t.dim()}
+        if len(set(rows.values())) > 1:
+            listed = ", ".join(f"{path} has {count}" for path, count in rows.items())
+            error.add_note(f"The inputs have different numbers of rows: {listed}")
+        raise
 
 
 def check_batch(call: Call, counts: Counts) -> None:

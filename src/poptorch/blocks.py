@@ -17,6 +17,14 @@ T = TypeVar("T")
 _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
+def _checked(ipu_id: int | None) -> int | None:
+    if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
+        raise Error(
+            f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
+        )
+    return ipu_id
+
+
 def _open(user_id: str | None, ipu_id: int | None) -> None:
     capture = current()
     if capture is not None:
@@ -36,7 +44,7 @@ class Block(nn.Module):
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
-        self._user_id, self._ipu_id = user_id, ipu_id
+        self._user_id, self._ipu_id = user_id, _checked(ipu_id)
 
     def __enter__(self) -> None:
         _open(self._user_id, self._ipu_id)
@@ -53,7 +61,7 @@ class Block(nn.Module):
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block that lasts until the next one."""
-        _open(user_id, ipu_id)
+        _open(user_id, _checked(ipu_id))
 
     @staticmethod
     def end() -> None:
@@ -67,7 +75,7 @@ class _BeginBlockHook:
     """A forward pre-hook that opens a block; an automatic id is taken once and kept."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
-        self.user_id, self.ipu_id = user_id, ipu_id
+        self.user_id, self.ipu_id = user_id, _checked(ipu_id)
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if current() is not None:

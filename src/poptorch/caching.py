@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from popengine.errors import Error
 from popengine.settings import Settings
 
 from . import saving
@@ -63,8 +64,23 @@ class Cache:
                 " custom_op), which a file can't hold"
             )
         elif self._path is not None:
-            saving.write(self._path, executable.without_graph())
+            try:
+                saving.write(self._path, executable.without_graph())
+            except (OSError, AssertionError, Error) as error:
+                _warn_unusable(self._path.parent, error)
+                return
             logger.info("compiled model kept in the cache: %s", self._path)
+
+
+def _warn_unusable(folder: Path, error: Exception) -> None:
+    if folder not in _unusable:  # told once
+        _unusable.add(folder)
+        logger.warning(
+            "enableExecutableCaching: %s can't be used, so models are compiled each time: %s", folder, error
+        )
+
+
+_unusable: set[Path] = set()
 
 
 @contextlib.contextmanager
@@ -82,7 +98,12 @@ def cache(model: nn.Module, call: Call, options: Options, settings: Settings) ->
         logger.warning("enableExecutableCaching: this model is not cached: %s", error)
         yield Cache(None)
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _warn_unusable(folder, error)
+        yield Cache(None)
+        return
     with _alone(folder) if settings.counts.instances > 1 else contextlib.nullcontext():
         yield Cache(folder / f"{key}.poptorch")
 

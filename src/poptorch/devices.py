@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 
 import torch
@@ -43,6 +44,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         trainer = wrapping.owner_of(self._user_model)
         self._seen_version = trainer._host_weights_version if trainer is not None else None
         self._link_optimizer()
+        self._process = os.getpid()
         self._engine = engine  # last: now it has all that was kept
 
     def detachFromDevice(self) -> None:
@@ -53,6 +55,9 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         self._let_go()
 
     def _let_go(self) -> None:
+        if self._forked:
+            self._engine = None  # its threads are the other process's
+            return
         engine = self._need_engine()
         if self._training:
             self.copyWeightsToHostIfNeeded()
@@ -67,12 +72,15 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         """Free the devices and the compiled program; the user's model is plain again, with its weights."""
         if self._executable is None:
             return
+        self._forget_executable()
+        self._release_optimizer()
+        self._unmark()
+
+    def _forget_executable(self) -> None:
         if self._engine is not None:
             self._let_go()
-        self._release_optimizer()
         self._executable = self._synthetic = None
         self._counters, self._anchored, self._notes = Counters(), {}, []
-        self._unmark()
 
     def _unmark(self) -> None:
         # While an executor dies its model sees no owner any more.

@@ -156,6 +156,8 @@ class PoplarExecutor(FileOwner, Inquiries):
             "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
         )
         call = arguments.bind(self._signature, args, kwargs)
+        arguments.check_kinds(call)
+        first = self._executable is None
         if self._executable is None:
             self._compile(call)
         executable = self._need_executable()
@@ -166,7 +168,12 @@ class PoplarExecutor(FileOwner, Inquiries):
             self._refresh_from_trainer()
         self._upload_pending_state()
         recorder = self._reporter.recorder if self._reporter is not None else None
-        results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
+        try:
+            results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
+        except Exception:
+            if first:  # it may be these inputs that do not fit, and the model is not to be bound to them
+                self._forget_executable()
+            raise
         self._keep(results)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
@@ -220,7 +227,8 @@ class PoplarExecutor(FileOwner, Inquiries):
             with caching.cache(self._model, call, options, settings) as cache:
                 found = cache.load(settings)
                 if found is None:
-                    found = compile_model(self._model, call, options, settings, done)
+                    with arguments.telling_of_rows(call):
+                        found = compile_model(self._model, call, options, settings, done)
                     cache.store(found)
             announce(found.plan, found.settings)
             self._executable = found

@@ -6,6 +6,8 @@ that wrote it. Weights are for `torch.save(model.state_dict(), ...)`: here they 
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import pickle
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from .options import Options
 from .replicas import Grouping
 from .version import __version__
 
+_MARK = b"pando-sha256:"  # before the checksum at the end of a file
+_END = len(_MARK) + hashlib.sha256().digest_size
 DEFAULT_NAME = "model.poptorch"
 _VERSIONS = {"pando": __version__, "torch": torch.__version__}
 
@@ -60,7 +64,11 @@ def write(filename: str | os.PathLike[str], saved: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
-        torch.save({"versions": _VERSIONS, "saved": saved}, unfinished)
+        content = io.BytesIO()
+        torch.save({"versions": _VERSIONS, "saved": saved}, content)
+        unfinished.write_bytes(content.getbuffer())
+        with unfinished.open("ab") as file:
+            file.write(_MARK + hashlib.sha256(content.getbuffer()).digest())
         unfinished.replace(path)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Error(
@@ -81,7 +89,7 @@ def read(filename: str | os.PathLike[str]) -> Any:
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
     try:
-        content = torch.load(path, weights_only=False)
+        content = torch.load(io.BytesIO(_whole(path.read_bytes())), weights_only=False)
         versions, saved = content["versions"], content["saved"]
     except Exception as error:  # whatever a pickle of somebody else's runs into
         raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
@@ -92,6 +100,16 @@ def read(filename: str | os.PathLike[str]) -> Any:
     if isinstance(saved, Saved) and saved.options.connection_type == ConnectionType.Never:
         saved.options.connectionType(ConnectionType.Always)  # an offline target was for compiling only
     return saved
+
+
+def _whole(content: bytes) -> memoryview:
+    """What was written, without the checksum at its end. Raises ValueError, unless every bit is as it was."""
+    body, end = memoryview(content)[:-_END], content[-_END:]
+    if not end.startswith(_MARK):
+        raise ValueError("this is no file of a compiled model, or its end is missing")
+    if end != _MARK + hashlib.sha256(body).digest():
+        raise ValueError("its checksum does not match: the file was damaged since it was written")
+    return body
 
 
 def check_fits(filename: str, saved: Any, model: nn.Module, training: bool) -> None:

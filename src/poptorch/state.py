@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class ExecutorState:
     _training: bool
     _executable: Executable | None  # None: not compiled
     _engine: Engine | None  # None: not attached
+    _process: int  # that attached: threads do not live on in a fork of it
     _compilation_seconds: float | None
     per_replica_params: dict[str, Grouping]
 
@@ -70,6 +72,10 @@ class ExecutorState:
         return engine is not None and engine.snapshot.host_is_stale
 
     @property
+    def _forked(self) -> bool:
+        return self._engine is not None and self._process != os.getpid()
+
+    @property
     def _is_attached(self) -> bool:
         return self._engine is not None
 
@@ -84,4 +90,10 @@ class ExecutorState:
         self._need_executable()
         if self._engine is None:
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
+        if self._forked:
+            raise Error(
+                f"the model is attached to devices of process {self._process}, and this is a fork of it\n"
+                "  why: os.fork() copies memory, but no threads: nobody would run the model here\n"
+                "  fix: call detachFromDevice() before the fork, or start processes with 'spawn'"
+            )
         return self._engine

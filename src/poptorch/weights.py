@@ -62,7 +62,24 @@ class HostWeights(ExecutorState):
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         engine = self._need_engine()
         with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
-            engine.write(self._host_weights())
+            weights = self._host_weights()
+            self._check_shapes(weights)
+            engine.write(weights)
+
+    def _check_shapes(self, weights: dict[str, Tensor]) -> None:
+        """Raises Error, where the user has given a weight another shape since the compilation."""
+        executable = self._need_executable()
+        for slot in executable.plan.partition.signature.slots:
+            weight = weights.get(slot.key) if slot.role in ("parameter", "buffer") else None
+            if weight is None:
+                continue
+            shape = weight.shape[1:] if slot.key in executable.settings.replica_groups else weight.shape
+            if tuple(shape) != slot.shape:
+                raise Error(
+                    f"{slot.role} {slot.key} has the shape {list(weight.shape)} now, and the model is compiled for"
+                    f" {list(slot.shape)}\n"
+                    "  fix: give it values of its shape, or call destroy() and compile the model again"
+                )
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""

@@ -252,3 +252,43 @@ def test_a_second_process_need_not_compile(tmp_path):
     ]  # fmt: skip
     assert outputs == ["forward\n", ""]
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.999])
+def test_a_flipped_bit_is_an_error_in_a_file_and_a_compilation_for_the_cache(tmp_path, caplog, part):
+    # It ran with other numbers, or ended in a SyntaxError, wherever the bit happened to be.
+    x = torch.ones(2, 3)
+    executor = poptorch.inferenceModel(Scaled(2.0), cached(tmp_path / "cache"))
+    executor.compileAndExport(tmp_path / "saved", x)
+    (kept,) = (tmp_path / "cache").iterdir()
+    for file in (kept, tmp_path / "saved"):
+        flip(file, int(part * file.stat().st_size))
+    with pytest.raises(AssertionError, match=r"Invalid file .*saved"):
+        poptorch.load(tmp_path / "saved")
+    again = poptorch.inferenceModel(model := Scaled(2.0), cached(tmp_path / "cache"))
+    torch.testing.assert_close(again(x), model(x).detach())
+    assert "can't be used and is compiled again" in caplog.text
+
+
+@pytest.mark.parametrize("unusable", ["file", "below a file", "not writable"])
+def test_an_unusable_cache_folder_is_one_warning(tmp_path, caplog, unusable, monkeypatch):
+    folder = tmp_path / unusable
+    if unusable == "not writable":  # the tests may be run by root, who may write anywhere
+        monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    else:
+        folder.write_text("")
+        folder = folder / "cache" if unusable == "below a file" else folder
+    for _ in range(2):
+        executor, _ = trainer(opts=cached(folder))
+        executor(*batch())
+        executor(*batch())
+    assert caplog.text.count("models are compiled each time") == 1
