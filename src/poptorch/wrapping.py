@@ -6,6 +6,7 @@ first asks the executor to copy the weights over, if they are stale. Copies and 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import functools
@@ -194,7 +195,9 @@ def _watch_registrations() -> None:
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         link = _links.get(module)
-        if link is not None and isinstance(value, Tensor) and _ask(link) is not None:
+        if link is not None and isinstance(value, Tensor) and link() is not None:
+            with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
+                _ask(link)
             _mark_tensor(value, link)
 
     nn.modules.module.register_module_parameter_registration_hook(registered)
