@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-all clean
+.PHONY: demo test check fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --seconds 60
 
 bench: $(READY)
 	$(BIN)/python benchmarks/mnist_pipeline/main.py
