@@ -31,6 +31,9 @@ MAY_IMPORT = {
     "popdist.rendezvous": VALUES | {"popdist.environment", "popengine.run"},
     "popdist.collectives": VALUES | {"popdist.environment", "popengine.run"},
     "poptorch": VALUES | ENGINE | {"popdist.environment"},
+    "popdist.checkpoint": VALUES
+    | {"poptorch", "popdist", "popdist.environment", "popdist.checkpoint_files", "popdist.collectives"},
+    "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popdist.environment"},
     "poprun": {"popdist", "popdist.environment"},
     "ipujob": {"popdist", "popdist.environment"},

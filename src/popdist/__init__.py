@@ -137,9 +137,11 @@ def _collectives() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`popdist.poptorch` loads PopTorch, and `popdist.collectives` torch, only when they are asked for."""
-    if name in ("poptorch", "collectives"):
-        import importlib
+    """`popdist.poptorch` and `popdist.Checkpoint` load PopTorch, `popdist.collectives` torch, only when asked for."""
+    import importlib
 
+    if name in ("poptorch", "collectives"):
         return importlib.import_module(f"popdist.{name}")
+    if name == "Checkpoint":
+        return importlib.import_module("popdist.checkpoint").Checkpoint
     raise AttributeError(f"module 'popdist' has no attribute {name!r}")

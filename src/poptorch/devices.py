@@ -39,6 +39,9 @@ class DeviceOwner(HostWeights, OptimizerOwner):
             engine.random_state = self._kept_rng
         if self._kept_state is not None:
             engine.write_optimizer(self._kept_state, self._kept_factor)
+        if self._kept_buffers is not None:
+            engine.write_buffers(self._kept_buffers)
+            self._kept_buffers = None
         if self._reporter is not None:
             self._reporter.attached(engine, executable.graph)
         trainer = wrapping.owner_of(self._user_model)

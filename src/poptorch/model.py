@@ -20,10 +20,10 @@ from popengine.run.results import Results
 
 from . import arguments, caching, saving, wrapping
 from .announcing import Passes, announce
+from .checkpointing import TrainingStateOwner
 from .counters import Counters, counters_of
 from .enums import ConnectionType
 from .executable import compile_model
-from .files import FileOwner
 from .inquiries import Inquiries
 from .logs import logger, repeats
 from .optim import SGD
@@ -104,7 +104,7 @@ class _Function(nn.Module):
 
 
 @face
-class PoplarExecutor(FileOwner, Inquiries):
+class PoplarExecutor(TrainingStateOwner, Inquiries):
     """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
@@ -124,7 +124,7 @@ class PoplarExecutor(FileOwner, Inquiries):
         self._signature = inspect.signature(self._model.forward)
         self._executable = self._engine = self._compilation_seconds = None
         self._host_weights_version, self._seen_version = 0, None
-        self._kept_rng = self._kept_state = None
+        self._kept_rng = self._kept_state = self._kept_buffers = None
         self._kept_factor = 1.0
         self._optimizer = self._hyper = self._link = None
         self._loaded_states = {}

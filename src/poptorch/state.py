@@ -38,6 +38,7 @@ class ExecutorState:
     _host_weights_version: int
     _seen_version: int | None  # the trainer's, when an inference executor uploaded last
     _kept_rng: tuple[int, int] | None  # while detached
+    _kept_buffers: list[dict[str, Tensor]] | None  # of each replica, until there is an engine for them
     _kept_state: dict[str, dict[str, Tensor]] | None  # of the optimizer, while detached
 
     _guard: OptimizerGuard

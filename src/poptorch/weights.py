@@ -6,6 +6,7 @@ there reaches the devices only when asked for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,17 +40,21 @@ class HostWeights(ExecutorState):
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
         engine = self._need_engine()
+        with noting(self._reporter, "weights to host"):
+            self._put_on_host(engine.read())
+        # Last: while the host has got but some of them, the next look at its weights copies all again.
+        engine.host_has_read()
+
+    def _put_on_host(self, values: Mapping[str, Tensor]) -> None:
+        """Copy these into the user's model."""
         host = self._host_weights()
-        noted = noting(self._reporter, "weights to host")
-        with noted, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for name, value in engine.read().items():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name, value in values.items():
                 if host[name].shape == value.shape:
                     host[name].copy_(value)
                 else:  # a per-replica parameter of which the host receives every replica's value
                     host[name].data = value.clone()
         self._host_weights_version += 1
-        # Last: while the host has got but some of them, the next look at its weights copies all again.
-        engine.host_has_read()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; whether they had."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,11 +118,18 @@ class Tensors:
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica, all or none."""
+        self._write(lambda replica: weights)
+
+    def write_buffers(self, values: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copy to each replica its own buffers, all or none; what is not given stays."""
+        self._write(values.__getitem__)
+
+    def _write(self, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
         before, after = self.snapshot, {}
         names = {slot.key: slot.name for slot in self._slots.values() if slot.role in ("parameter", "buffer")}
         with torch.no_grad():
             for place, kept in before.kept.items():
-                state = dict(kept.state)
+                state, weights = dict(kept.state), weights_of(place[0])
                 with self.devices[place].running():
                     for key, name in names.items():
                         if key in weights and name in state:
@@ -130,7 +137,7 @@ class Tensors:
                             state[name] = torch.empty_like(state[name]).copy_(weight)
                 after[place] = replace(kept, state=state)
         self._settle()
-        host_is_stale = before.host_is_stale and not names.keys() <= weights.keys()
+        host_is_stale = before.host_is_stale and not names.keys() <= weights_of(0).keys()
         self.snapshot = replace(before, kept=after, host_is_stale=host_is_stale)
         self._begin()
 
@@ -146,6 +153,15 @@ class Tensors:
                 if slot.role in ("parameter", "buffer"):
                     values = [self._fetch((r, ipu), name) for r in self._rows(slot.key)]
                     found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
+        return found
+
+    def read_buffers(self) -> list[dict[str, Tensor]]:
+        """Copies of each replica's buffers, by canonical name."""
+        found: list[dict[str, Tensor]] = [{} for _ in range(self.settings.counts.replicas)]
+        for place, kept in self.snapshot.kept.items():
+            for name in kept.state:
+                if self._slots[name].role == "buffer":
+                    found[place[0]][self._slots[name].key] = self._fetch(place, name).clone()
         return found
 
     def _fetch(self, place: tuple[int, int], name: str) -> Tensor:

@@ -1,0 +1,228 @@
+"""The files of checkpoints, and who writes them when.
+
+    call-120/                       complete: it was renamed when all was in it, and on the disk
+        manifest.json               instances, replicas, and each file's size and checksum
+        instance-0.pt ...
+    call-130.5f3a9c01.unfinished/   being written, by the run of this number
+        instance-0.pt  instance-0.done  instance-1.pt ...
+
+Each instance writes its file and then says `done`, or why not; instance 0 waits for all of these, and then renames the
+folder. So an instance that dies takes no checkpoint with it but the one under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from popengine.errors import Error
+
+_UNFINISHED = ".unfinished"
+_MANIFEST = "manifest.json"
+_PATIENCE = 600  # seconds that instance 0 waits for the others' files
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an instance writes its part of a checkpoint."""
+
+    directory: Path
+    calls: int
+    run: str
+    instance: int
+    instances: int
+
+    @property
+    def complete(self) -> Path:
+        return self.directory / f"call-{self.calls}"
+
+    @property
+    def unfinished(self) -> Path:
+        return self.directory / f"call-{self.calls}.{self.run}{_UNFINISHED}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in memory."""
+
+    instances: int
+    replicas: int
+    files: list[dict[str, Any]]  # by instance
+
+
+class Writing(threading.Thread):
+    """Writes one instance's file; of instance 0 also the rest."""
+
+    def __init__(self, place: Place, state: dict[str, Any], replicas: int, keep: int) -> None:
+        super().__init__(name=f"checkpoint {place.calls}", daemon=True)
+        self.place, self._state, self._replicas, self._keep = place, state, replicas, keep
+        self.failure = ""
+
+    def run(self) -> None:
+        try:
+            self._write()
+            if self.place.instance == 0:
+                self._complete()
+        except Exception as error:  # told by the thread that asked for the checkpoint
+            self.failure = str(error)
+        finally:
+            self._state = {}
+
+    def _write(self) -> None:
+        folder, name = self.place.unfinished, f"instance-{self.place.instance}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written = {f"{name}.pt": _save(folder / f"{name}.pt", self._state)}
+            _write_text(folder / f"{name}.done", json.dumps(written))
+        except Exception as error:
+            (folder / f"{name}.pt").unlink(missing_ok=True)  # a full disk needs the room
+            with contextlib.suppress(OSError):
+                _write_text(folder / f"{name}.done", json.dumps({"failure": f"instance {name[9:]}: {error}"}))
+            if self.place.instance == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _complete(self) -> None:
+        folder = self.place.unfinished
+        try:
+            written = self._of_all(folder)
+            manifest = {
+                "format": _FORMAT,
+                "calls": self.place.calls,
+                "instances": self.place.instances,
+                "replicas": self._replicas,
+                "files": written,
+            }
+            _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
+            for path in folder.glob("*.done"):
+                path.unlink()
+            _sync(folder)
+            if self.place.complete.exists():  # a damaged one
+                shutil.rmtree(self.place.complete)
+            folder.rename(self.place.complete)
+            _sync(self.place.directory)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _tidy(self.place, self._keep)
+
+    def _of_all(self, folder: Path) -> dict[str, Any]:
+        """What all instances have written. Raises: Error, if one could not, or doesn't come."""
+        written: dict[str, Any] = {}
+        until = time.monotonic() + _PATIENCE
+        for instance in range(self.place.instances):
+            done = folder / f"instance-{instance}.done"
+            while not done.exists():
+                if time.monotonic() > until:
+                    raise Error(f"instance {instance} has written nothing for {_PATIENCE} s")
+                time.sleep(0.02)
+            written |= json.loads(done.read_text())
+        if "failure" in written:
+            raise Error(written["failure"])
+        return written
+
+
+def complete(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first."""
+    found = [path for path in directory.glob("call-*") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
+    """What is wrong with a checkpoint's files; one of several readers looks at some of them only."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        wanted = sorted(manifest["files"].items())
+        if manifest["format"] != _FORMAT:
+            return [f"it is of format {manifest['format']}, and this is {_FORMAT}"] if reader == 0 else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{_MANIFEST}: {error}"] if reader == 0 else []
+    return [
+        f"{name} is not what was written"
+        for name, expected in wanted[reader::readers]
+        if _checksum(folder / name) != expected
+    ]
+
+
+def read(folder: Path) -> Found:
+    """A checkpoint without faults."""
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    count = manifest["instances"]
+    loaded = [torch.load(folder / f"instance-{i}.pt", weights_only=True) for i in range(count)]
+    return Found(count, manifest["replicas"], loaded)
+
+
+class _Summed:
+    """A file that is written once, from its beginning to its end, with the checksum of it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.size, self.sum = file, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.sum = zlib.crc32(data, self.sum)
+        count = self._file.write(data)
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(path: Path, state: Any) -> list[int]:
+    """Write a file to the disk; its size and checksum."""
+    with open(path, "wb") as file:
+        summed = _Summed(file)
+        torch.save(state, summed)  # pyright: ignore[reportArgumentType]
+        file.flush()
+        os.fsync(file.fileno())
+    return [summed.size, summed.sum]
+
+
+def _checksum(path: Path) -> list[int]:
+    size, total = 0, 0
+    try:
+        with open(path, "rb") as file:
+            while part := file.read(1 << 24):
+                size, total = size + len(part), zlib.crc32(part, total)
+    except OSError:
+        return []
+    return [size, total]
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _sync(folder: Path) -> None:
+    """Let the disk know of new names."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tidy(place: Place, keep: int) -> None:
+    """Delete what is older than the newest, and what killed runs have left."""
+    for path in complete(place.directory)[keep:]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in place.directory.glob(f"call-*{_UNFINISHED}"):
+        if place.run not in path.name:
+            shutil.rmtree(path, ignore_errors=True)

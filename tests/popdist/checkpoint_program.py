@@ -1,0 +1,125 @@
+"""A small training with all that a checkpoint has to keep; also a program, of which tests start several instances.
+
+python checkpoint_program.py FOLDER CALLS [--loader MODE]      leaves FOLDER/result-INSTANCE.pt
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import popdist.poptorch
+import poptorch
+
+ROWS = 96
+
+
+class Net(nn.Module):
+    """Two stages with dropout and BatchNorm, whose running statistics differ from replica to replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, targets):
+        with poptorch.Block("a"):
+            x = self.dropout(self.norm(self.a(x)).relu())
+        with poptorch.Block("b"):
+            return nn.functional.mse_loss(self.b(x), targets)
+
+
+def adamw(model):
+    return poptorch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, loss_scaling=64.0)
+
+
+def torchs_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Training:
+    """Everything of one run, from a seed that may differ between a run and the one that goes on from it."""
+
+    def __init__(self, opts, folder, seed=0, optimizer=adamw, mode=poptorch.DataLoaderMode.Sync, every=2):
+        torch.manual_seed(seed)
+        opts.deviceIterations(2).randomSeed(3).showCompilationProgressBar(False)
+        opts.outputMode(poptorch.OutputMode.All).setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
+        opts.Training.gradientAccumulation(3).setAutomaticLossScaling(True)
+        opts._Popart.set("replicatedCollectivesSettings.mergeAllReduceCollectives", True)
+        opts.TensorLocations.setOptimizerLocation(
+            poptorch.TensorLocationSettings()
+            .minElementsForReplicatedTensorSharding(4)
+            .useReplicatedTensorSharding()
+        )
+        rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+        dataset = torch.utils.data.TensorDataset(rows, rows[:, :3].cos())
+        self.model = Net()
+        with torch.random.fork_rng():
+            how = {"sharing_strategy": poptorch.SharingStrategy.Fork}
+            how = {} if mode == poptorch.DataLoaderMode.Sync else {"async_options": how}
+            self.loader = poptorch.DataLoader(opts, dataset, batch_size=2, shuffle=True, mode=mode, **how)
+        self.optimizer = optimizer(self.model)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.trainer = poptorch.trainingModel(self.model, opts, self.optimizer)
+        self.checkpoint = popdist.Checkpoint(folder, every=every)
+        self.losses = []
+
+    def restore(self):
+        return self.checkpoint.restore(self.trainer, self.loader, schedule=self.schedule)
+
+    def train(self, calls, on_call=lambda calls: None):
+        """Up to so many calls, those before the checkpoint included."""
+        while self.checkpoint.calls < calls:
+            for batch in self.loader:
+                self.losses.append(self.trainer(*batch) + torch.rand(()))  # the program's own random numbers
+                self.schedule.step()
+                self.trainer.setOptimizer(self.optimizer)
+                self.checkpoint.step()
+                on_call(self.checkpoint.calls)
+                if self.checkpoint.calls == calls:
+                    break
+        self.checkpoint.wait()
+        return self
+
+    def result(self):
+        state = self.trainer._training_state()
+        self.loader.terminate()
+        return {**state, "losses": self.losses}
+
+
+def difference(one, other) -> str:
+    """Where two results differ, to the last bit; empty: nowhere."""
+    if isinstance(one, dict):
+        found = [f"{k}.{difference(one.get(k), other.get(k))}" for k in one.keys() | other.keys()]
+        return " ".join(text for text in found if not text.endswith("."))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return "length"
+        found = [f"{i}.{difference(a, b)}" for i, (a, b) in enumerate(zip(one, other, strict=True))]
+        return " ".join(text for text in found if not text.endswith("."))
+    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return "" if same else "value"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("calls", type=int)
+    parser.add_argument("--loader", default="Sync")
+    parser.add_argument("--say", action="store_true", help="tell of each call")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    popdist.init()
+    training = Training(popdist.poptorch.Options(), flags.folder, mode=poptorch.DataLoaderMode[flags.loader])
+    begun = training.restore()
+    print(f"instance {popdist.getInstanceIndex()} begins at call {begun}", flush=True)
+    training.train(flags.calls, lambda calls: flags.say and print("call", calls, flush=True))
+    torch.save(training.result(), flags.folder / f"result-{popdist.getInstanceIndex()}.pt")
+    popdist.synchronize()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # nothing is left to do, and gloo's threads may take a while

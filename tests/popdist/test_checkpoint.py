@@ -1,0 +1,133 @@
+"""A training goes on from a checkpoint as if it had never ended, or from the one before if that is damaged."""
+
+import errno
+import logging
+import os
+
+import pytest
+import torch
+from checkpoint_program import Training, adamw, difference, torchs_sgd
+
+import popdist
+import poptorch
+from popdist import checkpoint_files as files
+
+CALLS = 6
+
+
+def options():
+    return poptorch.Options().replicationFactor(2)
+
+
+def unbroken(folder, **how):
+    training = Training(options(), folder / "unbroken", **how)
+    training.restore()
+    return training.train(CALLS).result()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, torchs_sgd])
+@pytest.mark.parametrize("compiled", [False, True], ids=["not compiled", "compiled"])
+def test_a_training_goes_on_to_the_bits_of_one_that_never_ended(tmp_path, optimizer, compiled):
+    expected = unbroken(tmp_path, optimizer=optimizer)
+    first = Training(options(), tmp_path / "a", optimizer=optimizer)
+    assert first.restore() == 0
+    first.train(5)  # the last checkpoint is of call 4, in the middle of an epoch
+    second = Training(options(), tmp_path / "a", seed=99, optimizer=optimizer)
+    if compiled:
+        second.trainer(*next(iter(second.loader)))
+    assert second.restore() == 4
+    found = second.train(CALLS).result()
+    assert difference(found, {**expected, "losses": expected["losses"][4:]}) == ""
+
+
+def test_an_asynchronous_loader_goes_on_too(tmp_path):
+    how = {"mode": poptorch.DataLoaderMode.Async}
+    expected = unbroken(tmp_path, **how)
+    first = Training(options(), tmp_path / "a", **how)
+    first.restore()
+    first.train(5).loader.terminate()
+    second = Training(options(), tmp_path / "a", seed=99, **how)
+    assert second.restore() == 4
+    assert difference(second.train(CALLS).result(), {**expected, "losses": expected["losses"][4:]}) == ""
+
+
+def test_the_newest_few_stay_and_what_killed_runs_left_goes(tmp_path):
+    left = tmp_path / "call-1.abc.unfinished"
+    left.mkdir()
+    training = Training(options(), tmp_path, every=1)
+    training.restore()
+    training.train(4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-3", "call-4"]
+    assert sorted(path.name for path in (tmp_path / "call-4").iterdir()) == ["instance-0.pt", "manifest.json"]
+
+
+def trained_to_four(folder):
+    training = Training(options(), folder)
+    training.restore()
+    training.train(4)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another bit", "gone", "no manifest"])
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_that_is_said(tmp_path, damage, caplog):
+    trained_to_four(tmp_path)
+    file = tmp_path / "call-4" / "instance-0.pt"
+    content = bytearray(file.read_bytes())
+    if damage == "another bit":
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content[: -1 if damage == "cut short" else None])
+    if damage in ("gone", "no manifest"):
+        (file if damage == "gone" else tmp_path / "call-4" / "manifest.json").unlink()
+    training = Training(options(), tmp_path, seed=99)
+    with caplog.at_level(logging.WARNING):
+        assert training.restore() == 2
+    assert "call-4 is damaged: " in caplog.text and "; the one before is taken" in caplog.text
+    training.train(4)  # and takes its place
+    assert files.faults(tmp_path / "call-4") == []
+
+
+def test_a_full_disk_is_a_warning_the_training_goes_on_and_older_checkpoints_stay(
+    tmp_path, caplog, monkeypatch
+):
+    trained_to_four(tmp_path)
+    training = Training(options(), tmp_path)
+    training.restore()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING):
+        training.train(6)
+    assert "the checkpoint of call 6 could not be written: [Errno 28] No space left on device" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-2", "call-4"]
+    monkeypatch.undo()
+    training.train(8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-4", "call-8"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
+    trained_to_four(tmp_path)
+    model = torch.nn.Linear(6, 9)
+    other = poptorch.trainingModel(model, poptorch.Options(), poptorch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        poptorch.Error, match=r"of another model: a.bias is .*; bias is missing there, \[9\] here"
+    ):
+        popdist.Checkpoint(tmp_path).restore(other)
+
+
+def test_parts_that_differ_are_named(tmp_path):
+    trained_to_four(tmp_path)
+    training = Training(options(), tmp_path)
+    with pytest.raises(poptorch.Error, match=r"and restore\(\) differ in schedule"):
+        training.checkpoint.restore(training.trainer, training.loader)
+
+
+def test_nothing_can_be_saved_before_restore(tmp_path):
+    with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the training"):
+        popdist.Checkpoint(tmp_path).save()
+
+
+@pytest.mark.parametrize("arguments", [{"every": -1}, {"keep": 0}])
+def test_faulty_arguments_are_refused(tmp_path, arguments):
+    with pytest.raises(ValueError, match="every must not be negative, and keep at least 1"):
+        popdist.Checkpoint(tmp_path, **arguments)
