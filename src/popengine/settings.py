@@ -12,7 +12,7 @@ AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 Backend = Literal["eager", "inductor"]
 DeviceKind = Literal["cpu", "cuda"]
-OptimizerKind = Literal["sgd", "adam", "adamw", "rmsprop", "lamb"]
+OptimizerKind = Literal["sgd", "adam", "adamw", "rmsprop", "lamb", "lars"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Hyper:
 
     Keys of a group: SGD lr, momentum, dampening, weight_decay, nesterov, maximize; Adam, AdamW and LAMB
     lr, beta1, beta2, eps, weight_decay, maximize (LAMB also max_weight_norm); RMSprop lr, alpha, eps,
-    weight_decay, momentum, maximize.
+    weight_decay, momentum, maximize; LARS lr, momentum, weight_decay, eta, eps, maximize.
     """
 
     groups: tuple[dict[str, float], ...]

@@ -19,7 +19,7 @@ from popengine.settings import Settings, StagePlan, Strategy
 from .logs import logger
 
 _EACH_ALONE = Strategy("pipelined", "auto_increment")
-_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "rmsprop": 1}
+_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "lars": 1, "rmsprop": 1}
 
 
 def balanced(

@@ -81,6 +81,29 @@ def lamb(lr, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.0, max_weight_norm=65500.
     return rule
 
 
+class Lars(torch.optim.Optimizer):
+    """The twin of poptorch.optim.LARS in plain PyTorch."""
+
+    def __init__(self, parameters, lr, momentum=0.9, decay=5e-5, eta=1e-3):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "decay": decay, "eta": eta})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for w in group["params"]:
+                g, rate, decay = w.grad, 1.0, 0.0
+                if w.dim() > 1:
+                    decay, size, length = group["decay"], w.norm(), w.grad.norm()
+                    if size > 0 and length > 0:
+                        rate = group["eta"] * size / (length + decay * size)
+                state = self.state[w]
+                v = group["momentum"] * state.get("v", torch.zeros_like(w)) + group["lr"] * rate * (
+                    g + decay * w
+                )
+                state["v"] = v
+                w -= v
+
+
 def plain(optimizer, mean=True, clip=None, clip_value=None, model=parity_models.Digits, sums=torch.float32):
     """Weights after 20 updates in plain PyTorch.
 

@@ -47,8 +47,9 @@ def elements(executor, replica):
         (poptorch.optim.AdamW, {"max_grad_norm": 0.1}),
         (poptorch.optim.SGD, {"momentum": 0.9}),
         (poptorch.optim.LAMB, {"weight_decay": 0.1}),
+        (poptorch.optim.LARS, {"weight_decay": 0.1}),
     ],
-    ids=["adamw with clipping", "sgd with momentum", "lamb"],
+    ids=["adamw with clipping", "sgd with momentum", "lamb", "lars"],
 )
 def test_replicas_that_share_the_state_train_to_the_same_bits(optimizer, more):
     assert same(run(True, optimizer=optimizer, **more), run(False, optimizer=optimizer, **more))

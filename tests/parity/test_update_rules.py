@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from parity_rules import Formula, adam, lamb, plain, rmsprop_tf, sgd, trained
+from parity_rules import Formula, Lars, adam, lamb, plain, rmsprop_tf, sgd, trained
 
 from poptorch import optim
 
@@ -112,3 +112,11 @@ def test_groups_have_their_own_rates():
         return build
 
     assert differing(trained(grouped(optim)), plain(grouped(torch.optim))) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.0}, {"eta": 0.02}], ids=str)
+def test_lars_is_its_twin_in_plain_pytorch(more):
+    twin = plain(partial(Lars, lr=0.5, decay=0.01, **more))
+    mine = trained(partial(optim.LARS, lr=0.5, weight_decay=0.01, **more))
+    for name, value in twin.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7)

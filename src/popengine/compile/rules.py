@@ -9,6 +9,7 @@ are torch's to the last bit.
     adam, adamw      exp_avg, exp_avg_sq, step                      bias correction can be off
     rmsprop          square_avg; grad_avg, momentum_buffer if used  has a TensorFlow variant
     lamb             exp_avg, exp_avg_sq, step                      torch has none
+    lars             velocity                                       torch has none
 """
 
 from __future__ import annotations
@@ -172,10 +173,39 @@ def _lamb(
     torch._foreach_add_(parameters, directions, alpha=-group["lr"])
 
 
+def _lars(
+    optimizer: Optimizer,
+    group: Rates,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[State],
+) -> None:
+    """λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), 1 where a norm is 0;  v ← μ·v + lr·λ·(g + β·w);  w ← w − v.
+
+    Weights of fewer than two dimensions (biases, parameters of norms): λ = 1 and β = 0.
+    """
+    _signed(group, gradients)
+    decay = group["weight_decay"]
+    layers = [place for place, parameter in enumerate(parameters) if parameter.dim() > 1]
+    if layers:
+        weights, steps = [parameters[place] for place in layers], [gradients[place] for place in layers]
+        sizes = torch.stack(torch._foreach_norm(weights))
+        lengths = torch.stack(torch._foreach_norm(steps))
+        trusted = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
+        trust = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(trusted), trusted)
+        _decay_gradients(group, weights, steps)
+        torch._foreach_mul_(steps, list(trust.unbind()))
+    velocities = _column(states, "velocity")
+    torch._foreach_mul_(velocities, group["momentum"])
+    torch._foreach_add_(velocities, gradients, alpha=group["lr"])
+    torch._foreach_sub_(parameters, velocities)
+
+
 RULES: dict[OptimizerKind, Rule] = {
     "sgd": _sgd,
     "adam": _adam,
     "adamw": _adam,
     "rmsprop": _rmsprop,
     "lamb": _lamb,
+    "lars": _lars,
 }

@@ -30,7 +30,9 @@ CHUNK = 1 << 16
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """The state of one parameter before its first update: zeros, but ones for the TensorFlow RMSprop."""
     kind, types = optimizer.kind, optimizer.state_types
-    names = {"sgd": (), "rmsprop": ("square_avg",)}.get(kind, ("exp_avg", "exp_avg_sq"))
+    names = {"sgd": (), "lars": ("velocity",), "rmsprop": ("square_avg",)}.get(
+        kind, ("exp_avg", "exp_avg_sq")
+    )
     optional = {"sgd": ("velocity",), "rmsprop": ("momentum_buffer",)}.get(kind, ())
     names += tuple(name for name in optional if name in types)
     if kind == "rmsprop" and optimizer.centered:

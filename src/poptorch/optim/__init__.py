@@ -3,6 +3,7 @@
 from poptorch.optim.attributes import VariableAttributes
 from poptorch.optim.base import Optimizer
 from poptorch.optim.lamb import LAMB
+from poptorch.optim.lars import LARS
 from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
 
-__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
+__all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]

@@ -14,12 +14,13 @@ from popengine import settings
 from popengine.errors import Error
 from poptorch.optim.base import Optimizer
 from poptorch.optim.lamb import LAMB, MAX_WEIGHT_NORM
+from poptorch.optim.lars import LARS
 from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
 
 logger = logging.getLogger("poptorch::python")
 
 SUPPORTED = (
-    *(SGD, Adam, AdamW, RMSprop, LAMB),
+    *(SGD, Adam, AdamW, RMSprop, LAMB, LARS),
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
 )
 
@@ -30,11 +31,13 @@ GROUP_ATTRIBUTES: dict[settings.OptimizerKind, tuple[str, ...]] = {
     "adamw": AdamW._attributes,
     "rmsprop": RMSprop._attributes,
     "lamb": LAMB._attributes,
+    "lars": LARS._attributes,
 }
 
 # The attribute that holds the dtype of each state.
 _TYPE_ATTRIBUTES: dict[settings.OptimizerKind, dict[str, str]] = {
     "sgd": {"velocity": "velocity_accum_type"},
+    "lars": {"velocity": "velocity_accum_type"},
     "rmsprop": {
         "square_avg": "second_order_momentum_accum_type",
         "momentum_buffer": "first_order_momentum_accum_type",
@@ -105,6 +108,8 @@ def kind_of(optimizer: Any) -> settings.OptimizerKind:
         return "rmsprop"
     if isinstance(optimizer, LAMB):
         return "lamb"
+    if isinstance(optimizer, LARS):
+        return "lars"
     supported = ", ".join(
         f"{'poptorch' if issubclass(t, Optimizer) else 'torch'}.optim.{t.__name__}" for t in SUPPORTED
     )

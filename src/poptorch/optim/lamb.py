@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from popengine import settings
-from popengine.compile.update import init_state, update
-from poptorch.optim.base import Optimizer, given
+from poptorch.optim.base import given
+from poptorch.optim.own_rule import OwnRule
 
 MAX_WEIGHT_NORM = 65500.0
 
 
-class LAMB(Optimizer, torch.optim.Optimizer):
+class LAMB(OwnRule):
     """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
 
     Args: bias_correction: False uses the moments as they are
@@ -60,37 +55,3 @@ class LAMB(Optimizer, torch.optim.Optimizer):
             first_order_momentum_accum_type=first_order_momentum_accum_type,
             second_order_momentum_accum_type=second_order_momentum_accum_type,
         )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights from their `.grad`, by the rule that executors run."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        rule = settings.Optimizer(
-            kind="lamb",
-            group_of={},
-            state_types={
-                "exp_avg": self.first_order_momentum_accum_type,
-                "exp_avg_sq": self.second_order_momentum_accum_type,
-            },
-            bias_correction=self.bias_correction,
-        )
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = init_state(rule, parameter)
-            limit = group["max_weight_norm"]
-            rates = {
-                "lr": group["lr"],
-                "beta1": group["betas"][0],
-                "beta2": group["betas"][1],
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "max_weight_norm": MAX_WEIGHT_NORM if limit is None else limit,
-            }
-            gradients = [parameter.grad for parameter in parameters]
-            update(rule, rates, parameters, gradients, [self.state[parameter] for parameter in parameters])
-        return loss

@@ -1,6 +1,6 @@
 """The names of an optimizer's device state in `state_dict()`, and back.
 
-ipu_state   Accl1___<parameter>   SGD: velocity; Adam, AdamW, LAMB: first moment; RMSprop: square average
+ipu_state   Accl1___<parameter>   SGD, LARS: velocity; Adam, AdamW, LAMB: first moment; RMSprop: square average
             Accl2___<parameter>   Adam, AdamW, LAMB: second moment; RMSprop: momentum buffer
             Accl3___<parameter>   RMSprop: mean of the gradients (centered)
             Step___<parameter>    updates so far
@@ -21,6 +21,7 @@ State = dict[str, Tensor]
 _MOMENTS = {"exp_avg": "Accl1", "exp_avg_sq": "Accl2", "step": "Step"}
 _STATES: dict[settings.OptimizerKind, dict[str, str]] = {
     "sgd": {"velocity": "Accl1", "step": "Step"},
+    "lars": {"velocity": "Accl1"},
     "rmsprop": {"square_avg": "Accl1", "momentum_buffer": "Accl2", "grad_avg": "Accl3"},
 }
 _RATES = {

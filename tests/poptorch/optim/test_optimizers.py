@@ -15,7 +15,7 @@ from popengine.settings import Optimizer as Rule
 from poptorch import optim
 from poptorch.optim.state import rate_entries, state_entries, states_of
 
-EACH = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB]
+EACH = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB, optim.LARS]
 ARGUMENTS = {
     optim.SGD: "params lr momentum dampening weight_decay nesterov maximize foreach differentiable "
     "loss_scaling velocity_scaling use_combined_accum accum_type velocity_accum_type max_grad_norm",
@@ -28,6 +28,7 @@ ARGUMENTS = {
     "loss_scaling accum_type first_order_momentum_accum_type second_order_momentum_accum_type use_tf_variant",
     optim.LAMB: "params lr betas eps weight_decay bias_correction loss_scaling max_weight_norm accum_type "
     "first_order_momentum_accum_type second_order_momentum_accum_type",
+    optim.LARS: "params lr momentum weight_decay eta eps loss_scaling accum_type velocity_accum_type max_grad_norm",
 }
 
 
