@@ -21,13 +21,14 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _Distributed(Distributed):
-    def disable(self) -> NoReturn:
+    # Whatever the arguments are: it is the call that is wrong.
+    def disable(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.disable")
 
-    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> NoReturn:
+    def setEnvVarNames(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.setEnvVarNames")
 
-    def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
+    def configureProcessId(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.configureProcessId")
 
 
@@ -62,8 +63,8 @@ class Options(poptorch.Options):
     def ipus_per_replica(self) -> int:
         return self._ipus_per_replica
 
-    def replicationFactor(self, replication_factor: int) -> Any:
+    def replicationFactor(self, *args: Any, **kwargs: Any) -> Any:
         _refuse("replicationFactor")
 
-    def useIpuId(self, ipu_id: int) -> Any:
+    def useIpuId(self, *args: Any, **kwargs: Any) -> Any:
         _refuse("useIpuId")

@@ -2,7 +2,7 @@
 
 x, b[0], ...          an input, by the name of forward's argument
 loss:0, loss:1, ...   the losses in the order in which forward computes them; `loss` is the last
-layer.weight          a parameter or buffer at the start of each weight update
+layer.weight          (or model.layer.weight) a parameter or buffer at the start of each weight update
 Gradient___<name>     the gradient of each micro-batch, without loss scaling       (training)
 UpdatedVar___<name>   a parameter after each weight update                         (training)
 finalLossScale        the loss scaling of the call                                 (training)
@@ -11,6 +11,7 @@ finalLossScale        the loss scaling of the call                              
 from __future__ import annotations
 
 import difflib
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,9 +80,10 @@ def resolve(
 
     found: dict[str, Anchor | None] = {}
     for short, request in requests.items():
-        name, mode, period = request.long_name, request.outputs, request.period
-        if name not in names:
-            raise _unknown(short, name, names)
+        mode, period = request.outputs, request.period
+        name = _known(request.long_name, names, traced)
+        if name is None:
+            raise _unknown(short, request.long_name, names)
         if name in traced:
             found[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
         elif name == LOSS_SCALE:
@@ -94,6 +96,15 @@ def resolve(
             found[short] = Anchor("weight", name, mode, period)
     graph = replace(graph, results=(*graph.results, *added)) if added else graph
     return graph, Anchors(found, tuple(names))
+
+
+def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
+    """The name of ours for what a program calls so: PopTorch's names of weights may begin with `model.`."""
+    if name in names:
+        return name
+    prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
+    plain = prefix + name.removeprefix(prefix).removeprefix("model.")
+    return plain if plain in names and plain not in traced else None
 
 
 def _unknown(short: str, name: str, names: list[str]) -> Error:

@@ -23,6 +23,12 @@ class Counters:
     output: Times = field(default_factory=lambda: [[]])
     output_complete: Times = field(default_factory=lambda: [[]])
 
+    @classmethod
+    def without_times(cls, inputs: int, outputs: int) -> Counters:
+        """An empty list for each tensor."""
+        staged, arrived = [[[] for _ in range(count)] for count in (inputs, outputs)]
+        return cls(staged, staged, arrived, arrived)
+
     def round_trip(self) -> Latency:
         return _latency(self.input, min, self.output_complete, max)
 

@@ -129,10 +129,10 @@ def _requests(options: Options) -> dict[str, Request]:
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
         if use_default:
             mode, period = options.output_mode, options.output_return_period
-        if mode == OutputMode.EveryN and options.device_iterations % period:
+        if mode == OutputMode.EveryN and period > options.device_iterations:
             raise Error(
-                f"anchorTensor({short!r}, ...): output_return_period {period} must divide deviceIterations,"
-                f" which is {options.device_iterations}"
+                f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
+                f" a call, which are {options.device_iterations}: nothing would be kept"
             )
         found[short] = Request(long_name, OUTPUTS[OutputMode(mode)], period)
     return found

@@ -59,6 +59,7 @@ def test_options_take_replicas_and_place_from_the_launcher(launched):
         ("Distributed.disable", lambda opts: opts.Distributed.disable()),
         ("Distributed.setEnvVarNames", lambda opts: opts.Distributed.setEnvVarNames("A", "B")),
         ("Distributed.configureProcessId", lambda opts: opts.Distributed.configureProcessId(0, 1)),
+        ("Distributed.configureProcessId", lambda opts: opts.Distributed.configureProcessId(1)),
     ],
 )
 def test_what_the_launcher_decides_can_not_be_set(name, call):

@@ -145,3 +145,32 @@ def test_automatic_loss_scaling_is_visible_in_its_anchor_and_state_only():
     scaled.detachFromDevice()
     scaled(*batch(6))
     assert scaled.getAnchoredTensor("scale") == 8 * 2**9
+
+
+def test_names_of_weights_may_begin_with_model():
+    names = {
+        "grad": "Gradient___model.layer.weight",
+        "new": "UpdatedVar___model.layer.weight",
+        "old": "model.layer.bias",
+    }
+    executor, model = trainer(opts=anchored(options(), **names))
+    before, expected = model.layer.bias.detach().clone(), gradient_of(model, *batch())
+    executor(*batch())
+    torch.testing.assert_close(executor.getAnchoredTensor("grad"), expected)
+    assert torch.equal(executor.getAnchoredTensor("new"), model.layer.weight)
+    assert torch.equal(executor.getAnchoredTensor("old"), before)
+    with pytest.raises(poptorch.Error, match="no tensor has that name"):
+        trainer(opts=anchored(options(), x="model.x"))[0](*batch())  # an input
+
+
+def test_a_period_of_an_anchor_need_not_divide_the_device_iterations():
+    opts = options(iterations=5)
+    opts.anchorTensor("x", "x", OutputMode.EveryN, 2)
+    executor = poptorch.inferenceModel(Trained(), opts)
+    x = torch.arange(15.0).reshape(5, 3)
+    executor(x)
+    assert torch.equal(executor.getAnchoredTensor("x"), x[[1, 3]])
+    opts = options(iterations=5)
+    opts.anchorTensor("x", "x", OutputMode.EveryN, 6)
+    with pytest.raises(poptorch.Error, match="output_return_period 6 is more than the deviceIterations"):
+        poptorch.inferenceModel(Trained(), opts)(x)

@@ -1,6 +1,7 @@
 """Performance counters: how many entries there are, and what the latencies make of them."""
 
 import pytest
+import torch
 from executor_models import Trained, batch, options, trainer
 
 import poptorch
@@ -67,3 +68,9 @@ def test_destroy_forgets_the_times():
     executor(*batch())
     executor.destroy()
     assert entries(executor) == [[0]] * 4
+
+
+def test_synthetic_data_has_an_empty_list_for_each_tensor():
+    executor = poptorch.inferenceModel(lambda x, y: (x, y, x + y), options().enableSyntheticData(True))
+    executor(torch.ones(2), torch.ones(2))
+    assert entries(executor) == [[0] * 2, [0] * 2, [0] * 3, [0] * 3]

@@ -27,7 +27,7 @@ class AsynchronousDataAccessor:
     """Iterates over `dataset` in a worker process, which stays ahead by up to `buffer_size` batches.
 
     A batch is a view of shared memory: it is valid until the next one has been taken, so clone what you
-    want to keep. Tuples arrive as lists. All batches must have the shapes and dtypes of the first.
+    want to keep. Tuples arrive as lists. All batches must have the shapes of the first.
 
     Args:
         buffer_size: slots in the ring; at least two are made, as one is in your hands.
@@ -130,7 +130,9 @@ class AsynchronousDataAccessor:
         self._held, self._inside = item.slot, True
         self._state, self._begun = item.state, item.begun or self._begun
         skeleton = self._skeleton if item.skeleton is None else _opened(item.skeleton)
-        return with_tensors(skeleton, iter(self._ring.views(item.slot, item.rows)))
+        return (
+            skeleton if item.whole else with_tensors(skeleton, iter(self._ring.views(item.slot, item.rows)))
+        )
 
     def _receive(self, complaint: str) -> Any:
         """The worker's next message. Raises: an error that begins with `complaint`, if it failed or died."""

@@ -56,6 +56,12 @@ class Ring:
         views = [memory[p.offset : p.offset + p.bytes].view(p.dtype).view(p.shape) for p in self.places]
         return views if rows is None else [view[:count] for view, count in zip(views, rows, strict=True)]
 
+    def has_the_shapes_but_not_the_types_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a batch has the shapes of the first one, but other dtypes: slots can't hold such a one."""
+        if [tuple(tensor.shape) for tensor in tensors] != [place.shape for place in self.places]:
+            return False
+        return [tensor.dtype for tensor in tensors] != [place.dtype for place in self.places]
+
     def fill(self, slot: int, tensors: Sequence[torch.Tensor], short: bool) -> tuple[int, ...] | None:
         """Copy a batch in. Returns: the rows of each tensor, if it is `short` of rows; None for a full slot.
 

@@ -59,6 +59,7 @@ class Item:
     slot: int
     rows: tuple[int, ...] | None
     skeleton: bytes | None  # None: that of Ready
+    whole: bool  # the skeleton has its tensors in it: the slot could not hold them
     state: bytes | None  # of the dataset, once this is handed out, but for what is the same in an epoch ...
     begun: bytes | None  # ... which comes with its first item
 
@@ -180,15 +181,19 @@ class _Feeder:
 
     def feed(self, element: Any) -> None:
         slot = self.free.popleft()
-        rows = self.ring.fill(slot, tensors_of(element), self.request.short_tail)
-        skeleton = None if describe(element) == self.first else _skeleton(element)
+        tensors = tensors_of(element)
+        if whole := self.ring.has_the_shapes_but_not_the_types_of(tensors):
+            rows, skeleton = None, pickle.dumps(with_tensors(element, (t.detach().clone() for t in tensors)))
+        else:
+            rows = self.ring.fill(slot, tensors, self.request.short_tail)
+            skeleton = None if describe(element) == self.first else _skeleton(element)
         begun = None
         if self.is_first and (progress := getattr(self.dataset, "_progress", None)) is not None:
             begun = pickle.dumps({"epoch": progress.epoch, "begun": progress.begun})
         self.is_first = False
         self.position += 1
         state = self.state(position=self.position, begun=None)
-        self.send(Item(self.generation, slot, rows, skeleton, state, begun))
+        self.send(Item(self.generation, slot, rows, skeleton, whole, state, begun))
 
     def obey(self, message: int | Restart) -> None:
         if isinstance(message, Restart):

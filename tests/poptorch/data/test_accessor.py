@@ -194,3 +194,12 @@ def test_a_dataset_that_fails_later_fails_the_consumer():
 def test_a_batch_of_another_shape_is_an_error_that_names_both():
     with pytest.raises(AssertionError, match=r"expected \[2\] torch.float32, got \[3\] torch.float32"):
         list(forked([torch.ones(2), torch.ones(3)]))
+
+
+def test_a_batch_of_other_dtypes_than_the_first_arrives_as_it_is():
+    batches = [torch.tensor([1, 2]), torch.tensor([0.5, 2.5]), torch.tensor([3, 4])]
+    accessor = AsynchronousDataAccessor(batches)
+    found = [batch.clone() for batch in accessor]
+    accessor.terminate()
+    assert [batch.dtype for batch in found] == [torch.int64, torch.float32, torch.int64]
+    assert [batch.tolist() for batch in found] == [[1, 2], [0.5, 2.5], [3, 4]]
