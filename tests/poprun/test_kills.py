@@ -1,0 +1,66 @@
+"""Instances and poprun itself are killed, and the training ends in the bits of one that nobody killed.
+
+`kill_often.py` does the same at random moments, as often as it is told.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import poptorch
+
+PROGRAM = Path(__file__).parents[1] / "popdist" / "checkpoint_program.py"
+sys.path.insert(0, str(PROGRAM.parent))
+
+from checkpoint_program import Training, difference  # noqa: E402
+
+TWO = ("--num-replicas", 2, "--num-instances", 2, "--max-restarts", 3)
+CALLS = 6
+LIMIT = 240  # seconds, on a machine that does much else
+
+
+def results(folder):
+    found = [torch.load(folder / f"result-{instance}.pt") for instance in range(2)]
+    for result in found:
+        del result["losses"]  # of the calls since the last checkpoint only
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return [tmp_path_factory.mktemp(name) for name in ("whole", "killed")]
+
+
+def test_a_training_of_which_everything_was_killed_ends_in_the_same_bits(poprun, folders):
+    whole, killed = folders
+    unbroken = poprun(*TWO, sys.executable, PROGRAM, whole, CALLS)
+    run = poprun(*TWO, sys.executable, PROGRAM, killed, CALLS, "--say")
+    run.until("call 3\n", LIMIT)
+    os.kill(run.processes("checkpoint_program")[-1], signal.SIGKILL)
+    run.until("all instances start again, 1 of at most 3 times", LIMIT)
+    run.until("begins at call 2", LIMIT)
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert run.nothing_left(20)
+    again = poprun(*TWO, sys.executable, PROGRAM, killed, CALLS)
+    assert again.wait(LIMIT) == 0, again.said()
+    assert "begins at call 0" not in again.said()
+    assert unbroken.wait(LIMIT) == 0, unbroken.said()
+    assert difference(results(killed), results(whole)) == ""
+
+
+def test_one_process_goes_on_from_two_with_all_their_replicas(folders):
+    """Needs what the test before has left."""
+    whole, _ = folders
+    training = Training(poptorch.Options().replicationFactor(2), whole)
+    assert training.restore() == CALLS
+    training.trainer.compile(*next(iter(training.loader)))
+    one, (first, second) = training.result(), results(whole)
+    assert difference(one["weights"], first["weights"]) == ""
+    assert difference(one["optimizer"], first["optimizer"]) == ""
+    assert difference(one["buffers"], [first["buffers"][0], second["buffers"][0]]) == ""
+    assert difference(one["buffers"][0], one["buffers"][1]) != ""
