@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "popdist": {"popdist.environment", "popdist.rendezvous"},
     "popdist.rendezvous": VALUES | {"popdist.environment", "popengine.run"},
     "popdist.collectives": VALUES | {"popdist.environment", "popengine.run"},
-    "poptorch": VALUES | ENGINE | {"popdist.environment"},
+    "poptorch": VALUES | ENGINE | {"popdist.environment", "lightning_ipu.autoload"},
     "popdist.checkpoint": VALUES
     | {"poptorch", "popdist", "popdist.environment", "popdist.checkpoint_files", "popdist.collectives"},
     "popdist.checkpoint_files": VALUES,
@@ -38,7 +38,11 @@ MAY_IMPORT = {
     "poprun": {"popdist", "popdist.environment"},
     "ipujob": {"popdist", "popdist.environment"},
     "popvision": {"popengine", "popengine.profile"},
-    "lightning_graphcore": {"poptorch", "popdist", "popdist.environment", "popdist.poptorch"},
+    "lightning_ipu.autoload": set(),
+    "lightning_ipu": VALUES
+    | ENGINE
+    | {"poptorch", "popdist", "popdist.environment", "popdist.poptorch", "lightning_ipu.autoload"},
+    "lightning_graphcore": {"lightning_ipu"},
 }
 
 # The one import upwards: an executor that is profiled writes the viewer's page, and loads the viewer only then.
@@ -100,7 +104,9 @@ def test_run_and_compile_meet_only_in_the_values():
     assert "popengine.compile" not in used("popengine.run")
 
 
-@pytest.mark.parametrize("module", ["popengine", "popengine.profile", "popdist.environment", "popart"])
+@pytest.mark.parametrize(
+    "module", ["popengine", "popengine.profile", "popdist.environment", "popart", "lightning_ipu.autoload"]
+)
 def test_what_launchers_and_viewers_import_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

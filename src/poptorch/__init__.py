@@ -11,6 +11,8 @@ from typing import Any as _Any
 
 import torch as _torch
 
+from lightning_ipu.autoload import install as _install_lightning
+
 from .environment import log_recorded as _log_recorded
 
 
@@ -55,3 +57,4 @@ class _Operations(_torch._ops._OpNamespace):
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_recorded()
+_install_lightning()  # torch does so at its import, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0

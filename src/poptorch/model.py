@@ -127,7 +127,7 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
         self._kept_rng = self._kept_state = self._kept_buffers = None
         self._kept_factor = 1.0
         self._optimizer = self._hyper = self._link = None
-        self._loaded_states = {}
+        self._loaded_states, self._host_writes = {}, []
         self._reporter = reporter_for(self, self._options, training)
         self._counters, self._anchored, self._synthetic = Counters(), {}, None
         self._notes = []

@@ -36,6 +36,7 @@ class ExecutorState:
     per_replica_params: dict[str, Grouping]
 
     _host_weights_version: int
+    _host_writes: list[int]  # when they were last equal to the devices'
     _seen_version: int | None  # the trainer's, when an inference executor uploaded last
     _kept_rng: tuple[int, int] | None  # while detached
     _kept_buffers: list[dict[str, Tensor]] | None  # of each replica, until there is an engine for them

@@ -55,6 +55,7 @@ class HostWeights(ExecutorState):
                 else:  # a per-replica parameter of which the host receives every replica's value
                     host[name].data = value.clone()
         self._host_weights_version += 1
+        self._host_writes = self._count_writes()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; whether they had."""
@@ -63,6 +64,15 @@ class HostWeights(ExecutorState):
         self.copyWeightsToHost()
         return True
 
+    def _count_writes(self) -> list[int]:
+        """How often each of the host's weights was written to in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [weight._version for weight in self._host_weights().values()]
+
+    def hostWeightsChanged(self) -> bool:
+        """Were weights written to since they were last copied here? (Writes through `.data` are not seen. Ours.)"""
+        return not self._stale and bool(self._host_writes) and self._host_writes != self._count_writes()
+
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         engine = self._need_engine()
@@ -70,6 +80,7 @@ class HostWeights(ExecutorState):
             weights = self._host_weights()
             self._check_shapes(weights)
             engine.write(weights)
+        self._host_writes = self._count_writes()
 
     def _check_shapes(self, weights: dict[str, Tensor]) -> None:
         """Raises Error, where the user has given a weight another shape since the compilation."""

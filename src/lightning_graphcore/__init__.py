@@ -1,0 +1,16 @@
+"""The import path of programs for Lightning 2.0 and 2.1: `from lightning_graphcore import IPUStrategy`.
+
+The classes are those of the Lightning package that is imported already; of `lightning` if both or none are.
+"""
+
+from typing import Any
+
+_NAMES = ("IPUAccelerator", "IPUPrecision", "IPUStrategy")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_ipu.family import classes, imported
+
+    return classes(imported())[name]

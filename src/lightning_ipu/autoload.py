@@ -1,0 +1,198 @@
+"""How `accelerator="ipu"` gets into Lightning without an import: torch calls `install` at the end of `import torch`.
+
+A finder waits for a few of Lightning's modules and adds our names to each after it has run: it registers the
+accelerator and the strategy, answers for classes that Lightning no longer has, and wraps the one method that picks
+strategies. Nothing is loaded until it is used; only the standard library is imported here. Where Lightning has IPU
+classes of its own (1.x, 2.0) nothing is done. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches the call off.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+import warnings
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_CLASSES = {
+    "strategies": ("IPUStrategy",),
+    "accelerators": ("IPUAccelerator",),
+    "plugins": ("IPUPrecision", "IPUPrecisionPlugin"),
+    "plugins.precision": ("IPUPrecision", "IPUPrecisionPlugin"),
+}
+_OLD_HOMES = ("strategies.ipu", "accelerators.ipu", "plugins.precision.ipu")
+_CONNECTOR = "trainer.connectors.accelerator_connector"
+
+
+def install() -> None:
+    """Have Lightning know ipus, also one that is imported already. Never raises: a failure is a warning."""
+    try:
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
+        for name in _WANTED:
+            if name in sys.modules:
+                _act(sys.modules[name])
+    except Exception as error:
+        warnings.warn(f"Pando can't add ipus to Lightning: {error}", stacklevel=2)
+
+
+def _act(module: types.ModuleType) -> None:
+    """Add our names to a module of Lightning's that has just run."""
+    if module.__dict__.get("_pando_was_here"):
+        return
+    module.__dict__["_pando_was_here"] = True
+    package, part = _WANTED[module.__name__]
+    if part == _CONNECTOR:
+        _wrap_the_choice(package, module)
+        return
+    names = _CLASSES[part]
+    if any(name in module.__dict__ for name in names):
+        return  # an older Lightning, which has its own
+    _answer_for(package, module, names)
+    if part == "strategies":
+        module.StrategyRegistry.register(
+            "ipu_strategy", functools.partial(_made, package, "IPUStrategy"), description="Pando's ipus"
+        )
+    elif part == "accelerators":
+        module.AcceleratorRegistry.register("ipu", _LazyAccelerator(package), description="Pando's ipus")
+
+
+def _answer_for(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
+    """Give a module these classes, once somebody asks for them (PEP 562)."""
+    before = module.__dict__.get("__getattr__")
+
+    def answer(name: str) -> Any:
+        if name in names:
+            return _classes(package)[name]
+        if before is not None:
+            return before(name)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    module.__dict__["__getattr__"] = answer
+
+
+def _classes(package: str) -> dict[str, type]:
+    return importlib.import_module("lightning_ipu.family").classes(package)
+
+
+def _made(package: str, name: str, **arguments: Any) -> Any:
+    return _classes(package)[name](**arguments)
+
+
+class _LazyAccelerator:
+    """Stands in the registry for the class, and answers what Lightning asks of all accelerators."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __call__(self, **arguments: Any) -> Any:
+        return _made(self._package, "IPUAccelerator", **arguments)
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+def _wrap_the_choice(package: str, module: types.ModuleType) -> None:
+    """Strategy, accelerator and precision of ours come together, whichever of them was named."""
+    if f"{package}.strategies.ipu" in sys.modules and "IPUStrategy" in vars(
+        sys.modules[f"{package}.strategies"]
+    ):
+        return  # an older Lightning chooses by itself
+    connector = getattr(module, "_AcceleratorConnector", None)
+    original = getattr(connector, "_check_config_and_set_final_flags", None)
+    if connector is None or original is None:
+        warnings.warn(
+            'This Lightning is too new for `accelerator="ipu"` alone: write Trainer(accelerator="ipu",'
+            ' strategy=IPUStrategy(), plugins=IPUPrecision("32-true")), with both from lightning_graphcore',
+            stacklevel=2,
+        )
+        return
+
+    @functools.wraps(original)
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for given in kwargs.values():
+            if _is_ours(given, "") and type(given).lightning.name != package:
+                raise TypeError(
+                    f"{type(given).__name__} of `{type(given).lightning.name}` was given to the Trainer of `{package}`:"
+                    f" import it from there, `from {package}.strategies import IPUStrategy`"
+                )
+        result = original(self, *args, **kwargs)
+        if _is_ours(self._accelerator_flag, "ipu") or _is_ours(self._strategy_flag, "ipu_strategy"):
+            if self._accelerator_flag == "auto":
+                self._accelerator_flag = "ipu"
+            if self._strategy_flag == "auto":
+                self._strategy_flag = "ipu_strategy"
+            if self._precision_plugin_flag is None:
+                self._precision_plugin_flag = _classes(package)["IPUPrecision"](self._precision_flag)
+        return result
+
+    connector._check_config_and_set_final_flags = chosen
+
+
+def _is_ours(flag: Any, name: str) -> bool:
+    return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)
+
+
+# ---- the finder ------------------------------------------------------------------------------------------
+
+_WANTED = {
+    f"{package}.{part}": (package, part)
+    for package in PACKAGES
+    for part in (*_CLASSES, *_OLD_HOMES, _CONNECTOR)
+}
+
+
+class _Finder:
+    """Lets the other finders find a module of `_WANTED`, and acts when it has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _WANTED:
+            return None
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self and spec is None and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+        package, part = _WANTED[name]
+        if spec is None and part in _OLD_HOMES:
+            return ModuleSpec(name, _OldHome(package, _CLASSES[part.removesuffix(".ipu")]))  # pyright: ignore
+        if spec is not None and spec.loader is not None and part not in _OLD_HOMES:
+            spec.loader = _Acting(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
+        return spec
+
+
+class _Acting:
+    """A loader that acts after its module has run, and leaves it with its own loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__loader__ = self._loader
+        assert module.__spec__ is not None
+        module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        try:
+            _act(module)
+        except Exception as error:
+            warnings.warn(f"Pando can't add ipus to {module.__name__}: {error}", stacklevel=2)
+
+
+class _OldHome:
+    """Loads `strategies.ipu` and its like, which Lightning no longer has."""
+
+    def __init__(self, package: str, names: tuple[str, ...]) -> None:
+        self._package, self._names = package, names
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__doc__ = "Pando's classes, at the place where older Lightnings had theirs."
+        _answer_for(self._package, module, self._names)

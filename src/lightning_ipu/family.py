@@ -1,0 +1,71 @@
+"""Our three classes, built once for each Lightning package.
+
+`lightning` and `pytorch_lightning` are the same source under two names, with base classes that don't know each other.
+So what our classes do is written once, in plain classes, and joined with the bases of a package when somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+from .autoload import PACKAGES
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+class Lightning:
+    """One of the Lightning packages: its modules, loaded when they are first needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, path: str) -> Any:
+        """What `path` names inside the package: `loops.fit_loop._FitLoop`."""
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(f"{self.name}.{module}"), name)
+
+    @property
+    def Misconfiguration(self) -> type[Exception]:
+        """The exception that Lightning's users catch."""
+        return self.get("utilities.exceptions.MisconfigurationException")
+
+    def is_overridden(self, method: str, module: Any) -> bool:
+        return self.get("utilities.model_helpers.is_overridden")(method, module)
+
+
+@functools.cache
+def classes(package: str) -> dict[str, type]:
+    """IPUStrategy, IPUAccelerator, IPUPrecision (and its older name) of a package."""
+    from .accelerator import AcceleratorPart
+    from .precision import PrecisionPart
+    from .strategy import StrategyPart
+
+    lightning = Lightning(package)
+    parts = {
+        "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),
+        "IPUAccelerator": (AcceleratorPart, "accelerators.Accelerator"),
+        "IPUPrecision": (PrecisionPart, "plugins.precision.Precision"),
+    }
+    found = {
+        name: type(
+            name,
+            (part, lightning.get(base)),
+            {
+                "__module__": "lightning_graphcore",
+                "__doc__": part.__doc__,
+                "lightning": lightning,
+                "_is_pandos": True,
+            },
+        )
+        for name, (part, base) in parts.items()
+    }
+    return {**found, "IPUPrecisionPlugin": found["IPUPrecision"]}
+
+
+def imported() -> str:
+    """The package that the program uses: the one that is imported, `lightning` if both or none are."""
+    loaded = [package for package in PACKAGES if package in sys.modules]
+    return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

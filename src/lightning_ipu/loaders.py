@@ -1,0 +1,158 @@
+"""Loaders, made to yield what a call takes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+import poptorch
+from poptorch.data.combine import grouped
+
+logger = logging.getLogger("poptorch::python")
+
+_COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+_COPIED += ("prefetch_factor", "persistent_workers")
+
+
+class Loaders:
+    """Turns the loaders of one strategy's trainer into loaders of combined batches."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._stage: Any = None
+        self._rows: list[int | None] = []  # of a complete prediction batch, by loader
+
+    def prepare(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
+        """In place of Lightning's own preparation, which would rebuild loaders for prediction."""
+        self._stage = mode
+        return dataloader
+
+    def process(self, loader: Any) -> Any:
+        """The loader that the trainer reads for the stage that was prepared for."""
+        stage = self._stage if self._stage is not None else self._strategy._stage
+        options = self._strategy.options_for(stage)
+        n = _micro_batches(options, stage == "train")
+        if stage == "predict":
+            return self._for_prediction(loader, n)
+        if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
+            return loader
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            made: Any = Joined(loader, n, keep_tail=False)
+        else:
+            made = _combined(loader, options)
+        self._check_length(loader, made, n, stage)
+        return made
+
+    def rows_of(self, index: int) -> int | None:
+        """Rows of a complete batch of a loader for prediction, where that is known."""
+        return self._rows[index] if index < len(self._rows) else None
+
+    def _for_prediction(self, loader: Any, n: int) -> Any:
+        """No row is lost: the last batch may be short."""
+        made, rows = loader, None
+        if isinstance(loader, poptorch.DataLoader):
+            rows = loader.combinedBatchSize
+        elif isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__:
+            made = Joined(loader, n, keep_tail=True)
+        elif isinstance(loader, DataLoader):
+            made, rows = self._index_noting(loader, n)
+        self._rows.append(rows)
+        return made
+
+    def _index_noting(self, loader: DataLoader[Any], n: int) -> tuple[DataLoader[Any], int | None]:
+        copied = {name: getattr(loader, name) for name in _COPIED}
+        size = None if loader.batch_size is None else loader.batch_size * n
+        if isinstance(loader.dataset, IterableDataset):
+            return DataLoader(loader.dataset, batch_size=size, **copied), size
+        sampler: Any = loader.batch_sampler
+        if type(sampler) is BatchSampler:
+            sampler = BatchSampler(loader.sampler, sampler.batch_size * n, drop_last=False)
+        elif sampler is not None:
+            size = getattr(sampler, "batch_size", None)
+            size, sampler = None if size is None else size * n, Together(sampler, n)
+        else:
+            return loader, None
+        noting = self._strategy.lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
+        return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied), size
+
+    def _check_length(self, loader: DataLoader[Any], made: Any, n: int, stage: Any) -> None:
+        """Refuse a loader that is too short for a call, and tell what evaluation leaves out."""
+        try:
+            micro_batches, calls = len(loader), len(made)
+        except TypeError:  # a dataset without a length
+            return
+        if calls == 0 and micro_batches > 0:
+            raise self._strategy.lightning.Misconfiguration(
+                f"a call takes {n} micro-batches, the loader for {stage.value} has {micro_batches}: nothing would run."
+                " Use more data or smaller batches, or lower device_iterations, accumulate_grad_batches or devices."
+            )
+        left = micro_batches - calls * n
+        if stage != "train" and left > 0:
+            warnings.warn(
+                f"the last {left} of {micro_batches} micro-batches ({stage.value}) are left out: a call takes {n}",
+                stacklevel=2,
+            )
+
+
+def _micro_batches(options: poptorch.Options, training: bool) -> int:
+    groups = options.replication_factor // options.input_group_size
+    accumulation = options.Training.gradient_accumulation if training else 1
+    return options.device_iterations * accumulation * groups
+
+
+def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
+    """A poptorch.DataLoader that reads what a torch loader reads."""
+    arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
+    arguments["multiprocessing_context"] = loader.multiprocessing_context
+    if isinstance(loader.dataset, IterableDataset):
+        arguments["batch_size"] = loader.batch_size
+        arguments["auto_distributed_partitioning"] = False
+    elif loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        arguments["batch_sampler"] = loader.batch_sampler
+    else:
+        arguments["batch_size"] = loader.batch_size
+        if options.Distributed.numProcesses == 1:
+            arguments["sampler"] = loader.sampler
+        else:  # each process reads its share
+            arguments["shuffle"] = type(loader.sampler).__name__ == "RandomSampler"
+    return poptorch.DataLoader(options, loader.dataset, drop_last=True, **arguments)
+
+
+class Joined:
+    """Reads a loader that has its own way of iterating, n of its batches at a time."""
+
+    def __init__(self, loader: DataLoader[Any], n: int, keep_tail: bool) -> None:
+        self.loader, self.dataset, self._n, self._keep_tail = loader, loader.dataset, n, keep_tail
+        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return grouped(self.loader, self._n, self._keep_tail)
+
+    def __len__(self) -> int:
+        calls, left = divmod(len(self.loader), self._n)
+        return calls + (self._keep_tail and left > 0)
+
+
+class Together:
+    """The indices of n micro-batches as one batch."""
+
+    def __init__(self, sampler: Any, n: int) -> None:
+        self._sampler, self._n = sampler, n
+        self.sampler = getattr(sampler, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for place, indices in enumerate(self._sampler, 1):
+            batch += list(indices)
+            if place % self._n == 0:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def __len__(self) -> int:
+        return -(-len(self._sampler) // self._n)

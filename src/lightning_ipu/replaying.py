@@ -1,0 +1,93 @@
+"""What a step did on the host while it was captured, done again after each call, with the call's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poptorch.structure import tensors_of, with_tensors
+
+_NAMES = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", "avg": "mean"}
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "min": torch.min,
+    "max": torch.max,
+}
+
+
+class Replay:
+    """Does what is noted, in its order.
+
+    Args:
+        over_instances: reduces a logged value ("mean", "sum", "min", "max"), where `sync_dist` asks for that
+    """
+
+    def __init__(self, module: Any, over_instances: Callable[[Tensor, str], Tensor]) -> None:
+        self._module, self._over_instances = module, over_instances
+        self._parts: dict[str, Any] = {}  # the module's, by path
+        self._values: dict[int, Any] = {}  # of the metrics, by the number of their call
+
+    def run(self, notes: Sequence[tuple[Any, Any]]) -> None:
+        """All notes of one call: (what, value) with [n, ...] for each tensor of a value."""
+        if any("metric" in what[0] for what, _ in notes):
+            self._parts = dict(torch.nn.Module.named_modules(self._module))
+        appended: dict[str, list[Any]] = {}
+        for (kind, *details), value in notes:
+            if kind == "append":
+                appended.setdefault(details[0], []).append(value)
+            else:
+                getattr(self, f"_{kind}")(value, *details)
+        for name, values in appended.items():  # what one micro-batch appends stays together
+            n = len(tensors_of(values[0])[0])
+            getattr(self._module, name).extend(_of_micro_batch(v, i) for i in range(n) for v in values)
+
+    def _log(self, value: Any, name: str, given: dict[str, Any]) -> None:
+        if isinstance(value, Tensor):
+            reduction = given.get("reduce_fx") or "mean"
+            word: Any = _NAMES.get(reduction, reduction)
+            reduce: Any = _REDUCTIONS.get(word, reduction)
+            value = reduce(value.float())
+            if given.get("sync_dist"):
+                value = self._over_instances(value, word)
+        self._module.log(name, value, **{**given, "sync_dist": False})
+
+    def _log_metric(self, _: Any, name: str, path: str, given: dict[str, Any]) -> None:
+        self._module.log(name, self._parts[path], **given)
+
+    def _log_metric_value(self, _: Any, name: str, event: int, given: dict[str, Any]) -> None:
+        self._module.log(name, self._values[event], **given)
+
+    def _log_dict_metric(self, _: Any, path: str, given: dict[str, Any]) -> None:
+        self._module.log_dict(self._parts[path], **given)
+
+    def _log_dict_metric_value(self, _: Any, event: int, given: dict[str, Any]) -> None:
+        self._module.log_dict(self._values[event], **given)
+
+    def _metric(self, value: Any, path: str, method: str, event: int) -> None:
+        arguments = with_tensors(value, iter([_rows(tensor) for tensor in tensors_of(value)]))
+        args, kwargs = arguments
+        self._values[event] = getattr(self._parts[path], method)(*args, **kwargs)
+
+    def _key(self, value: Any, name: str, key: Any) -> None:
+        getattr(self._module, name)[key] = _of_micro_batch(value, -1)
+
+    def _set(self, value: Any, name: str) -> None:
+        setattr(self._module, name, _of_micro_batch(value, -1))
+
+    def _optimizer_step(self, _: Any) -> None:
+        (optimizer,) = self._module.trainer.strategy._lightning_optimizers
+        optimizer._on_before_step()
+        optimizer._on_after_step()
+
+
+def _rows(values: Tensor) -> Tensor:
+    """[n, rows, ...] as [n * rows, ...]: the whole call."""
+    return values.flatten(0, 1) if values.dim() > 1 else values
+
+
+def _of_micro_batch(value: Any, place: int) -> Any:
+    return with_tensors(value, iter([tensor[place].clone() for tensor in tensors_of(value)]))

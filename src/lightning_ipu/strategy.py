@@ -1,0 +1,352 @@
+"""The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
+
+A *call* of an executor is what Lightning calls a batch. Loaders are in `loaders.py`, checks in `checks.py`, what
+happens on the host after a call in `replaying.py`, several processes in `instances.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import poptorch
+from poptorch.structure import tensors_of
+
+from . import checks
+from .autoreport import reporting
+from .batches import cut, padded, rows_of, spread
+from .family import Lightning
+from .instances import Instances
+from .loaders import Loaders
+from .options import make_options
+from .replaying import Replay
+from .wrapper import StepModule
+
+logger = logging.getLogger("poptorch::python")
+
+
+class StrategyPart:
+    """Lightning's strategy for ipus.
+
+    Args:
+        device_iterations: weight updates (in inference: micro-batches of each replica) a call
+        autoreport: write a profile and its page; a directory alone asks for it, too
+        training_opts, inference_opts: poptorch.Options, taken whole: `device_iterations`, the Trainer's `devices` and
+            `accumulate_grad_batches` are then not put into them
+    """
+
+    lightning: Lightning
+    strategy_name = "ipu_strategy"
+    is_distributed = False  # Lightning would put its own sampler into loaders; ours partition by themselves
+    handles_gradient_accumulation = True
+    recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile anew when it has changed
+
+    # What Lightning's base class has.
+    _lightning_module: Any
+    accelerator: Any
+    model: Any
+    optimizers: list[Any]
+    parallel_devices: Any
+    precision_plugin: Any
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        device_iterations: int = 1,
+        autoreport: bool = False,
+        autoreport_dir: str | None = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        training_opts: poptorch.Options | None = None,
+        inference_opts: poptorch.Options | None = None,
+    ) -> None:
+        of_lightning = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        super().__init__(**of_lightning)
+        self.device_iterations = device_iterations
+        self.autoreport, self.autoreport_dir = autoreport or autoreport_dir is not None, autoreport_dir
+        self._training_opts, self._inference_opts = training_opts, inference_opts
+        self._has_own = {"training": training_opts is None, "inference": inference_opts is None}
+        self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
+        self._more: dict[
+            Any, poptorch.PoplarExecutor
+        ] = {}  # for further loaders of a stage, by stage and index
+        self._shapes: dict[Any, Any] = {}  # of the batches that an executor runs, by stage
+        self._counters: dict[Any, Any] = {}
+        self._accumulation = 1
+        self._undo = ExitStack()
+        self._loaders = Loaders(self)
+        self._instances = Instances()
+        self._loaded_numbers: dict[str, list[int]] = {}
+
+    # ---- options -----------------------------------------------------------------------------------------
+
+    @property
+    def training_opts(self) -> poptorch.Options:
+        if self._training_opts is None:
+            self._training_opts = make_options(self, training=True)
+        return self._training_opts
+
+    @property
+    def inference_opts(self) -> poptorch.Options:
+        if self._inference_opts is None:
+            self._inference_opts = make_options(self, training=False)
+        return self._inference_opts
+
+    def options_for(self, stage: Any) -> poptorch.Options:
+        return self.training_opts if stage == "train" else self.inference_opts
+
+    @property
+    def replication_factor(self) -> int:
+        """Replicas of the current stage; before there are executors, those of the options or the Trainer's devices."""
+        if not self.poptorch_models:
+            options = self._training_opts or self._inference_opts
+            return options.replication_factor if options is not None else len(self.parallel_devices or [0])
+        stage = self._stage
+        executor = self.poptorch_models.get(stage)
+        return (executor.options if executor is not None else self.options_for(stage)).replication_factor
+
+    # ---- the life of a run -------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Any:
+        return self._lightning_module.trainer
+
+    @property
+    def _stage(self) -> Any:
+        return self._trainer.state.stage
+
+    def setup(self, trainer: Any) -> None:
+        self._let_go()
+        is_fit = trainer.state.fn == "fit"
+        checks.before_setup(self, trainer, is_fit)
+        self._instances = Instances.of(self.training_opts)
+        if is_fit:
+            self._accumulation = trainer.accumulate_grad_batches
+            self._set_meanwhile(trainer, "accumulate_grad_batches", 1)
+        self._set_meanwhile(trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
+        super().setup(trainer)  # type: ignore[misc]
+        if is_fit:
+            checks.after_setup(self, trainer)
+            self._set_meanwhile(self._lightning_module, "optimizer_zero_grad", None)
+            self._clip(trainer)
+        self.model = StepModule(self._lightning_module)
+        with reporting(self.autoreport_dir) if self.autoreport else nullcontext():
+            self._make_executors(trainer, is_fit)
+
+    def _make_executors(self, trainer: Any, is_fit: bool) -> None:
+        stages = self.lightning.get("trainer.states.RunningStage")
+        if not is_fit:
+            self.poptorch_models = {
+                trainer.state.stage: poptorch.inferenceModel(self.model, self.inference_opts)
+            }
+        else:
+            optimizer = self.optimizers[0] if self.optimizers else None
+            training = poptorch.trainingModel(self.model, self.training_opts, optimizer)
+            self.poptorch_models = {stages.TRAINING: training}
+            if trainer.enable_validation:
+                validation = poptorch.inferenceModel(self.model, self.inference_opts)
+                self.poptorch_models[stages.VALIDATING] = validation
+                if trainer.num_sanity_val_steps > 0:
+                    self.poptorch_models[stages.SANITY_CHECKING] = validation
+        for stage in self.poptorch_models:
+            kind = "training" if stage == stages.TRAINING else "inference"
+            if not self._has_own[kind] and stage != stages.SANITY_CHECKING:
+                options = self.poptorch_models[stage].options
+                logger.info(
+                    "%s runs with the options given: device iterations %d, gradient accumulation %d, replicas %d",
+                    stage.value,
+                    options.device_iterations,
+                    options.Training.gradient_accumulation,
+                    options.replication_factor,
+                )
+
+    def _clip(self, trainer: Any) -> None:
+        """What the Trainer says of clipping becomes an attribute of the optimizer."""
+        if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
+            return
+        name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
+        self._set_meanwhile(self.optimizers[0], name, float(trainer.gradient_clip_val))
+
+    def _set_meanwhile(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until the run ends."""
+        attributes = vars(owner)
+        had, before = name in attributes, attributes.get(name)
+        setattr(owner, name, value)
+        self._undo.callback(lambda: attributes.update({name: before}) if had else attributes.pop(name, None))
+
+    def _let_go(self) -> None:
+        """Destroy executors, and leave everything as it was before the run."""
+        for executor in {id(e): e for e in (*self.poptorch_models.values(), *self._more.values())}.values():
+            executor.destroy()
+            executor._unmark()
+        self._more, self._shapes, self._counters = {}, {}, {}
+        self._undo.close()
+        if isinstance(self.model, StepModule):
+            self.model = self._lightning_module
+
+    def teardown(self) -> None:
+        self._let_go()
+        super().teardown()  # type: ignore[misc]
+
+    def model_to_device(self) -> None:
+        """Nothing: executors take the weights when they first run."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        executor = self.poptorch_models[self._stage]
+        if self.optimizers:
+            executor.setOptimizer(self.optimizers[0])
+        self._upload_changes(executor)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._stage, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._stage, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._stage, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The predictions of a call; a short last batch is filled up, and its predictions are cut."""
+        rows, complete = rows_of(args[0]), self._loaders.rows_of(_loader_index(args))
+        if rows is None or complete is None or rows >= complete:
+            return self._step(self._stage, *args, **kwargs)
+        whole = padded(args[0], complete)
+        return cut(self._step(self._stage, whole, *args[1:], **kwargs), complete, rows)
+
+    def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one call, and do on the host what the step did there."""
+        prepared = self._prepare_input(args)
+        executor = self._executor_for(stage, args, prepared)
+        self._compile_anew(stage, executor)
+        self._restore_numbers(stage, executor, prepared, kwargs)
+        output = executor(*prepared, **kwargs)
+        Replay(self._lightning_module, self._instances.reduce).run(executor.notes)
+        return output
+
+    def _prepare_input(self, args: Any) -> Any:
+        """Numbers become a tensor with one element for each micro-batch."""
+        options = self.options_for(self._stage)
+        accumulation = options.Training.gradient_accumulation if self._stage == "train" else 1
+        groups = options.replication_factor // options.input_group_size
+        return spread(args, options.device_iterations * accumulation * groups)
+
+    def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
+        """The stage's; one of its own for a further loader whose batches have other shapes."""
+        first = self.poptorch_models[stage]
+        if stage == "train" or _loader_index(args) == 0:
+            self._shapes.setdefault(stage, _shapes(prepared))
+            return first
+        if self._shapes.setdefault(stage, _shapes(prepared)) == _shapes(prepared):
+            return first
+        key = stage, _loader_index(args)
+        if key not in self._more:
+            self._more[key] = poptorch.inferenceModel(self.model, self.inference_opts)
+        return self._more[key]
+
+    def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
+        """Let go of what was compiled with a counter that has changed."""
+        now = [getattr(self._lightning_module, name) for name in self.recompile_on]
+        if self._counters.setdefault(id(executor), now) != now:
+            self._counters[id(executor)] = now
+            executor.destroy()
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Run the transfer hooks, and cast; nothing moves."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        cast = getattr(self.precision_plugin, "cast", None)
+        return cast(batch) if cast is not None else batch
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self._loaders.process(dataloader)
+
+    # ---- weights and checkpoints -------------------------------------------------------------------------
+
+    def upload_weights(self) -> None:
+        """Give the devices the weights that the host has, after a callback has changed them."""
+        for executor in {id(e): e for e in self.poptorch_models.values()}.values():
+            if executor.isAttachedToDevice():
+                executor.copyWeightsToDevice()
+
+    def _upload_changes(self, executor: poptorch.PoplarExecutor) -> None:
+        """Upload what somebody has written to parameters since they were last copied to the host."""
+        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
+            executor.copyWeightsToDevice()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        numbers = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
+        checkpoint = {**checkpoint, "ipu_random_numbers": numbers} if numbers else checkpoint
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._loaded_numbers = dict(checkpoint.get("ipu_random_numbers", {}))
+        return checkpoint
+
+    def _restore_numbers(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
+        """Go on with the random numbers of the checkpoint."""
+        numbers = self._loaded_numbers.pop(stage.value, None)
+        if numbers is not None and not executor.isCompiled():
+            executor.compile(*args, **kwargs)
+            executor.rng_state = numbers
+
+    # ---- processes ---------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        return self._instances.index
+
+    @property
+    def local_rank(self) -> int:
+        return self._instances.local_index
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._instances.count
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._instances.reduce(tensor, reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._instances.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._instances.broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._instances.all_gather(tensor)
+
+
+def _loader_index(args: Any) -> int:
+    """A step is given (batch, batch_idx, dataloader_idx), the last only where there are several loaders."""
+    return int(args[2]) if len(args) > 2 and isinstance(args[2], int) else 0
+
+
+def _shapes(value: Any) -> list[Any]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

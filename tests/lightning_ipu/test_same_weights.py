@@ -1,0 +1,109 @@
+"""The weights after a fit are those of Lightning on the CPU, bit for bit."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning_models import differing, loader, made, trainer, weights
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def fitted(accelerator, *, make=made, data=loader, ckpt_path=None, optimizer=OPTIMIZERS["adam"], **more):
+    scheduler = more.pop("scheduler", None)
+    module = make(optimizer=optimizer, scheduler=scheduler)
+    run = trainer(accelerator, max_epochs=more.pop("max_epochs", 2), **more)
+    run.fit(module, data(), data(), ckpt_path=ckpt_path)
+    return module, run
+
+
+def same(**more):
+    module, run = fitted("ipu", **more)
+    twin, expected = fitted("cpu", **more)
+    assert differing(weights(module), weights(twin)) == []
+    assert run.global_step == expected.global_step
+    return module
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_of_each_optimizer_plain_and_accumulated(name, accumulation):
+    start = weights(made())
+    module = same(optimizer=OPTIMIZERS[name], accumulate_grad_batches=accumulation)
+    assert len(differing(weights(module), start)) == len(start)
+
+
+def test_with_a_scheduler_that_moves_each_step():
+    same(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_with_clipped_gradients(algorithm):
+    clipping = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    clipped = same(optimizer=OPTIMIZERS["sgd"], accumulate_grad_batches=2, **clipping)
+    free, _ = fitted("ipu", optimizer=OPTIMIZERS["sgd"], accumulate_grad_batches=2)
+    assert differing(weights(clipped), weights(free))  # else nothing is tested
+
+
+def test_with_averaged_weights_that_a_callback_keeps():
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        run = trainer(accelerator, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
+        module = made(optimizer=OPTIMIZERS["adam"])
+        run.fit(module, loader(), loader())
+        found[accelerator] = weights(module)
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("ipu", "ipu"), ("ipu", "cpu"), ("cpu", "ipu")])
+def test_resumed_from_a_checkpoint_of_either(tmp_path, first, second):
+    unbroken, _ = fitted("cpu", max_epochs=4)
+    path = tmp_path / "half.ckpt"
+    _, run = fitted(first, max_epochs=2)
+    run.save_checkpoint(path)
+    resumed, run = fitted(second, max_epochs=4, ckpt_path=path)
+    assert run.current_epoch == 4
+    assert differing(weights(resumed), weights(unbroken)) == []
+
+
+class Halving(Callback):
+    """Halves a weight after the fifth batch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 4:
+            with torch.no_grad():
+                pl_module.first.weight.mul_(0.5)
+
+
+def test_a_callback_may_write_into_weights_while_training():
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        module = made(optimizer=OPTIMIZERS["sgd"])
+        trainer(accelerator, callbacks=[Halving()]).fit(module, loader())
+        found[accelerator] = weights(module)
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+def test_weights_come_to_the_host_once_a_fit(monkeypatch):
+    import poptorch
+
+    copies = []
+    original = poptorch.PoplarExecutor.copyWeightsToHost
+    monkeypatch.setattr(
+        poptorch.PoplarExecutor, "copyWeightsToHost", lambda self: (copies.append(1), original(self))[1]
+    )
+    trainer().fit(made(optimizer=OPTIMIZERS["adam"]), loader())
+    assert len(copies) == 1
+
+
+def test_two_fits_with_one_module_go_on():
+    modules = {}
+    for accelerator in ("ipu", "cpu"):
+        module = modules[accelerator] = made(optimizer=OPTIMIZERS["sgd"])
+        for _ in range(2):
+            trainer(accelerator).fit(module, loader())
+    assert differing(weights(modules["ipu"]), weights(modules["cpu"])) == []
