@@ -1,0 +1,59 @@
+"""The example of several instances: their checkpoints are equal, and it runs without poprun too."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "popdist_training" / "popdist_training.py"
+SMALL = ["--epochs=1", "--batch-size=4", "--width=4", "--blocks=1", "--dataloader-workers=0"]
+SMALL += ["--learning-rate=0.05"]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    """64 images to train on and 27 to test with; a class is a bright row."""
+    folder = tmp_path_factory.mktemp("fashion")
+    for part, count in (("train", 64), ("t10k", 27)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[np.arange(count), 2 * labels + 4] = 255
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(bytes(16) + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(bytes(8) + labels.tobytes())
+    return folder
+
+
+def run(*words):
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
+    """The command of the tutorial's own test."""
+    poprun = ["-m", "poprun", "--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2]
+    flags = [*SMALL, "--data-dir", data_dir, "--output-dir", tmp_path]
+    said = run(*poprun, sys.executable, EXAMPLE, *flags)
+    first, second = (torch.load(tmp_path / f"checkpoint-instance-{i}.pt") for i in range(2))
+    trained = [name for name in first if name.endswith((".weight", ".bias"))]
+    assert [name for name in trained if not torch.equal(first[name], second[name])] == []
+    assert re.search(r"^\[0\] \[INFO\] Epoch 1: Loss: \d+\.\d{4}$", said, re.MULTILINE)
+    assert len(re.findall(r"Validation accuracy: [01]\.\d{4}$", said, re.MULTILINE)) == 1
+
+
+def test_it_runs_without_poprun(data_dir, tmp_path):
+    said = run(EXAMPLE, *SMALL, "--num-replicas=2", "--data-dir", data_dir, "--output-dir", tmp_path)
+    assert re.search(r"^\[INFO\] Validation accuracy: [01]\.\d{4}$", said, re.MULTILINE)
+    assert (tmp_path / "checkpoint-instance-0.pt").exists()
+
+
+def test_missing_images_are_named_with_the_fix(tmp_path):
+    command = [sys.executable, EXAMPLE, *SMALL, "--data-dir", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "apt install dataset-fashion-mnist" in done.stderr
