@@ -38,7 +38,7 @@ def batches(load: Load) -> list[tuple[Tensor, Tensor]]:
 
 def optimizer(model: nn.Module, load: Load) -> Any:
     if load.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -100,7 +100,7 @@ def differences(one: Run, other: Run) -> list[str]:
     found = [
         f"losses of call {call}: {a.tolist()} and {b.tolist()}"
         for call, (a, b) in enumerate(zip(one.losses, other.losses, strict=True))
-        if not torch.equal(a, b)
+        if not _same(a, b)
     ]
     return found + differing(one.state, other.state)
 

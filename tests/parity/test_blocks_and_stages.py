@@ -223,3 +223,56 @@ def _trained_as_marked(make, strategy):
     losses = torch.cat([executor(*rows)[1] for rows in data])
     executor.destroy()
     return Trained(losses, {name: value.clone() for name, value in user.state_dict().items()})
+
+
+class NormedTwice(nn.Module):
+    """One layer with running statistics that two blocks use, around a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        with poptorch.Block("a"):
+            x = self.norm(x)
+        with poptorch.Block("b"):
+            x = self.layer(x)
+        with poptorch.Block("c"):
+            x = self.norm(x * 2)
+        with poptorch.Block("d"):
+            return poptorch.identity_loss((self.layer(x) ** 2).mean(), "none")
+
+
+@pytest.mark.parametrize("ipus", [(0, 1, 2, 3), (0, 1, 0, 1)])
+@pytest.mark.parametrize("kind", [poptorch.ShardedExecution, poptorch.SerialPhasedExecution])
+def test_stages_that_take_turns_may_share_a_layer_with_buffers(kind, ipus, caplog):
+    x = torch.randn(4 * 2 * 3, 3, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name in ("split", "whole", "plain"):
+        torch.manual_seed(0)
+        model = NormedTwice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if name == "plain":
+            for update in x.split(8):
+                optimizer.zero_grad()
+                for rows in update.split(4):
+                    model(rows).backward()
+                for parameter in model.parameters():
+                    parameter.grad /= 2
+                optimizer.step()
+        else:
+            stages = [poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", ipus, strict=True)]
+            strategy = kind(*stages) if name == "split" else kind(poptorch.Stage(*"abcd"))
+            own = options(strategy, accumulation=2, iterations=3)
+            poptorch.trainingModel(model, own, optimizer)(x)
+        found[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    assert "stages 0 to 2 write the same buffer, and run as one, on ipu 0" in caplog.text
+    for name, value in found["whole"].items():
+        assert torch.equal(value, found["split"][name]), name
+        torch.testing.assert_close(value, found["plain"][name])
+
+
+def test_a_pipeline_refuses_a_layer_with_buffers_on_two_stages():
+    own = options(poptorch.PipelinedExecution("a", "b", "c", "d"))
+    with pytest.raises(poptorch.Error, match="a value flows back"):
+        poptorch.trainingModel(NormedTwice(), own)(torch.randn(32, 3))

@@ -28,7 +28,7 @@ from .leftovers import Attributes
 from .losses import LossFinder, final_loss
 from .mixed import MixedPrecision
 from .recorder import user_line
-from .standins import Adoption, StandIns
+from .standins import StandIns, adoption
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
@@ -102,6 +102,7 @@ class Capture:
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     group: Group | None = None
     recorder: CaptureRecorder | None = None
+    members: list[tuple[str, Tensor]] = field(default_factory=list)  # the user's own parameters and buffers
 
     def adopted(self, value: Tensor) -> Tensor:
         """What stands in for a tensor of the module; anything else as it is."""
@@ -209,7 +210,8 @@ def capture(
 
     stand_ins = StandIns(module, pretend)
     state = Capture(training)
-    recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of)
+    state.members = stand_ins.members()
+    recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
     inputs = [pretend(sample) for sample in samples]
     for role, values in (
         ("parameter", stand_ins.parameters),
@@ -224,7 +226,7 @@ def capture(
     random = torch.get_rng_state()
     try:
         with _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
-            with Adoption(stand_ins), LossFinder(state), MixedPrecision():
+            with adoption(stand_ins), LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
             gradients = _gradients(state, stand_ins, scale) if training else {}
     finally:
@@ -253,16 +255,11 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
     if scale.dtype != loss.dtype:
         scale = scale.to(loss.dtype)
     orphans = [value for value, _ in stand_ins.orphans]
-    leaves = [*wanted.values(), *stand_ins.met.values(), *orphans]
+    leaves = [*wanted.values(), *orphans]
     if not loss.requires_grad or not leaves:
         return {}
     made = torch.autograd.grad(loss, leaves, scale, allow_unused=True)
-    found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
-    for name, value in zip(stand_ins.met, made[len(wanted) :], strict=False):
-        if value is not None:
-            found[name] = found[name] + value if name in found else value
-    lost = made[len(leaves) - len(orphans) :]
-    for (value, where), gradient in zip(stand_ins.orphans, lost, strict=True):
+    for (value, where), gradient in zip(stand_ins.orphans, made[len(wanted) :], strict=True):
         if gradient is not None:
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
@@ -272,7 +269,7 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
                 " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
                 " or say `.detach()`, if it is meant as a constant"
             )
-    return {name: found[name] for name in wanted if name in found}
+    return {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
 
 
 # ---- what runs around the forward ------------------------------------------------------------------------

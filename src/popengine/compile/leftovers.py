@@ -60,8 +60,11 @@ def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple
         yield from [(value.__self__, path, put), (value.__func__, path, put)]
     elif isinstance(value, types.FunctionType):
         yield from _around(value)
-    elif hasattr(value, "__dict__"):
-        own = vars(value)
+    else:
+        try:
+            own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
+        except AttributeError:
+            return
         hidden = _SHELVES if isinstance(value, nn.Module) else ()
         yield from [(own[name], f"{path}.{name}", _setter(own, name)) for name in own if name not in hidden]
         if isinstance(value, nn.Module):

@@ -8,6 +8,7 @@ nowhere; every piece that needs one makes it. Casts of weights belong nowhere, t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,8 +19,9 @@ from ..ir import Graph, Partition, Phase, Piece
 from ..settings import Strategy
 from .emit import emit
 from .memory import memory_of
-from .placement import Placement, place
+from .placement import Placement, place, together
 
+logger = logging.getLogger("popengine")
 Where = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 _NO_STAGE = -1
@@ -46,6 +48,12 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     written = {result.key for result in graph.results if result.kind == "buffer"}
     views, casts = _of_state(graph, written)
     where = _stages(graph, placement, views | casts)
+    while strategy.mode != "pipelined" and (span := _shared_buffer(graph, where)) is not None:
+        placement = together(placement, *span)
+        logger.warning(
+            "stages %d to %d write the same buffer, and run as one, on ipu %d", *span, placement.ipus[span[0]]
+        )
+        where = _stages(graph, placement, views | casts)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
     members: dict[Where, list[fx.Node]] = {place_: [] for place_ in order}
@@ -177,6 +185,20 @@ def _stages(graph: Graph, placement: Placement, views: set[fx.Node]) -> dict[fx.
             if not makers and users:
                 where[node] = ("B", max(users))
     return where
+
+
+def _shared_buffer(graph: Graph, where: dict[fx.Node, Where]) -> tuple[int, int] | None:
+    """The first and last stage that use a buffer, where a later one gives it the value that an earlier one reads."""
+    node_of = {node.name: node for node in graph.code.nodes}
+    slots = {slot.key: slot.name for slot in graph.slots if slot.role == "buffer"}
+    for result in graph.results:
+        if result.kind == "buffer" and node_of[result.name] in where:
+            last = where[node_of[result.name]][1]
+            readers = [where[user] for user in node_of[slots[result.key]].users if user in where]
+            first = min((stage for phase, stage in readers if phase == "F"), default=last)
+            if first < last:
+                return first, last
+    return None
 
 
 def _homes(

@@ -59,6 +59,20 @@ def place(visits: Sequence[Block], used: set[int], strategy: Strategy) -> Placem
     )
 
 
+def together(placement: Placement, first: int, last: int) -> Placement:
+    """The same, with some stages in a row as one, on the ipu of the first: for what can't be taken apart."""
+    gone = last - first
+    return Placement(
+        tuple(number if number <= first else max(first, number - gone) for number in placement.stage_of),
+        placement.ipus[: first + 1] + placement.ipus[last + 1 :],
+        (
+            *placement.names[:first],
+            ", ".join(placement.names[first : last + 1]),
+            *placement.names[last + 1 :],
+        ),
+    )
+
+
 def _turns(ipus: list[int], used: set[int]) -> list[int]:
     turns, turn, here = [0] * len(ipus), -1, None
     for i in sorted(used):

@@ -7,12 +7,14 @@ closure or a view made earlier, is recognised by its identity or its memory, and
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -53,29 +55,30 @@ class StandIns:
             if memory is not None:
                 self._by_memory.setdefault(memory, []).append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
-        # What autograd may have met as itself, as an argument of an autograd.Function: parameters of the module,
-        # and tensors that want a gradient and are nobody's, with the user's line.
-        self.met: dict[str, Tensor] = {}
-        self.orphans: list[tuple[Tensor, str]] = []
+        self.orphans: list[tuple[Tensor, str]] = []  # want a gradient, and are nobody's; with the user's line
+
+    def members(self) -> list[tuple[str, Tensor]]:
+        """The user's own tensors, by name."""
+        return [(member.name, member.real) for member in self._members]
 
     def of(self, value: Any) -> Any:
         """What stands in for a tensor of the module, or for a view of one; anything else as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        with torch._C.DisableTorchFunction():
-            wants_gradient = value.requires_grad
-            root = value if value._base is None else value._base
-        member = self._by_id.get(id(root))
-        if wants_gradient and member is not None:
-            self.met[member.name] = member.real
-        elif wants_gradient and not any(known is value for known, _ in self.orphans):
-            self.orphans.append((value, user_line()))
-        if member is not None and root is value:
+        member = self._by_id.get(id(value))
+        if member is not None:
             return member.fake
         key = id(value), torch.is_grad_enabled()
         if key not in self._views:
             self._views[key] = value, self._view(value)
         return self._views[key][1]
+
+    def of_operand(self, value: Any) -> Any:
+        """As `of`, for an operand of what runs below autograd, which can't be given another one any more."""
+        real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        if real and value.requires_grad and not any(known is value for known, _ in self.orphans):
+            self.orphans.append((value, user_line()))
+        return self.of(value)
 
     def has_met(self, value: Tensor) -> bool:
         """Whether a view of one of them was asked for."""
@@ -184,9 +187,25 @@ class StandIns:
                         )
 
 
-class Adoption(TorchFunctionMode):
-    """While it is on, stand-ins are what torch's functions are given."""
+@contextlib.contextmanager
+def adoption(stand_ins: StandIns) -> Iterator[None]:
+    """While it is on, stand-ins are what torch's functions are given, and functions with a backward of their own."""
+    own, thread = Function.__dict__["apply"], threading.get_ident()
 
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = tuple(map(stand_ins.of, args))
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with _Adoption(stand_ins):
+            yield
+    finally:
+        Function.apply = own
+
+
+class _Adoption(TorchFunctionMode):
     def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()
         self._stand_ins = stand_ins

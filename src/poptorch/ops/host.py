@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ class HostCall:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     read_only: tuple[bool, ...]  # of each input, whether the function must leave it as it is
     fix: str  # what somebody whose function writes into such an input should do
+    weights: tuple[
+        tuple[str, weakref.ref[Tensor]], ...
+    ]  # the model's tensors on the host, to leave as they are
 
 
 _calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
@@ -63,7 +67,11 @@ def host_call(
         return [*made, *(given[position] for position in writes)]
 
     shapes = tuple((tuple(value.shape), value.dtype) for value in (*like, *changed))
-    _calls[handle] = HostCall(name, run if changed else function, shapes, read_only, fix)
+    capture = current()
+    weights = (
+        tuple((key, weakref.ref(value)) for key, value in capture.members) if capture is not None else ()
+    )
+    _calls[handle] = HostCall(name, run if changed else function, shapes, read_only, fix, weights)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
@@ -83,8 +91,15 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     # Ordinary copies: the function may keep them or give them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
-        versions = [value._version for value in given]
+        versions, weights = [value._version for value in given], _versions(call)
         made = [value.to(device) for value in call.function(*given)]
+        if changed := [name for name, version in _versions(call).items() if version != weights[name]]:
+            raise Error(
+                f"{call.name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
+                " own\n"
+                "  why: what is written there is overwritten when the weights are next copied to the host\n"
+                "  fix: give it to the function as an input, and declare that with `writes=[...]`"
+            )
         for position, (value, before, version) in enumerate(zip(given, inputs, versions, strict=True)):
             if call.read_only[position] and (value._version != version or not _same(value, before)):
                 raise Error(
@@ -99,6 +114,12 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
             "  fix: return the same shapes and types at every call"
         )
     return [value.contiguous() for value in made]
+
+
+def _versions(call: HostCall) -> dict[str, int]:
+    """How often each of the model's tensors on the host was written to."""
+    with torch._C.DisableTorchFunctionSubclass():  # a look at them is no use of them
+        return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _same(value: Tensor, before: Tensor) -> bool:

@@ -114,3 +114,28 @@ def test_a_write_into_an_input_of_the_model_reaches_the_caller():
     x = torch.tensor([1.0, 2.0])
     assert poptorch.inferenceModel(forward)(x).item() == 12
     assert torch.equal(x, torch.tensor([2.0, 4.0]))
+
+
+def test_a_write_into_the_model_around_a_function_is_an_error():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.calls = 0
+            self.host = poptorch.CPU(self.add, "add")
+
+        def add(self, x):
+            self.calls += 1
+            if x.max() > 1:
+                self.count += x.max()
+            return x * 2
+
+        def forward(self, x):
+            return self.host(x)
+
+    model = Counting()
+    executor = poptorch.inferenceModel(model)
+    assert torch.equal(executor(torch.ones(2)), torch.full((2,), 2.0))
+    assert model.calls > 0
+    with pytest.raises(poptorch.Error, match=r"poptorch\.CPU 'add' changes count of the model on the host"):
+        executor(torch.full((2,), 3.0))
