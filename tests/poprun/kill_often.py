@@ -54,12 +54,18 @@ def processes(mark, word=""):
     return found
 
 
+def is_poprun(pid):
+    try:
+        return "-m\0poprun\0" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return True
+
+
 def harm(chance, poprun, mark, stop):
     """Do something to somebody; what was done."""
     number = chance.choice(ENDINGS)
     # Poprun's own processes have the program's name in their command lines too.
-    own = [pid for pid in processes(mark) if b"poprun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    instances = [pid for pid in processes(mark, "checkpoint_program") if pid not in own]
+    instances = [pid for pid in processes(mark, "checkpoint_program") if not is_poprun(pid)]
     of_poprun = number != signal.SIGSTOP and chance.random() < 0.3
     victims = [poprun.pid] if of_poprun else instances
     if not victims:
