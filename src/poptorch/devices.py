@@ -75,8 +75,10 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         """Free the devices and the compiled program; the user's model is plain again, with its weights."""
         if self._executable is None:
             return
+        if self._engine is not None:
+            self._let_go()
+        self._release_optimizer()  # while it is known what its state is the state of
         self._forget_executable()
-        self._release_optimizer()
         self._unmark()
 
     def _forget_executable(self) -> None:
