@@ -35,7 +35,7 @@ from .enums import (
 )
 from .hooks import registerPostCompileHook, registerPreCompileHook
 from .logs import logger, setLogLevel
-from .model import PoplarExecutor, inferenceModel, load, trainingModel
+from .model import PoplarExecutor, describe, inferenceModel, load, trainingModel
 from .ops import (
     CPU,
     Attribute,
@@ -134,6 +134,7 @@ __all__ = [
     "ctc_beam_search_decoder",
     "custom_op",
     "data",
+    "describe",
     "dynamic_slice",
     "dynamic_update",
     "enums",

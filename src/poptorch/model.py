@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from popengine.errors import Error
 from popengine.run.results import Results
+from popengine.settings import Settings
 
 from . import arguments, caching, saving, wrapping
 from .announcing import Passes, announce
@@ -30,6 +31,7 @@ from .optim import SGD
 from .optim.guard import OptimizerGuard
 from .options import Options
 from .options.freeze import freeze, resolved
+from .overview import Overview, overview
 from .replicas import groups_of
 from .reporting import reporter_for
 from .synthetic import synthetic_inputs
@@ -85,6 +87,40 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     executor = PoplarExecutor(saved.model, options, training=saved.training, optimizer=saved.optimizer)
     executor._restore(saved)
     return executor
+
+
+@shown_at_the_users_lines
+def describe(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    batch: Any = (),
+    *,
+    training: bool = True,
+) -> Overview:
+    """What would run: captures and cuts the model as its first call would, and loads nothing. (Not in PopTorch.)
+
+    >>> print(poptorch.describe(model, options, (images, labels)))
+
+    Args:
+        model:    a module, or an executor, which has its own options and whether it trains
+        batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
+        training: for a module: compile what `trainingModel` would, else what `inferenceModel` would
+    Raises:
+        Error: the model can't be compiled for such a batch
+    """
+    owner = model if isinstance(model, PoplarExecutor) else wrapping.owner_of(model) if training else None
+    made = None
+    if owner is None:
+        options = None if options is None else options.clone()
+        owner = made = PoplarExecutor(model, options, training=training)
+    kwargs = batch if isinstance(batch, dict) else {}
+    args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
+    try:
+        return owner._described(arguments.bind(owner._signature, args, kwargs))
+    finally:
+        if made is not None:
+            made._release_optimizer()
+            made._unmark()
 
 
 def _check_not_wrapped(model: Any) -> None:
@@ -214,14 +250,7 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
         if self._training and wrapping.owner_of(self._user_model) is not self:  # after destroy()
             _check_not_wrapped(self._user_model)
             wrapping.mark(self._user_model, self)
-        options = self._options
-        groups = groups_of(self._model, self.per_replica_params, options.replication_factor)
-        optimizer = self._optimizer_settings if self._training else None
-        settings = freeze(options, self._training, optimizer, groups)
-        arguments.check_batch(call, settings.counts)
-        arguments.warn_about(call, arguments.is_wide(self._model))
-        options._Popart.check_names()
-        self._updatable_buffers()
+        options, settings = self._options, self._settings_for(call)
         started = time.perf_counter()
         if self._reporter is not None:
             self._reporter.compiling()
@@ -242,6 +271,31 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
                 raise
             done("load")
         self._compilation_seconds = time.perf_counter() - started
+
+    def _settings_for(self, call: arguments.Call) -> Settings:
+        """What to compile with. Raises: Error or AssertionError, where arguments or options do not fit."""
+        groups = groups_of(self._model, self.per_replica_params, self._options.replication_factor)
+        optimizer = self._optimizer_settings if self._training else None
+        settings = freeze(self._options, self._training, optimizer, groups)
+        arguments.check_kinds(call)
+        arguments.check_batch(call, settings.counts)
+        arguments.warn_about(call, arguments.is_wide(self._model))
+        self._options._Popart.check_names()
+        self._updatable_buffers()
+        return settings
+
+    @property
+    def plan(self) -> Overview:
+        """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code. Print it, or let
+        a notebook show it; `poptorch.describe` makes one before the first call.
+        """
+        executable = self._need_executable()
+        return overview(executable.plan, executable.settings, executable.graph)
+
+    def _described(self, call: arguments.Call) -> Overview:
+        """What `plan` would be after a call with these arguments; nothing is kept of the compilation."""
+        found = compile_model(self._model, call, self._options, self._settings_for(call), lambda name: None)
+        return overview(found.plan, found.settings, found.graph)
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:

@@ -1,0 +1,111 @@
+"""What a compiled model will run, for people: its stages, what goes between them, the schedule and the code."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+import torch
+
+from popengine.compile.describe import Description
+from popengine.compile.schedule import draw
+from popengine.ir import Graph, Plan
+from popengine.profile import Part
+from popengine.settings import Settings
+
+_DRAWN = 64  # micro-batches; a wider drawing shows nothing
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Prints as text, and displays as a table with folded code in a notebook.
+
+    `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes a micro-batch, after which
+    piece), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
+    """
+
+    title: str
+    stages: tuple[tuple[int, int, str, int], ...]
+    transfers: tuple[tuple[int, int, int | None, str], ...]
+    schedule: str
+    pieces: tuple[tuple[str, int, str], ...]
+
+    def __str__(self) -> str:
+        lines = [self.title, ""]
+        lines += [
+            f"stage {s} on ipu {i}: {blocks}; {size:,} parameters" for s, i, blocks, size in self.stages
+        ]
+        lines += [""] if self.transfers else []
+        lines += [f"ipu {a} -> ipu {b}: {_bytes(size)} after {after}" for a, b, size, after in self.transfers]
+        lines += ["", "schedule of a step:", self.schedule, ""]
+        lines += [
+            f"piece {name} on ipu {ipu}:\n{indent(source, '    ')}" for name, ipu, source in self.pieces
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        stages = _table(("stage", "ipu", "blocks", "parameters"), self.stages)
+        transfers = _table(("from ipu", "to ipu", "bytes a micro-batch", "after"), self.transfers)
+        folded = "".join(
+            f"<details><summary>piece {html.escape(name)} on ipu {ipu}</summary>{_code(source)}</details>"
+            for name, ipu, source in self.pieces
+        )
+        return f"<p>{html.escape(self.title)}</p>{stages}{transfers}{_code(self.schedule)}{folded}"
+
+
+def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
+    """Of a plan that runs with these settings. The bytes between ipus need the graph that was captured."""
+    partition, counts = plan.partition, settings.counts
+    sizes = dict.fromkeys(range(partition.stages), 0)
+    for slot in partition.signature.slots:
+        if slot.role == "parameter" and slot.name in partition.home:
+            sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
+    kind = "training" if settings.training else "inference"
+    micro_batches = plan.schedule.micro_batches
+    title = (
+        f"{kind}, {settings.strategy.mode}: {_count(partition.stages, 'stage')}"
+        f" on {_count(len(set(partition.ipus)), 'ipu')}, {_count(counts.replicas, 'replica')}; a call is"
+        f" {_count(counts.iterations, 'device iteration')} of {_count(counts.accumulation, 'micro-batch')}"
+    )
+    sends = [part for part in Description(plan, graph).parts if part.kind == "send"]
+    return Overview(
+        title,
+        tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
+        tuple(_transfer(part, graph) for part in sends),
+        draw(plan.schedule).rstrip()
+        if micro_batches <= _DRAWN
+        else f"{micro_batches} micro-batches, too many to draw",
+        tuple(
+            (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
+            for piece in partition.pieces
+        ),
+    )
+
+
+def _transfer(part: Part, graph: Graph | None) -> tuple[int, int, int | None, str]:
+    after = f"{part.phase}{part.stage}" if part.phase else part.channel
+    return part.ipu, part.peer, None if graph is None else part.bytes, after
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
+
+
+def _bytes(size: int | None) -> str:
+    return "an unknown number of bytes" if size is None else f"{size:,} bytes a micro-batch"
+
+
+def _table(head: tuple[str, ...], rows: tuple[tuple[Any, ...], ...]) -> str:
+    if not rows:
+        return ""
+    lines = [head, *rows]
+    cells = ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) for line in lines]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
+
+
+def _code(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"

@@ -1,0 +1,76 @@
+"""`describe` and `executor.plan`: what will run, in words that a person reads."""
+
+import pytest
+import torch
+
+import poptorch
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = poptorch.BeginBlock(torch.nn.Linear(3, 4), "B1")
+        self.last = poptorch.BeginBlock(torch.nn.Linear(4, 2), "B2")
+        self.calls = 0
+
+    def forward(self, x, target):
+        self.calls += 1
+        return torch.nn.functional.mse_loss(self.last(self.first(x)), target)
+
+
+def two_stages():
+    opts = poptorch.Options().deviceIterations(2)
+    opts.Training.gradientAccumulation(3)
+    stages = poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1)
+    return opts.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+
+
+BATCH = torch.ones(2 * 3 * 5, 3), torch.ones(2 * 3 * 5, 2)
+
+
+def test_a_description_says_what_runs_before_anything_has_run():
+    model, opts = Two(), two_stages()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = poptorch.describe(model, opts, BATCH)
+    text = str(found)
+    assert text.startswith(
+        "training, pipelined: 2 stages on 2 ipus, 1 replica; a call is 2 device iterations of 3 micro-batches"
+    )
+    assert "stage 0 on ipu 0: B1; 16 parameters" in text and "stage 1 on ipu 1: B2; 10 parameters" in text
+    assert "ipu 0 -> ipu 1: 80 bytes a micro-batch after F0" in text  # 5 rows of 4 float32
+    assert "ipu 1 -> ipu 0: 80 bytes a micro-batch after B1" in text
+    assert "F0" in found.schedule and "B2" in found.schedule
+    assert [(name, ipu) for name, ipu, _ in found.pieces] == [("F0", 0), ("F1", 1), ("B1", 1), ("B0", 0)]
+    assert all("return" in source for _, _, source in found.pieces) and "addmm" in found.pieces[0][2]
+    # Nothing is kept: the model is plain, the options are not frozen, and training starts from here.
+    assert type(model) is Two and all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    opts.deviceIterations(2)
+    trainer = poptorch.trainingModel(model, opts)
+    trainer(*BATCH)
+    assert str(trainer.plan) == text
+
+
+def test_an_executor_is_described_with_its_own_options():
+    trainer = poptorch.trainingModel(Two(), two_stages())
+    text = str(poptorch.describe(trainer, batch=BATCH))
+    assert not trainer.isCompiled()
+    with pytest.raises(poptorch.Error, match="Model has not been compiled"):
+        _ = trainer.plan
+    trainer.compile(*BATCH)
+    assert str(trainer.plan) == text
+
+
+def test_a_batch_may_be_one_tensor_or_keywords():
+    layer = torch.nn.Linear(3, 2)
+    one = poptorch.describe(layer, batch=torch.ones(4, 3), training=False)
+    assert one.title.startswith(
+        "inference, pipelined: 1 stage on 1 ipu, 1 replica; a call is 1 device iteration"
+    )
+    assert str(poptorch.describe(layer, batch={"input": torch.ones(4, 3)}, training=False)) == str(one)
+
+
+def test_a_notebook_shows_tables_and_folded_code():
+    shown = poptorch.describe(Two(), two_stages(), BATCH)._repr_html_()
+    assert (
+        "<td>B1</td>" in shown and "<details><summary>piece F0 on ipu 0" in shown and "&lt;" not in shown[:50]
+    )
