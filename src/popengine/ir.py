@@ -212,4 +212,3 @@ class Plan:
     schedule: Schedule
     programs: dict[int, tuple[Instruction, ...]]
     state: dict[int, tuple[str, ...]]  # slots that each ipu keeps from step to step
-    credits: dict[tuple[str, int], int]  # tokens that lie in a channel when a run starts

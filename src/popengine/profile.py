@@ -70,7 +70,8 @@ class Part(NamedTuple):
 
 
 class Track(NamedTuple):
-    """One step of one ipu: when it began, and how long each instruction of its program took."""
+    """One step of one ipu: when it began, how long each instruction of its program took, the time before each in
+    which the ipu had nothing to do, and the core that ran it. (None: no such time, no such core.)"""
 
     call: int
     step: int  # weight updates (calls, in inference) since the executor was compiled
@@ -78,6 +79,16 @@ class Track(NamedTuple):
     ipu: int
     start: int  # ns since the profile's origin
     durations: list[int]  # ns
+    gaps: list[int] | None = None  # ns
+    cores: list[int] | None = None
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """When each instruction began and ended."""
+        at = self.start
+        for index, duration in enumerate(self.durations):
+            at += self.gaps[index] if self.gaps else 0
+            yield at, at + duration
+            at += duration
 
 
 class Call(NamedTuple):
@@ -155,6 +166,7 @@ class Event(NamedTuple):
     call: int = 0
     peer: int = -1
     bytes: int = 0
+    core: int = -1
 
 
 _TABLES: dict[str, type[Any]] = {
@@ -209,16 +221,16 @@ class Profile:
     def events(self, kinds: frozenset[str] | None = None) -> Iterator[Event]:
         """Every instruction that was recorded, or those of some kinds; in order for each ipu."""
         for track in self.tracks:
-            program, at = self.programs[track.ipu], track.start
-            for index, duration in enumerate(track.durations):
+            program = self.programs[track.ipu]
+            for index, (begin, end) in enumerate(track.spans()):
                 part, micro_batch = self.parts[program[2 * index]], program[2 * index + 1]
                 if kinds is None or part.kind in kinds:
                     yield Event(
                         part.ipu,
                         track.replica,
                         part.kind,
-                        at,
-                        at + duration,
+                        begin,
+                        end,
                         part.phase,
                         part.stage,
                         micro_batch,
@@ -226,8 +238,8 @@ class Profile:
                         track.call,
                         part.peer,
                         part.bytes,
+                        track.cores[index] if track.cores else -1,
                     )
-                at += duration
 
     def to_json(self) -> str:
         """The file's text: an object; tables as their columns and rows."""
@@ -329,5 +341,9 @@ def _check(profile: Profile) -> None:
     for track in profile.tracks:
         if 2 * len(track.durations) > len(profile.programs[track.ipu]):
             raise ValueError(f"a track of ipu {track.ipu} is longer than its program")
-        if not all(isinstance(duration, int) for duration in track.durations):
+        if not all(isinstance(ns, int) for ns in [*track.durations, *(track.gaps or ())]):
             raise ValueError(f"a track of ipu {track.ipu} has durations that are no integers")
+        if any(
+            len(column) != len(track.durations) for column in (track.gaps, track.cores) if column is not None
+        ):
+            raise ValueError(f"a track of ipu {track.ipu} has columns of different lengths")

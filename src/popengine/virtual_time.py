@@ -21,6 +21,7 @@ class Timeline:
     starts: list[float]
     ends: list[float]
     devices: list[int]  # of each task
+    order: list[int]  # the tasks, as they begin
     count: int  # of all devices
 
     @property
@@ -64,18 +65,19 @@ def simulate(
     for task, missing in enumerate(waits_for):
         if not missing:
             ready[owner[task]].append(task)  # in order, so it is a heap
-    starts, ends, places = [0.0] * size, [0.0] * size, [-1] * size
+    starts, ends, places, order = [0.0] * size, [0.0] * size, [-1] * size, []
     running: list[tuple[float, int]] = []  # end and task
     now, woken = 0.0, set(free)
     while True:
-        for group in woken:
+        for group in sorted(woken):
             idle, waiting = free[group], ready[group]
             while idle and waiting:
                 task = heappop(waiting)
                 starts[task], ends[task], places[task] = now, now + costs[task], heappop(idle)
                 heappush(running, (ends[task], task))
+                order.append(task)
         if not running:
-            return Timeline(starts, ends, places, count)
+            return Timeline(starts, ends, places, order, count)
         now, woken = running[0][0], set()
         while running and running[0][0] == now:
             task = heappop(running)[1]

@@ -12,7 +12,6 @@ import platform
 import time
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +167,13 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
     """Steps in order of their start. A step of a call that failed half-way is not there on all ipus."""
     found = []
     for (replica, ipu), kept in recorder.kept.items():
-        for call, step, times in [*kept.first, *kept.last]:
-            durations = [end - start for start, end in pairwise(times)]
-            found.append(profile.Track(call, step, replica, ipu, times[0] - recorder.origin, durations))
+        for times in [*kept.first, *kept.last]:
+            durations = [end - begin for begin, end in zip(times.begins, times.ends, strict=True)]
+            gaps = [0, *(begin - end for end, begin in zip(times.ends, times.begins[1:], strict=False))]
+            start = times.begins[0] - recorder.origin
+            found.append(
+                profile.Track(times.call, times.step, replica, ipu, start, durations, gaps, list(times.cores))
+            )
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 
 

@@ -91,15 +91,15 @@ def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
     after = held([row for row in profile.tensors if row.ipu == ipu], len(track.durations))
     inside = _inside(profile) if len(after) < MOST_POINTS // 4 else {}
     piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
-    at, before = track.start, 0
-    points = [(at, 0)]
-    for index, duration in enumerate(track.durations):
+    before = 0
+    points = [(track.start, 0)]
+    for index, (at, end) in enumerate(track.spans()):
         part = profile.parts[program[2 * index]]
         if part.kind == "compute" and (piece := piece_at[part.phase, part.stage]) in inside:
             base = before - profile.pieces[piece].enters
-            points += [(at + round(duration * share), base + live) for share, live in inside[piece]]
-        at, before = at + duration, after[index]
-        points.append((at, before))
+            points += [(at + round((end - at) * share), base + live) for share, live in inside[piece]]
+        before = after[index]
+        points.append((end, before))
     return points if len(points) <= MOST_POINTS else _thinned(points)
 
 
@@ -130,14 +130,13 @@ def between(profile: Profile) -> dict[int, int]:
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}
     for track in detailed(profile).values():
-        at, program = track.start, profile.programs[track.ipu]
-        for index, duration in enumerate(track.durations):
+        program = profile.programs[track.ipu]
+        for index, (_, end) in enumerate(track.spans()):
             part, micro_batch = profile.parts[program[2 * index]], program[2 * index + 1]
             if part.kind == "send":
-                sent[part.channel, part.peer, micro_batch] = (at + duration, part.bytes)
+                sent[part.channel, part.peer, micro_batch] = (end, part.bytes)
             elif part.kind == "receive":
-                received[part.channel, track.ipu, micro_batch] = at + duration
-            at += duration
+                received[part.channel, track.ipu, micro_batch] = end
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key, (time, size) in sent.items():
         if key in received and received[key] > time:

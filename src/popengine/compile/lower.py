@@ -30,9 +30,7 @@ def lower(partition: Partition, schedule: Schedule) -> Plan:
     flow = _Flow(partition, schedule)
     programs = {ipu: tuple(flow.program(ipu)) for ipu in sorted(set(partition.ipus))}
     state = {ipu: flow.state(ipu) for ipu in programs}
-    return Plan(
-        partition, schedule, programs, state, {channel: schedule.in_flight for channel in flow.credits()}
-    )
+    return Plan(partition, schedule, programs, state)
 
 
 class _Flow:
@@ -110,34 +108,13 @@ class _Flow:
                 }
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
-    def credits(self) -> list[tuple[str, int]]:
-        """Channels on which the ipu of the last action lets first stages go on with another micro-batch."""
-        schedule = self.schedule
-        if schedule.in_flight >= schedule.micro_batches or (schedule.training and schedule.in_flight > 1):
-            return []  # in a training pipeline the order itself is the bound
-        last = self.partition.ipus[0 if schedule.training else -1]
-        first = {
-            self.ipu(i) for i, piece in enumerate(self.pieces) if piece.phase == "F" and not self.receives[i]
-        }
-        return [("done", ipu) for ipu in sorted(first) if ipu != last]
-
     def program(self, ipu: int) -> list[Instruction]:
         program: list[Instruction] = list(self._weights(ipu))
         parts = {place: self._around(i) for place, i in self.piece_at.items() if self.ipu(i) == ipu}
-        credits = self.credits()
-        last = ("B", 0) if self.schedule.training else ("F", self.schedule.stages - 1)
         for action in self.schedule.rows[ipu]:
             place = (action.phase, action.stage)
             if place in parts:
-                if (
-                    action.phase == "F"
-                    and ("done", ipu) in credits
-                    and not self.receives[self.piece_at[place]]
-                ):
-                    program.append(Receive(("done", ipu), (), action.micro_batch))
                 program += [make(action.micro_batch) for make in parts[place]]
-            if place == last:
-                program += [Send(channel, (), action.micro_batch) for channel in credits]
         keys = tuple(self.trained[name] for name in self.state(ipu) if name in self.trained)
         if self.trained:  # also without weights here: all ipus agree on the norm and on the loss scale
             program.append(Update(keys))

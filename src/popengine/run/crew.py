@@ -1,10 +1,4 @@
-"""Crews: the threads that drive workers.
-
-On a CPU all workers have one crew, the cores: see `cores.py`. On a GPU, where kernels run by themselves and threads
-would only fight for Python's lock, one thread drives all workers, in turns that were found before: see `turns.py`.
-On several GPUs, and wherever a recorder looks at each ipu by itself, a worker has a thread of its own, and waits for
-the others in its channels.
-"""
+"""The crew: the thread that leads a driver, so that the user's own thread only waits, where Ctrl-C may come."""
 
 from __future__ import annotations
 
@@ -14,28 +8,30 @@ from queue import SimpleQueue
 
 import torch
 
-from .cores import Cores
+from .driver import Driver
+from .replays import Replays
 from .worker import Run, Worker
 
 
 class Crew:
-    """A thread that runs some workers when told to.
+    """A thread that runs all workers when told to.
 
     Args:
-        perform: runs all of them for one call
+        driver: with its thread as the first
+        replays: runs the driver, or a graph of what it does
     """
 
-    def __init__(self, workers: Sequence[Worker], name: str, perform: Callable[[Run], None]) -> None:
-        self._workers, self._perform = workers, perform
+    def __init__(self, workers: Sequence[Worker], driver: Driver, replays: Replays | None = None) -> None:
+        self._workers, self._driver = workers, driver
+        self._perform: Callable[[Run], None] = replays or driver
         self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._serve, name="core 0", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         """End the thread."""
         self.inbox.put(None)
-        if isinstance(self._perform, Cores):
-            self._perform.close()
+        self._driver.close()
 
     def _serve(self) -> None:
         while (run := self.inbox.get()) is not None:
@@ -44,8 +40,8 @@ class Crew:
                 continue
             failure: BaseException | None = None
             try:
-                # The ipus are the threads. Some libraries keep one number for the process, so `Run.end` puts it back.
-                torch.set_num_threads(1)
+                # Some libraries keep one number for the process, so `Run.end` puts it back.
+                torch.set_num_threads(self._driver.inside)
                 with torch.inference_mode():
                     self._perform(run)
             except BaseException as error:  # whatever it is, the caller must hear of it

@@ -1,7 +1,7 @@
 """The engine: loads a plan and runs calls of it.
 
 One process; a worker for each ipu of each replica. A call hands all of them the same `Run` and waits; the device
-loop (device iterations × accumulation) happens in the threads that drive the workers (`crew.py`). The first
+loop (device iterations × accumulation) happens in the threads that drive the workers (`driver.py`). The first
 failure stops all, and everything is put back to where it was before the call.
 """
 
@@ -21,16 +21,15 @@ from . import devices
 from . import meeting as meetings
 from .agreement import Facts, of_a_plan, of_rates, of_weights
 from .backends import load
-from .cores import Cores
 from .crew import Crew
 from .devices.base import Device
+from .driver import Driver
 from .meeting import Broken, Left
 from .recorder import Recorder
 from .remote import RemoteWorker
 from .replays import Replays, say_why_not
 from .results import Results
 from .tensors import Tensors
-from .turns import Turns
 from .worker import Channels, Run, Stopped, Worker
 
 
@@ -70,35 +69,39 @@ class Engine(Tensors):
             code, meeting = codes[home.place], self._meeting
             self._workers.append(kind(ipu, replica, plan, settings, store, rules, meeting, code, home))
         self._settle()
-        self._crews = self._together() or self._apart()
-        self._recorded_crews: list[Crew] = []
-        self._close = weakref.finalize(self, _close, self._crews, self._recorded_crews)
+        self._crews: dict[bool, Crew] = {}  # of calls that are recorded, and of others
+        self._close = weakref.finalize(self, _close, self._crews)
+        self._crew_for(None)
 
     def close(self) -> None:
         """End the threads."""
         self._close()
 
-    def _together(self) -> list[Crew]:
-        """One crew for all workers; none for devices that need a thread each."""
-        homes = self.devices.values()
-        if len({home.place for home in homes}) == 1 and all(home.is_serial for home in homes):
-            has_graphs = all(home.has_graphs for home in homes)
-            perform = Replays(self._workers, self._rules) if has_graphs else Turns(self._workers)
-            return [Crew(self._workers, "ipus", perform)]
-        if any(home.is_remote for home in homes):
-            if any(home.has_graphs for home in homes):
-                say_why_not("the ipus are on several devices")
-            return []
-        count = torch.get_num_threads()
-        if self.settings.training and self.settings.counts.instances > 1:
-            count = max(count, len(self._workers))  # each may wait for the other instances at the same time
-        return [Crew(self._workers, "core 0", Cores(self._workers, count))]
+    def _crew_for(self, recorder: Recorder | None) -> Crew:
+        """Who runs a call. A recorder looks at ipus as separate devices: each does one thing at a time."""
+        is_recorded = recorder is not None
+        if is_recorded not in self._crews:
+            self._crews[is_recorded] = self._hired(is_recorded)
+        return self._crews[is_recorded]
 
-    def _apart(self) -> list[Crew]:
-        return [
-            Crew([worker], f"ipu {worker.ipu} replica {worker.replica}", worker.alone)
-            for worker in self._workers
-        ]
+    def _hired(self, is_recorded: bool) -> Crew:
+        homes, counts = self.devices.values(), self.settings.counts
+        is_remote, places = any(home.is_remote for home in homes), {home.place for home in homes}
+        if not is_remote:
+            inside = threads_inside(self.plan, self.settings, torch.get_num_threads())
+            threads = torch.get_num_threads() // inside
+            if self.settings.training and counts.instances > 1:
+                threads = max(
+                    threads, len(self._workers)
+                )  # each may wait for the other instances at the same time
+            return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside))
+        is_one = len(places) == 1 and all(home.is_serial for home in homes)
+        driver = Driver(self._workers, 1 if is_one else len(self._workers), lanes=True)
+        has_graphs = all(home.has_graphs for home in homes)
+        if has_graphs and (is_recorded or not is_one):
+            say_why_not("they are profiled" if is_recorded else "the ipus are on several devices")
+        replays = has_graphs and is_one and not is_recorded
+        return Crew(self._workers, driver, Replays(self._workers, self._rules, driver) if replays else None)
 
     # ---- running -----------------------------------------------------------------------------------------
 
@@ -120,21 +123,18 @@ class Engine(Tensors):
         if self._meeting is not None:
             self._meeting.agree(name, self._facts(hyper))
             self._unconfirmed.clear()
-        crews, before = self._crews_for(recorder), self.snapshot
-        inputs = self._by_micro_batch(inputs)
-        if crews is not self._crews or len(crews) > 1:
-            inputs = [self._workers[0].device.on_host(value) for value in inputs]
+        crew, before = self._crew_for(recorder), self.snapshot
+        home = self._workers[0].device
         run = self._latest = Run(
-            inputs,
-            Results(self.plan.partition.signature, self.settings, self._workers[0].device.host_empty),
+            [home.on_host(value) for value in self._by_micro_batch(inputs)],
+            Results(self.plan.partition.signature, self.settings, home.host_empty),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
             before.step,
             before.seed,
-            Channels(self.plan.credits, self.settings.counts.replicas),
+            Channels(),
             recorder,
             torch.get_num_threads(),
-            len(crews),
             self._keep,
             self._tell_others,
             name,
@@ -143,8 +143,7 @@ class Engine(Tensors):
         if recorder is not None:
             recorder.begin_call()
         try:
-            for crew in crews:
-                crew.inbox.put(run)
+            crew.inbox.put(run)
             run.wait()
         finally:
             self._await_idle()  # at once, but after Ctrl-C
@@ -207,37 +206,32 @@ class Engine(Tensors):
             self._latest.channels.stop()
             if self._meeting is not None:
                 self._meeting.break_off(f"was interrupted at {self._latest.name}")
-            _until_idle([*self._crews, *self._recorded_crews])
+            for crew in self._crews.values():
+                _until_idle(crew)
             torch.set_num_threads(
                 torch.get_num_threads()
             )  # for libraries that keep one number for the process
         self._latest = None
 
-    def _crews_for(self, recorder: Recorder | None) -> list[Crew]:
-        """A recorder looks at each ipu by itself, so there each has a thread, whatever it has else."""
-        if recorder is None:
-            return self._crews
-        if not self._recorded_crews:
-            self._recorded_crews += self._apart()
-            if any(home.has_graphs for home in self.devices.values()):
-                say_why_not("they are profiled")
-        return self._recorded_crews
+
+def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
+    """Threads within an operation: as many cores as tasks leave idle. Of the counts, and never of the layout, so that
+    all layouts give the bits of plain PyTorch with as many threads."""
+    return max(1, cores // (plan.schedule.micro_batches * settings.counts.replicas))
 
 
-def _until_idle(crews: Sequence[Crew]) -> None:
-    """Wait until no crew runs. They answer in turn, so all that they were told before has ended."""
+def _until_idle(crew: Crew) -> None:
+    """Wait until a crew does not run. It answers in turn, so all that it was told before has ended."""
     while True:
         answers: SimpleQueue[None] = SimpleQueue()
         try:
-            for crew in crews:
-                crew.inbox.put(answers)
-            for _ in crews:
-                answers.get()
+            crew.inbox.put(answers)
+            answers.get()
             return
         except KeyboardInterrupt:  # a second one: it is stopping already
             continue
 
 
-def _close(crews: list[Crew], recorded: list[Crew]) -> None:
-    for crew in (*crews, *recorded):
+def _close(crews: dict[bool, Crew]) -> None:
+    for crew in crews.values():
         crew.close()

@@ -1,4 +1,4 @@
-"""Measures while programs run: one clock reading an instruction. Without a recorder the workers measure nothing.
+"""Measures while tasks run: one clock reading an instruction. Without a recorder the driver measures nothing.
 
 The first two steps are looked at closer: pieces read the clock after every operation, and what each ipu holds
 between instructions is written down (the second step replaces the first, in which memory is cold). Of long
@@ -7,9 +7,11 @@ trainings the first and the last steps are kept, so that a profile stays bounded
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns
@@ -20,10 +22,23 @@ from .build import build
 from .meter import Meter
 
 DETAILED_STEPS = 2
+Program = Sequence[tuple[Callable[[Any], None], Any]]
 _CALLS = 1000  # first ones, and last ones, whose times are kept
 
-Program = Sequence[tuple[Callable[[Any], None], Any]]
-Step = tuple[int, int, array]  # call, step, clock readings
+
+class Times:
+    """One step of one ipu: when each instruction of its program began and ended, and on which core."""
+
+    def __init__(self, call: int, step: int, length: int) -> None:
+        self.call, self.step, self.length = call, step, length
+        self.begins, self.ends = (array("q", bytes(8 * length)) for _ in range(2))
+        self.cores = array("h", bytes(2 * length))
+
+    def note(self, index: int, begin: int, end: int, core: int) -> None:
+        """An instruction has run. (Of an update, which may stop and go on, a part.)"""
+        if index < self.length:
+            self.begins[index] = self.begins[index] or begin
+            self.ends[index], self.cores[index] = end, core
 
 
 @dataclass
@@ -31,18 +46,18 @@ class Kept:
     """The steps of one worker: the first ones and the last ones."""
 
     most: int  # of either
-    first: list[Step] = field(default_factory=list)
-    last: deque[Step] = field(default_factory=deque)
+    first: list[Times] = field(default_factory=list)
+    last: deque[Times] = field(default_factory=deque)
     seen: int = 0
 
-    def add(self, call: int, step: int, times: array) -> None:
+    def add(self, times: Times) -> None:
         self.seen += 1
         if len(self.first) < self.most:
-            self.first.append((call, step, times))
+            self.first.append(times)
             return
         if len(self.last) == self.most:
             self.last.popleft()
-        self.last.append((call, step, times))
+        self.last.append(times)
 
 
 @dataclass
@@ -55,7 +70,13 @@ class Detail:
     lines: dict[int, list[int]] = field(default_factory=dict)  # piece -> ns of each of its lines
     runs: dict[int, int] = field(default_factory=dict)  # piece -> how often it ran
 
-    def add(self, piece: int, ticks: list[int]) -> None:
+    def after(self, index: int, instruction: Any, ticks: list[int]) -> None:
+        """An instruction has run; `ticks`: the clock, before its first operation and after each."""
+        self.meter.after(index, instruction)
+        if ticks and isinstance(instruction, Compute):
+            self._add(instruction.piece, ticks)
+
+    def _add(self, piece: int, ticks: list[int]) -> None:
         spent = [end - start for start, end in pairwise(ticks)]
         before = self.lines.get(piece)
         self.lines[piece] = spent if before is None else [a + b for a, b in zip(before, spent, strict=True)]
@@ -79,6 +100,9 @@ class Recorder:
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
+        self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
+        self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
+        self._ticks = _Ticks()
 
     # ---- the host's side ---------------------------------------------------------------------------------
 
@@ -103,57 +127,71 @@ class Recorder:
         """Something that the host did or waited for, from `start` (perf_counter_ns) until now."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
-    # ---- a worker's side ---------------------------------------------------------------------------------
+    # ---- the driver's side -------------------------------------------------------------------------------
 
-    def step(self, worker: Any, program: Program, number: int) -> None:
-        """Run a worker's program once, and keep when each instruction ended."""
-        call, programs, replicas = self._call, worker.plan.programs, worker.settings.counts.replicas
-        kept = self.kept.get((worker.replica, worker.ipu))
-        if kept is None:
-            length = sum(map(len, programs.values())) * replicas
-            kept = self.kept[worker.replica, worker.ipu] = Kept(max(1, self.budget // max(1, 2 * length)))
-        most = max(1, self.budget // (2 * len(programs) * replicas))
-        if kept.seen < DETAILED_STEPS and worker.replica == 0:
-            times = self._detailed(worker, program[:most], call, number)
-        else:
-            times = timed(program[:most])
-        kept.add(call, number, times)
-        for handle, instruction in program[most:]:
-            handle(instruction)
+    now = staticmethod(perf_counter_ns)
 
-    def _detailed(self, worker: Any, program: Program, call: int, number: int) -> array:
-        ticks: list[int] = []
-        plain = worker._code
-        if worker.settings.backend == "eager":  # compiled pieces have no operations any more
-            worker._code = _ticking(worker.plan.partition.pieces, plain, ticks)
-        detail = Detail(call, number, Meter(worker))
-        times = array("q", [perf_counter_ns()])
+    @contextmanager
+    def recording(self, workers: Sequence[Any], number: int) -> Iterator[None]:
+        """A step runs inside; if it comes to its end, its times are kept."""
+        programs = workers[0].plan.programs
+        length = sum(map(len, programs.values())) * workers[0].settings.counts.replicas
+        most = max(1, self.budget // (2 * len(workers)))
+        plain = {worker.ipu: worker._code for worker in workers if worker.replica == 0}
+        self._times, self._looking = {}, {}
+        for worker in workers:
+            place = worker.replica, worker.ipu
+            kept = self.kept.setdefault(place, Kept(max(1, self.budget // max(1, 2 * length))))
+            self._times[place] = Times(self._call, number, min(most, len(worker.program)))
+            if kept.seen < DETAILED_STEPS and worker.replica == 0:
+                self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
+                if worker.settings.backend == "eager":  # compiled pieces have no operations any more
+                    worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
         try:
-            for index, (handle, instruction) in enumerate(program):
-                ticks.clear()
-                handle(instruction)
-                detail.meter.after(index, instruction)
-                times.append(perf_counter_ns())
-                if ticks and isinstance(instruction, Compute):
-                    detail.add(instruction.piece, ticks)
+            yield
         finally:
-            worker._code = plain
-        self.details[worker.ipu] = detail
-        return times
+            for worker in workers:
+                if worker.replica == 0:
+                    worker._code = plain[worker.ipu]
+        self.details.update(self._looking)
+        for place, times in self._times.items():
+            self.kept[place].add(times)
+
+    def perform(self, worker: Any, start: int, body: Program, core: int) -> None:
+        """Run instructions `start` ... of a worker's program. What a device has begun is waited for, so that the time
+        is that of the work and not of starting it."""
+        times = self._times[worker.replica, worker.ipu]
+        detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
+        begin = perf_counter_ns()
+        for index, (handle, instruction) in enumerate(body, start):
+            self._ticks.read.clear()
+            handle(instruction)
+            worker.device.settle()
+            end = perf_counter_ns()
+            times.note(index, begin, end, core)
+            if detail is not None and index < times.length:
+                detail.after(index, instruction, self._ticks.read)
+                end = perf_counter_ns()
+            begin = end
+
+    def updated(self, worker: Any, index: int, instruction: Any, begin: int, core: int) -> None:
+        """An update has run, as far as it could."""
+        worker.device.settle()
+        self._times[worker.replica, worker.ipu].note(index, begin, perf_counter_ns(), core)
+        if worker.replica == 0 and worker.ipu in self._looking:
+            self._looking[worker.ipu].after(index, instruction, [])
 
 
-def timed(program: Program) -> array:
-    """When the first instruction began and each one ended."""
-    now = perf_counter_ns
-    times = array("q", [now()])
-    note = times.append
-    for handle, instruction in program:
-        handle(instruction)
-        note(now())
-    return times
+class _Ticks(threading.local):
+    """The clock readings of the piece that a thread runs."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def note(self) -> None:
+        self.read.append(perf_counter_ns())
 
 
-def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: list[int]) -> dict[int, Any]:
+def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
     """The same pieces, reading the clock before their first line and after each."""
-    note, now = ticks.append, perf_counter_ns
-    return {i: build(pieces[i], after_each="; tick()", tick=lambda: note(now())) for i in codes}
+    return {i: build(pieces[i], after_each="; tick()", tick=ticks.note) for i in codes}

@@ -6,7 +6,7 @@ at the start of a step as copies, gradient sums and updated weights only after a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 from torch import Tensor
@@ -45,31 +45,3 @@ class RemoteWorker(Worker):
     def end(self) -> None:
         super().end()
         self.device.settle()
-
-    def recorded_program(self) -> list[tuple[Callable[[Any], None], Any]]:
-        """Each instruction is waited for, so that its time is the work's and not that of starting it."""
-
-        def settled(handle: Callable[[Any], None]) -> Callable[[Any], None]:
-            def call(instruction: Any) -> None:
-                handle(instruction)
-                self.device.settle()
-
-            return call
-
-        return [(settled(handle), instruction) for handle, instruction in self.program]
-
-    # ---- the instructions that move values ---------------------------------------------------------------
-
-    def _receive(self, instruction: ir.Receive) -> None:
-        name = (instruction.channel, self.replica)
-        if instruction.names:
-            self.received(instruction, self.take(name))
-        else:  # a credit: it bounds what is started, and says nothing of values
-            self.run.channels.receive(name)
-
-    def _send(self, instruction: ir.Send) -> None:
-        name = (instruction.channel, self.replica)
-        if instruction.names:
-            self.give(name, self.sent(instruction))
-        else:
-            self.run.channels.put(name, ())

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..body import calls_within
 from .draws import drawing_from
+from .driver import Driver
 from .numbers import Numbers
-from .turns import Turns
 from .worker import Run, Stopped, Worker
 
 logger = logging.getLogger("popengine")
@@ -66,8 +66,8 @@ def _trained(workers: Sequence[Worker]) -> list[Tensor]:
 class Replays:
     """Runs calls of workers that one thread drives, on devices that have graphs."""
 
-    def __init__(self, workers: Sequence[Worker], rules: Any) -> None:
-        self._workers, self._turns = workers, Turns(workers)
+    def __init__(self, workers: Sequence[Worker], rules: Any, driver: Driver) -> None:
+        self._workers, self._driver = workers, driver
         self._device = workers[0].device
         self._rates_are_tensors = workers[0].settings.optimizer is not None and all(
             rules.takes_tensors(workers[0].settings.optimizer, weight) for weight in _trained(workers)
@@ -85,13 +85,13 @@ class Replays:
 
     def __call__(self, run: Run) -> None:
         if self._is_off:
-            self._turns(run)
+            self._driver(run)
         elif (key := self._compiled_in(run)) != self._key or self._numbers is None:
             self._run_as_it_is(run, key)
         elif self._graph is not None or self._capture(run):
             self._replay(run)
         else:
-            self._turns(run)
+            self._driver(run)
 
     def _compiled_in(self, run: Run) -> Any:
         """The rates that a graph would hold as numbers."""
@@ -109,7 +109,7 @@ class Replays:
         self._forget()
         numbers = Numbers(run, self._workers[0].plan, self._workers[0].settings)
         with drawing_from(numbers):
-            self._turns(run)
+            self._driver(run)
         self._key, self._numbers = key, numbers
         self._changes += changed
         if numbers.refused is not None:
@@ -136,7 +136,7 @@ class Replays:
             )
             for name, value in holder.items()
         ]
-        self._turns.begin(static)
+        self._driver.begin(static)
         for worker in self._workers:
             worker.device.settle()
         try:
@@ -149,8 +149,7 @@ class Replays:
             for worker, draft in zip(self._workers, drafts, strict=True):
                 worker.frames.clear()
                 worker.store.begin(draft)
-            plan, counts = self._workers[0].plan, self._workers[0].settings.counts
-            run.channels.reset(plan.credits, counts.replicas)
+            run.channels.reset()
             self._give_up(f"{type(error).__name__} while it was captured: {error}")
             return False
         self._graph, self._static = graph, static
@@ -159,7 +158,7 @@ class Replays:
     def _capture_steps(self, static: Run) -> None:
         self._fork()
         try:
-            self._turns.steps(static)
+            self._driver.steps(static)
         except BaseException:
             with suppress(Exception):  # a capture ends only once all its streams have come back
                 self._join()
@@ -198,7 +197,7 @@ class Replays:
         self._bring_home()
         for target, value in zip(self._static.inputs, run.inputs, strict=True):
             target.copy_(value)
-        self._turns.begin(run)
+        self._driver.begin(run)
         self._join()
         self._numbers.seeded(run)
         if run.channels.stopped:

@@ -1,21 +1,24 @@
-"""Tasks: one step of all ipus, cut into what a core can do without waiting, and what has to be done before it.
+"""Tasks: one step of all ipus, cut into what can be done without waiting, and what has to be done before it.
 
-On a CPU an ipu is a place and not a core: two cores may work for the same ipu, on different micro-batches, as
-long as no result can tell. So a task is some successive instructions of one ipu on one micro-batch, and waits for
-no more than
+Every driver runs these tasks, and nothing else says what waits for what. Where cores share all ipus, an ipu is a
+place and not a core: two cores may work for the same ipu, on different micro-batches, as long as no result can
+tell. So a task is some successive instructions of one ipu on one micro-batch, and waits for no more than
     the values that it receives, and what its ipu has done on the same micro-batch before;
     where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order;
     where few micro-batches may be under way, the end of an earlier one;
     if it is an update: all that its ipu does in the step.
+Where each ipu is a lane of its own, it also waits for what its program has before it: so the schedule is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ..ir import Accumulate, Compute, Free, Instruction, Keep, Load, Piece, Plan, Receive, Send, Store, Update
+from ..virtual_time import Timeline, simulate
 
 _AT_ONCE = -1  # in place of a micro-batch: what frees memory, or others wait for
 
@@ -32,20 +35,36 @@ class Task:
     after: list[Task] = field(default_factory=list)
 
 
-def tasks(plan: Plan, in_flight: int, *, adds_outputs: bool, in_order: bool) -> list[Task]:
-    """The tasks of a step, those first that are to be preferred: of early micro-batches.
+def tasks(
+    plan: Plan, in_flight: int, *, adds_outputs: bool, in_order: bool, lanes: bool = False
+) -> list[Task]:
+    """The tasks of a step in the order of its schedule: whoever takes tasks takes the first that is ready.
 
     Args:
         in_flight:    micro-batches that may be under way
         adds_outputs: outputs are summed up
         in_order:     each piece sees micro-batches in their order, whatever it does
+        lanes:        each ipu does one thing at a time, in the order of its program; else depth first
     """
     found: list[Task] = []
     for ipu, program in plan.programs.items():
-        found += _of_ipu(ipu, program, plan, adds_outputs, in_order)
+        mine = _of_ipu(ipu, program, plan, adds_outputs, in_order)
+        if lanes:
+            for before, task in pairwise(mine):
+                task.after.append(before)
+        found += mine
     _join(found, plan)
     _bound(found, plan, in_flight)
-    return sorted(found, key=lambda task: (task.micro_batch, task.piece))
+    if not lanes:
+        return sorted(found, key=lambda task: (task.micro_batch, task.piece))
+    costs = [float(task.piece >= 0) for task in found]
+    return [found[number] for number in timeline(found, costs, len(found)).order]
+
+
+def timeline(found: Sequence[Task], costs: Sequence[float], devices: int | Sequence[int]) -> Timeline:
+    """When tasks run in virtual time: see `virtual_time.simulate`."""
+    place = {id(task): number for number, task in enumerate(found)}
+    return simulate([[place[id(other)] for other in task.after] for task in found], costs, devices)
 
 
 def _of_ipu(
@@ -110,10 +129,6 @@ def _leaves(sums: Sequence[Instruction]) -> bool:
     return any(not freed.issuperset(x.names) for x in sums if isinstance(x, (Accumulate, Keep, Store)))
 
 
-def _moves_weights(instruction: Instruction) -> bool:
-    return isinstance(instruction, (Send, Receive)) and instruction.micro_batch is None
-
-
 def _keepers(program: Sequence[Instruction], plan: Plan) -> dict[str, int]:
     """For each buffer that a piece of this ipu writes (by slot), which one."""
     slots = {slot.key: slot.name for slot in plan.partition.signature.slots if slot.role == "buffer"}
@@ -137,7 +152,7 @@ def _join(found: Sequence[Task], plan: Plan) -> None:
     received: list[tuple[Any, Task]] = []
     for task in found:
         for instruction in plan.programs[task.ipu][task.start : task.stop]:
-            if isinstance(instruction, (Send, Receive)) and instruction.names:
+            if isinstance(instruction, (Send, Receive)):
                 name = instruction.channel, instruction.micro_batch
                 if isinstance(instruction, Send):
                     sent[name] = task

@@ -1,13 +1,12 @@
-"""One ipu of one replica: runs its program, and has the tensors that live there. Which thread does, says `crew.py`.
+"""One ipu of one replica: runs its instructions, and has the tensors that live there. Who runs which says `driver.py`.
 
 Values of a micro-batch live in a frame, from the instruction that makes them to the last that needs them.
-What lives from step to step is in the `Store`. Workers meet only in channels, which are queues.
+What lives from step to step is in the `Store`. Workers meet only in channels.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -31,7 +30,6 @@ from .store import Store
 from .updating import Updater
 
 _PATIENCE = 0.2  # seconds
-STOP = object()  # in a channel: the run has failed, or is interrupted
 
 
 class Stopped(Exception):
@@ -39,57 +37,32 @@ class Stopped(Exception):
 
 
 class Channels:
-    """The queues between the workers of one call, by name; made at first use.
+    """What workers have given each other, by name, until it is taken. Nobody waits: tasks come in an order in which
+    all that they take is there."""
 
-    Args:
-        credits: tokens that lie in a channel when the call starts
-    """
-
-    def __init__(self, credits: Mapping[Any, int], replicas: int) -> None:
-        self._queues: dict[Any, SimpleQueue[Any]] = {}
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
         self.stopped = False
-        self.reset(credits, replicas)
 
-    def __getitem__(self, name: Any) -> SimpleQueue[Any]:
-        queue = self._queues.get(name)
-        if queue is None:
-            with self._lock:
-                queue = self._queues.setdefault(name, SimpleQueue())
-                if self.stopped:
-                    queue.put(STOP)
-        return queue
-
-    def reset(self, credits: Mapping[Any, int], replicas: int) -> None:
-        """Nothing is in them but the credits of a call's start."""
-        with self._lock:
-            if self.stopped:
-                raise Stopped
-            self._queues.clear()
-        for channel, tokens in credits.items():
-            for replica in range(replicas):
-                for _ in range(tokens):
-                    self[channel, replica].put(())
+    def reset(self) -> None:
+        """A call starts: nothing has been given yet."""
+        if self.stopped:
+            raise Stopped
+        self._values.clear()
 
     def put(self, name: Any, value: Any) -> None:
-        self[name].put(value)
+        self._values[name] = value
 
     def has(self, name: Any) -> bool:
-        """Whether there is something to receive."""
-        return not self[name].empty()
+        """Whether there is something to take."""
+        return name in self._values
 
     def receive(self, name: Any) -> Any:
-        value = self[name].get()
-        if value is STOP:
-            raise Stopped
-        return value
+        return self._values.pop(name)
 
     def stop(self) -> None:
-        """Wake all who wait, now and later."""
-        with self._lock:
-            self.stopped = True
-            for queue in self._queues.values():
-                queue.put(STOP)
+        """The call is given up: nothing more is computed."""
+        self.stopped = True
 
 
 @dataclass
@@ -105,36 +78,25 @@ class Run:
     channels: Channels
     recorder: Recorder | None
     threads: int  # the caller's number for one operation, to be put back
-    crews: int  # that have not ended their part
     keep: Callable[[Run], None]  # what the call has made, once all of it is done
     tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
     name: str  # for messages
     failure: BaseException | None = None
     is_over: bool = False
-    _is_stopped: bool = False
     _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self, error: BaseException | None = None) -> None:
-        """A crew has ended its part, or failed. The last one keeps what was made, unless one has failed."""
-        with self._lock:
-            self.crews -= 1
-            is_last = not self.crews
-            if error is not None:
-                self._is_stopped = True
-                if not isinstance(error, Stopped):
-                    self.failure = self.failure or error
+        """It is done, or has failed: keep what was made, or leave no trace."""
+        is_stopped = error is not None
         if error is not None:
-            self.channels.stop()
+            self.failure = None if isinstance(error, Stopped) else error
             self.tell(self, error)
-        if not is_last:
-            return
         torch.set_num_threads(self.threads)
         try:
-            if not self._is_stopped:
+            if not is_stopped:
                 self.keep(self)
             if self.recorder is not None:
-                self.recorder.end_call(self.steps, failed=self._is_stopped)
+                self.recorder.end_call(self.steps, failed=is_stopped)
         except BaseException as failure:  # the caller must hear of it
             self.failure = self.failure or failure
         finally:
@@ -142,7 +104,7 @@ class Run:
             self._over.put(None)
 
     def wait(self) -> None:
-        """Wait until all crews have ended."""
+        """Wait until the crew has ended."""
         while not self.is_over:
             with suppress(Empty):  # an interrupt that comes without a signal wakes nobody who waits
                 self._over.get(timeout=_PATIENCE)
@@ -174,7 +136,7 @@ class Worker:
         self.step = 0
         pieces = plan.partition.pieces
         self._code = {i: codes[i] for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
-        handlers: dict[type, Callable[[Any], None]] = {
+        handlers: dict[type, Callable[[Any], Any]] = {
             ir.Load: self._load,
             ir.Receive: self._receive,
             ir.Send: self._send,
@@ -183,7 +145,7 @@ class Worker:
             ir.Keep: self._keep,
             ir.Store: self._store,
             ir.Free: self._free,
-            ir.Update: self._update,
+            ir.Update: self.updating,
         }
         self.program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
         homes: dict[str, int] = {}
@@ -196,19 +158,6 @@ class Worker:
             if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
         ]
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
-
-    def alone(self, run: Run) -> None:
-        """Run all steps of a call, in a thread of this worker's own."""
-        with self.device.running():
-            self.begin(run)
-            for step in range(run.steps):
-                self.begin_step(step)
-                if run.recorder is None:
-                    for handle, instruction in self.program:
-                        handle(instruction)
-                else:
-                    run.recorder.step(self, self.recorded_program(), run.first_step + step)
-            self.finish()
 
     def begin(self, run: Run) -> None:
         """A call starts."""
@@ -229,10 +178,6 @@ class Worker:
         self.frames.clear()
         self._prepared.forget()
         vars(self).pop("run", None)
-
-    def recorded_program(self) -> list[tuple[Callable[[Any], None], Any]]:
-        """The program as a recorder sees it."""
-        return self.program
 
     def _anchor(self, source: str) -> None:
         """Hand out the weights that somebody wants to see at this moment of the step."""
@@ -259,10 +204,7 @@ class Worker:
         return (self.step, micro_batch) if self.settings.training else (micro_batch, 0)
 
     def _receive(self, instruction: ir.Receive) -> None:
-        self.received(instruction, self.run.channels.receive((instruction.channel, self.replica)))
-
-    def received(self, instruction: ir.Receive, values: Sequence[Tensor]) -> None:
-        """Take in what another ipu has sent."""
+        values = self.take((instruction.channel, self.replica, instruction.micro_batch))
         if instruction.micro_batch is None:
             self.store.state.update(zip(instruction.names, values, strict=True))
         else:
@@ -270,16 +212,12 @@ class Worker:
             frame.update(zip(instruction.names, values, strict=True))
 
     def _send(self, instruction: ir.Send) -> None:
-        self.run.channels.put((instruction.channel, self.replica), self.sent(instruction))
-
-    def sent(self, instruction: ir.Send) -> list[Tensor]:
-        """What another ipu is to be sent."""
         if instruction.micro_batch is None:  # weights: a copy, since they change at the end of the step
-            return [self.store.state[name].clone() for name in instruction.names]
-        frame = self.frames[instruction.micro_batch] if instruction.names else {}
-        return [frame[name] for name in instruction.names]
-
-    # What an update gives to other workers, and takes from them.
+            values = [self.store.state[name].clone() for name in instruction.names]
+        else:
+            frame = self.frames[instruction.micro_batch]
+            values = [frame[name] for name in instruction.names]
+        self.give((instruction.channel, self.replica, instruction.micro_batch), values)
 
     def give(self, name: Any, value: Any) -> None:
         self.run.channels.put(name, value)
@@ -346,15 +284,6 @@ class Worker:
         frame = self.frames[instruction.micro_batch]
         for name in instruction.names:
             del frame[name]
-
-    def _update(self, instruction: ir.Update) -> None:
-        work = self.updating(instruction)
-        try:
-            name = next(work)
-            while True:
-                name = work.send(self.take(name))
-        except StopIteration:
-            pass
 
     def go_on(self, work: Any, name: Any) -> Any:
         """Go on with an update that waits for a channel (None: it has not begun), as far as there is no wait.

@@ -17,6 +17,7 @@ function lanesOf(profile) {
       let at = track.start;
       track.durations.forEach((duration, index) => {
         const i = lane.size;
+        if (track.gaps && track.gaps.length) at += track.gaps[index];
         if (parts[program[2 * index]].kind !== "free") {
           lane.start[i] = at; lane.end[i] = at + duration; lane.part[i] = program[2 * index];
           lane.batch[i] = program[2 * index + 1]; lane.track[i] = number; lane.size += 1;

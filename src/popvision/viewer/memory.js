@@ -41,7 +41,7 @@ function liveness(entry, profile) {
     for (let i = 0; i < flat.length; i += 2) points.push([flat[i] - origin, flat[i + 1]]);
     ends = [];
     let at = 0;
-    if (track) for (const duration of track.durations) { at += duration; ends.push(at); }
+    if (track) track.durations.forEach((duration, i) => { at += duration + (track.gaps && track.gaps.length ? track.gaps[i] : 0); ends.push(at); });
     const top = points.reduce((best, point, i) => (point[1] > points[best][1] ? i : best), 0);
     state.cursor = points[top][0];
     tell();

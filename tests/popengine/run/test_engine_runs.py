@@ -160,7 +160,7 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
 
 def test_an_engine_that_is_closed_ends_its_threads():
     engine = engine_for()
-    threads = [crew.thread for crew in engine._crews]
+    threads = [crew.thread for crew in engine._crews.values()]
     engine.close()
     for thread in threads:
         thread.join(5)
