@@ -87,6 +87,12 @@ class Optimizer:
     bias_correction: bool = True  # Adam, AdamW, LAMB
     torch_dampening: bool = False  # SGD: the first step is not dampened (torch.optim.SGD's rule)
 
+    def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
+        """The dtype of a weight's state, or of its gradient sums; those of float64 weights are float64, too."""
+        if weight == torch.float64:
+            return weight
+        return self.accumulator_type if state is None else self.state_types.get(state, torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
@@ -157,7 +163,8 @@ class Settings:
     outputs: Outputs = "all"
     return_period: int = 1  # device iterations between outputs, for "every_n"
     optimizer: Optimizer | None = None
-    reduction: Literal["mean", "sum"] = "mean"
+    # Of gradients over micro-batches and replicas; "running": a mean that is divided while it grows.
+    reduction: Literal["mean", "sum", "running"] = "mean"
     automatic_loss_scaling: bool = False
     stochastic_rounding: bool = False  # of weight updates in half precision
     finite_checks: bool = False  # floating point exceptions: stop where an infinity or a NaN is made

@@ -5,7 +5,7 @@ loss:0, loss:1, ...   the losses in the order in which forward computes them; `l
 layer.weight          (or model.layer.weight) a parameter or buffer at the start of each weight update
 Gradient___<name>     the gradient of each micro-batch, without loss scaling       (training)
 UpdatedVar___<name>   a parameter after each weight update                         (training)
-finalLossScale        the loss scaling of the call                                 (training)
+finalLossScale        the loss scaling of the call's last weight update            (training)
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Anchors:
     def wanted(self) -> tuple[Anchor, ...]:
         return (*(anchor for anchor in self.found.values() if anchor is not None), *self.noted)
 
-    def values(self, results: Results, loss_scale: float) -> dict[str, Tensor]:
+    def values(self, results: Results) -> dict[str, Tensor]:
         """The values of one call, by short name."""
         return {
-            name: torch.tensor(loss_scale) if anchor is None else results.anchored(anchor)
+            name: torch.tensor(results.loss_scale) if anchor is None else results.anchored(anchor)
             for name, anchor in self.found.items()
         }
 

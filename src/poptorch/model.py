@@ -228,7 +228,7 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
     def _keep(self, results: Results) -> None:
         """Keep what may be asked for after a call: its anchors and its times."""
         executable = self._need_executable()
-        self._anchored = executable.anchors.values(results, self._loss_scale())
+        self._anchored = executable.anchors.values(results)
         counts = executable.settings.counts
         self._notes = [(note.what, note.value(results, counts)) for note in executable.notes]
         if self._synthetic is None:

@@ -15,8 +15,9 @@ from . import wrapping
 from .enums import MeanReductionStrategy
 from .logs import logger
 from .optim import Optimizer as PoptorchOptimizer
+from .optim.freeze import freeze_optimizer
 from .optim.links import Link, torch_state
-from .optim.state import rate_entries, state_entries, states_of
+from .optim.state import loaded_rates, rate_entries, state_entries, states_of
 from .state import ExecutorState
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
@@ -37,6 +38,7 @@ class OptimizerOwner(ExecutorState):
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
         names = self._parameter_names()
+        vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
         frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
         if not self.isCompiled():
             self._optimizer_settings = frozen
@@ -137,4 +139,9 @@ class OptimizerOwner(ExecutorState):
                 )
             factor = (optimizer._pending_state[0] or {}).get(_LOSS_FACTOR)
             self._engine.write_optimizer(loaded, None if factor is None else float(factor))
+            if optimizer._has_pending_rates:
+                kept: Any = optimizer
+                _, hyper = freeze_optimizer(kept, self._parameter_names())
+                entries = optimizer._pending_state[1] or {}
+                self._hyper = loaded_rates(self._optimizer_settings, hyper, entries)
             optimizer._pending_state = None

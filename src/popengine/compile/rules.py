@@ -5,7 +5,7 @@ them) and their states. On CPU tensors each runs torch.optim's own sequence of o
 are torch's to the last bit.
 
     kind             states                                         differs from torch.optim
-    sgd              velocity (once there is momentum)              the first step is dampened too
+    sgd              velocity (once there is momentum)              can dampen the first step too
     adam, adamw      exp_avg, exp_avg_sq, step                      bias correction can be off
     rmsprop          square_avg; grad_avg, momentum_buffer if used  has a TensorFlow variant
     lamb             exp_avg, exp_avg_sq, step                      torch has none
@@ -155,7 +155,7 @@ def _lamb(
     gradients: list[Tensor],
     states: list[State],
 ) -> None:
-    """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max) / ‖u‖, the ratio 1 where a norm is 0."""
+    """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max) / ‖u‖, the ratio 1 where either is 0."""
     _signed(group, gradients)
     corrections1, corrections2 = _moments(optimizer, group, gradients, states)
     roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
@@ -167,7 +167,8 @@ def _lamb(
         torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
     sizes = torch.stack(torch._foreach_norm(parameters))
     lengths = torch.stack(torch._foreach_norm(directions))
-    trusted = sizes.clamp(max=group["max_weight_norm"]) / lengths
+    sizes.clamp_(max=group["max_weight_norm"])
+    trusted = sizes / lengths
     trust = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(trusted), trusted)
     torch._foreach_mul_(directions, list(trust.unbind()))
     torch._foreach_add_(parameters, directions, alpha=-group["lr"])

@@ -104,7 +104,7 @@ def _needed(optimizer: Optimizer, group: Rates) -> tuple[str, ...]:
 def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(
         parameter,
-        dtype=optimizer.state_types.get(name, torch.float32),
+        dtype=optimizer.type_for(parameter.dtype, name),
         requires_grad=False,
         memory_format=torch.preserve_format,
     )

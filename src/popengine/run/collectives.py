@@ -56,6 +56,14 @@ def reduce_over_replicas(
         torch._foreach_copy_(sums, (yield name, "total", replica))
 
 
+def take_in(means: list[Tensor], values: list[Tensor], count: int) -> None:
+    """Let means of `count` - 1 values each take in one more: a mean is never larger than what it is of. Each is
+    computed in float32 at least, and rounded once."""
+    for mean, value in zip(means, values, strict=True):
+        wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
+        mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
+
+
 def average(sums: list[Tensor], divisor: float) -> None:
     """Divide the sums in place; by 1 is no division."""
     if divisor != 1 and sums:

@@ -7,6 +7,7 @@ failure stops all, and everything is put back to where it was before the call.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,14 @@ from .replays import Replays, say_why_not
 from .results import Results
 from .tensors import Tensors
 from .worker import Channels, Run, Stopped, Worker
+
+logger = logging.getLogger("popengine")
+
+_OVERFLOW = (
+    "gradients of step %d hold an infinity or a NaN, and so will the weights: the loss scale is %g\n"
+    "  fix: a smaller loss_scaling; or options.Training.setAutomaticLossScaling(True), which leaves such updates out\n"
+    "  where it is made: options.Precision.enableFloatingPointExceptions(True) names the operation"
+)
 
 
 class Engine(Tensors):
@@ -59,6 +68,7 @@ class Engine(Tensors):
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
         self._calls = 0
         self.random_state = seed, 0
+        self._has_warned = False  # of gradients that overflow
         self._latest: Run | None = None  # the call that crews may still work on
         self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
         self._workers: list[Worker] = []
@@ -149,6 +159,9 @@ class Engine(Tensors):
             self._await_idle()  # at once, but after Ctrl-C
         if run.failure is not None:
             raise run.failure
+        if run.overflows and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_OVERFLOW, *min(run.overflows))
         return run.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:

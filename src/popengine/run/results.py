@@ -6,6 +6,7 @@ For each output tensor the chosen (iteration, accumulation, replica) stand after
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -17,9 +18,11 @@ from ..ir import Result, Signature
 from ..settings import Anchor, Counts, Outputs, Settings
 from .devices.base import Device
 
+logger = logging.getLogger("popengine")
+
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-# Devices have no 64-bit types in this model; what returns to the user is narrower.
-RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
+# Devices have no 64-bit types in this model; what returns to the user is narrower, where it fits.
+_RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Rows:
@@ -41,7 +44,7 @@ class Rows:
             "sum": counts.replicas,
             "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
         }[mode]
-        self.values = empty((copies, *shape), RETURNED.get(dtype, dtype))
+        self.values = empty((copies, *shape), dtype)
         if mode == "sum":
             self.values.zero_()
         self._totals: dict[int, tuple[Device, Tensor]] = {}  # sums that are still on their device
@@ -101,9 +104,25 @@ class Rows:
     @property
     def joined(self) -> Tensor:
         """[copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
-        if self.values.dim() == 1:
-            return self.values.reshape(()) if len(self.values) == 1 else self.values
-        return self.values.flatten(0, 1)
+        values = _narrowed(self.values)
+        if values.dim() == 1:
+            return values.reshape(()) if len(values) == 1 else values
+        return values.flatten(0, 1)
+
+
+def _narrowed(values: Tensor) -> Tensor:
+    """64-bit values as 32-bit ones; as they are, with a warning, where one of them is too large for that."""
+    narrow = _RETURNED.get(values.dtype)
+    if narrow is None:
+        return values
+    if values.numel():
+        bounds = (torch.finfo if narrow.is_floating_point else torch.iinfo)(narrow)
+        low, high = values.nan_to_num(0, 0, 0).aminmax()
+        if low < bounds.min or high > bounds.max:
+            dtype = values.dtype
+            logger.warning("an output has values too large for %s, and is returned as %s", narrow, dtype)
+            return values
+    return values.to(narrow)
 
 
 class Results:
@@ -115,6 +134,7 @@ class Results:
 
     def __init__(self, signature: Signature, settings: Settings, empty: Empty) -> None:
         counts = self._counts = settings.counts
+        self.loss_scale = 1.0  # in the latest step
         self._results: Sequence[Result] = signature.results
         self._rows: dict[int, Rows] = {}  # of outputs, by position
         self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position

@@ -6,6 +6,7 @@ After each update the share of gradient elements above an eighth of float16's la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,13 @@ def count(gradients: Sequence[Tensor], scale: float) -> Count:
         large = int((gradient.abs() > LARGE / scale).sum())
         total += Count(gradient.numel(), large, bool(gradient.isfinite().all()))
     return total
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether no element is an infinity or a NaN."""
+    return all(
+        math.isfinite(bound) for gradient in gradients if gradient.numel() for bound in gradient.aminmax()
+    )
 
 
 def next_factor(factor: float, seen: Count) -> float:

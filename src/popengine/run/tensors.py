@@ -92,7 +92,7 @@ class Tensors:
         updated = {key: weight.numel() for key, weight in weights.items() if key in optimizer.group_of}
         store.owner = owners(updated, self.settings, replica)
         for key, weight in weights.items():
-            store.sums[key] = torch.zeros_like(weight, dtype=optimizer.accumulator_type)
+            store.sums[key] = torch.zeros_like(weight, dtype=optimizer.type_for(weight.dtype))
             if key in updated and store.owner.get(key, replica) == replica:
                 store.states[key] = self._rules.init_state(optimizer, weight)
                 if offloading is not None:

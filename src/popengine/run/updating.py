@@ -20,7 +20,7 @@ from .draws import generator
 from .instances import Instances
 from .meeting import FIRST_FREE, Meeting
 from .offloading import offloading_of, portions
-from .scaling import Count, count, next_factor
+from .scaling import Count, all_finite, count, next_factor
 from .sharing import pass_on
 from .store import Store
 
@@ -66,8 +66,11 @@ class Updater:
         for tensor, rates in zip(self._lrs, hyper.groups, strict=True):
             tensor.fill_(rates["lr"])
 
-    def update(self, keys: Sequence[str], hyper: Hyper, key: int, give: Give) -> Waits:
-        """One weight update of these parameters; `key` is that of the step's random numbers."""
+    def update(self, keys: Sequence[str], hyper: Hyper, key: int, give: Give) -> Generator[Any, Any, bool]:
+        """One weight update of these parameters; `key` is that of the step's random numbers.
+
+        Returns: whether their gradients are finite, as far as it is of interest
+        """
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
         sums = [store.sums[name] for name in keys]
@@ -75,7 +78,8 @@ class Updater:
         for members, names in self._by_members(keys).items():
             yield from self._reduce([store.sums[name] for name in names], members, scale, give)
         if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(sums, scale, give)):
-            return
+            return True  # the update is left out, so nothing is lost
+        is_finite = not self._may_overflow(scale) or all_finite(sums)
         if optimizer.max_grad_norm != float("inf"):
             norms = dict(zip(keys, self.rules.norms(sums), strict=True)) if keys else {}
             everything = yield from exchange(norms, "norms", self.ipu, self.replica, self.ipus, give)
@@ -93,6 +97,11 @@ class Updater:
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
             yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)
+        return is_finite
+
+    def _may_overflow(self, scale: float) -> bool:
+        """Whether a loss scale may make gradients overflow that nobody looks at. (A GPU would be waited for.)"""
+        return scale != 1 and not self.settings.automatic_loss_scaling and not self.device.is_remote
 
     def _update(self, names: Sequence[str], rates: Mapping[str, Any], key: int) -> None:
         if self.offloading is None:
@@ -116,10 +125,12 @@ class Updater:
 
     def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
         name = ("sums", self.ipu, members)
+        counts = self.settings.counts
+        if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
+            average(sums, counts.global_replicas)
         yield from reduce_over_replicas(sums, self.replica, members, name, give, self._others(members))
         if self.settings.reduction == "mean":
-            counts = self.settings.counts
-            scale *= counts.accumulation * len(members) * counts.instances
+            scale *= counts.accumulation * counts.global_replicas
         average(sums, scale)
 
     def _others(self, members: tuple[int, ...]) -> Instances | None:

@@ -21,6 +21,7 @@ from ..errors import Error, RunError
 from ..settings import Hyper, Settings
 from .build import Code, user_line
 from .checks import FiniteCheck
+from .collectives import take_in
 from .devices.base import Device
 from .draws import mix
 from .prepared import Prepared
@@ -81,6 +82,7 @@ class Run:
     keep: Callable[[Run], None]  # what the call has made, once all of it is done
     tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
     name: str  # for messages
+    overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None
     is_over: bool = False
     _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
@@ -168,7 +170,9 @@ class Worker:
         self.step = step
         self._anchor("weight")
         if self.run.hyper is not None:
-            self.store.set_loss_scale(self.run.hyper.loss_scaling * self.store.loss_factor)
+            scale = self.run.hyper.loss_scaling * self.store.loss_factor
+            self.store.set_loss_scale(scale)
+            self.run.results.loss_scale = scale
 
     def finish(self) -> None:
         """The last step of a call is done."""
@@ -262,6 +266,8 @@ class Worker:
         sums = [self.store.sums[key] for key in instruction.keys]
         if instruction.micro_batch == 0:
             torch._foreach_copy_(sums, gradients)
+        elif self.settings.reduction == "running":
+            take_in(sums, gradients, instruction.micro_batch + 1)
         else:
             torch._foreach_add_(sums, gradients)
 
@@ -303,5 +309,7 @@ class Worker:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
         assert self.run.hyper is not None
         key = mix(self.run.seed, self.run.first_step + self.step)
-        yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give)
+        scale = self.run.hyper.loss_scaling * self.store.loss_factor
+        if not (yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give)):
+            self.run.overflows.append((self.run.first_step + self.step, scale))
         self._anchor("updated")

@@ -36,6 +36,8 @@ class Optimizer:
     _state_reader: Callable[[], DeviceState] | None = None
     # Loaded by the user, to be uploaded by the executor, which then resets it to None.
     _pending_state: DeviceState | None = None
+    # Whether it came after the last `setOptimizer`: then its rates are newer than those of the executor.
+    _has_pending_rates: bool = False
     # The last state of an executor that has let go of this optimizer.
     _kept_state: DeviceState | None = None
 
@@ -97,6 +99,7 @@ class Optimizer:
         super().load_state_dict(rest)  # type: ignore[misc]
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
+        self._has_pending_rates = bool(ipu_param)
 
     def _device_state(self) -> DeviceState:
         if self._pending_state is not None:

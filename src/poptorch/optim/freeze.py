@@ -87,6 +87,7 @@ def freeze_optimizer(
         centered=kind == "rmsprop" and _centered(optimizer),
         tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
         bias_correction=bool(getattr(optimizer, "bias_correction", True)),
+        torch_dampening=kind == "sgd" and _is_dampened_as_torch_does(optimizer),
     )
     scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
     return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
@@ -197,6 +198,12 @@ def _state_types(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind)
         for state, attribute in _TYPE_ATTRIBUTES.get(kind, _MOMENT_TYPES).items()
         if state not in unused
     }
+
+
+def _is_dampened_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the first step is not dampened: so in torch's own SGD, which poptorch's is not in this."""
+    dampened = any(group["dampening"] for group in optimizer.param_groups)
+    return dampened and not isinstance(optimizer, Optimizer)
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:

@@ -159,6 +159,7 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
         f"{what}: it was {was}, now it is {now}"
         for what, was, now in (
             ("the clipping (max_grad_norm)", before.max_grad_norm, after.max_grad_norm),
+            ("torch's rule of dampening", before.torch_dampening, after.torch_dampening),
             ("the clipping (max_grad_value)", before.max_grad_value, after.max_grad_value),
             ("the number of parameter groups", old.group_count, new.group_count),
             *(

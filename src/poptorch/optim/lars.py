@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -41,8 +43,9 @@ class LARS(OwnRule):
         rates = given(lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta, eps=eps)
         defaults = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5, "eta": 1e-3, "eps": 0.0}
         if lr is None:
-            params = list(params)
-            if not all(isinstance(group, dict) and "lr" in group for group in params):
+            groups: Any = list(params)
+            params = groups
+            if not all(isinstance(group, dict) and "lr" in group for group in groups):
                 raise ValueError(
                     "LARS needs a learning rate; fix: give lr to it, or to every parameter group"
                 )

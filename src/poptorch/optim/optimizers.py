@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from poptorch.optim.base import Optimizer, given
+from poptorch.optim.own_rule import step_by_own_rule
 
 logger = logging.getLogger("poptorch::python")
 
@@ -186,6 +189,10 @@ class AdamW(Optimizer, torch.optim.AdamW):
             first_order_momentum_accum_type=first_order_momentum_accum_type,
             second_order_momentum_accum_type=second_order_momentum_accum_type,
         )
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
+        """torch's step on the host; without bias correction by the rule that executors run."""
+        return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):

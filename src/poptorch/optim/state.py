@@ -9,6 +9,7 @@ ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -79,3 +80,28 @@ def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[s
         for name, value in values.items():
             entries[f"{name}___specific___{parameter}"] = torch.tensor(value)
     return entries
+
+
+def loaded_rates(
+    optimizer: settings.Optimizer, hyper: settings.Hyper, ipu_param: Mapping[str, Tensor]
+) -> settings.Hyper:
+    """Undo `rate_entries`: these rates, and those of `hyper` that are missing in them (SGD's weight decay is)."""
+    loaded = {key: float(value) for key, value in ipu_param.items()}
+
+    def newer(name: str, old: float, factor: float = 1.0) -> float:
+        """Entries are float32: where that is all the difference, the old rate is the exact one."""
+        value = loaded.get(name, old / factor) * factor
+        return old if math.isclose(value, old, rel_tol=1e-6) else value
+
+    scaling = newer("lossScaling_FLOAT", hyper.loss_scaling)
+    groups = [dict(rates) for rates in hyper.groups]
+    for parameter, index in optimizer.group_of.items():
+        rates, suffix = groups[index], f"___specific___{parameter}"
+        for name, theirs in _RATES.items():
+            if name in rates:
+                rates[name] = newer(theirs + suffix, rates[name])
+        if optimizer.kind == "sgd" and f"scaledLearningRate0{suffix}" in loaded and rates["dampening"] != 1:
+            rates["lr"] = newer(
+                f"scaledLearningRate0{suffix}", rates["lr"], scaling / (1 - rates["dampening"])
+            )
+    return settings.Hyper(tuple(groups), scaling)

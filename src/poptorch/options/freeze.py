@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Literal
 
 from popengine.errors import Error
 from popengine.run import devices
 from popengine.settings import Backend, Counts, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
-from poptorch.enums import CommGroupType, ConnectionType, OutputMode, ReductionType
+from poptorch.enums import CommGroupType, ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.device import DEVICES
 from poptorch.options.execution import BACKENDS
 from poptorch.options.options import Options
@@ -75,7 +76,6 @@ def freeze(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
-    reduction = ReductionType(options.Training.accumulation_and_replication_reduction_type)
     return Settings(
         training=training,
         counts=counts,
@@ -83,7 +83,7 @@ def freeze(
         outputs=OUTPUTS[mode],
         return_period=period,
         optimizer=optimizer,
-        reduction="mean" if reduction == ReductionType.Mean else "sum",
+        reduction=_reduction(options),
         replica_groups=groups or {},
         automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
@@ -94,6 +94,14 @@ def freeze(
         device=device_of(options),
         backend=_backend(options),
     )
+
+
+def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
+    training = options.Training
+    if ReductionType(training.accumulation_and_replication_reduction_type) != ReductionType.Mean:
+        return "sum"
+    strategy = MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
+    return "running" if strategy == MeanReductionStrategy.Running else "mean"
 
 
 def device_of(options: Options) -> DeviceKind:
