@@ -35,6 +35,7 @@ MAY_IMPORT = {
     | {"poptorch", "popdist", "popdist.environment", "popdist.checkpoint_files", "popdist.collectives"},
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popdist.environment"},
+    "poprun.aliases": {"popdist", "popdist.collectives"},
     "poprun": {"popdist", "popdist.environment"},
     "ipujob": {"popdist", "popdist.environment"},
     "popvision": {"popengine", "popengine.profile"},

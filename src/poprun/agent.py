@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def work(request: Request, node: Node, log: Log, folder: str) -> int:
         return 1
     agent.goodbye()
     return agent.exit_code if result.is_failed() else 0
+
+
+_ALIASES = Path(__file__).parent / "aliases"
 
 
 class _Lost(Exception):
@@ -109,6 +113,11 @@ class _Agent(LocalElasticAgent):
             worker_env["POPRUN_CORES"] = ",".join(map(str, cores))
         share = len(cores) or len(os.sched_getaffinity(0)) // spec.local_world_size
         worker_env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+        if (
+            find_spec("horovod") is None
+        ):  # programs that reduce their metrics by it find popdist's collectives
+            paths = [worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), str(_ALIASES)]
+            worker_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         worker_env |= dict(self._request.variables)
         # The same number on every node, though only one may have seen the failure: workers meet under it.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._begun)
