@@ -99,7 +99,8 @@ class OptimizerOwner(ExecutorState):
 
     def _torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""
-        kind, steps = self._optimizer_settings.kind, self.rng_state[1] if self.isCompiled() else 0
+        kind = self._optimizer_settings.kind
+        _, steps = self._engine.random_state if self._engine is not None else self._kept_rng or (0, 0)
         states = {name: dict(state) for name, state in self._device_states().items()} if steps else {}
         for name, state in self._loaded_states.items():
             states.setdefault(name, {}).update(state)

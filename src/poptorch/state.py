@@ -64,10 +64,6 @@ class ExecutorState:
         return self._engine is not None
 
     @property
-    def rng_state(self) -> list[int]:
-        raise NotImplementedError
-
-    @property
     def _stale(self) -> bool:
         """Whether the devices have newer weights than the host."""
         engine = self._engine
