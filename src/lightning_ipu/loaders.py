@@ -69,8 +69,8 @@ class Loaders:
         if isinstance(loader.dataset, IterableDataset):
             return DataLoader(loader.dataset, batch_size=size, **copied), size
         sampler: Any = loader.batch_sampler
-        if type(sampler) is BatchSampler:
-            sampler = BatchSampler(loader.sampler, sampler.batch_size * n, drop_last=False)
+        if size is not None:
+            sampler = BatchSampler(loader.sampler, size, drop_last=False)
         elif sampler is not None:
             size = getattr(sampler, "batch_size", None)
             size, sampler = None if size is None else size * n, Together(sampler, n)
@@ -111,7 +111,7 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
     if isinstance(loader.dataset, IterableDataset):
         arguments["batch_size"] = loader.batch_size
         arguments["auto_distributed_partitioning"] = False
-    elif loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    elif loader.batch_sampler is not None and loader.batch_size is None:  # the user's own
         arguments["batch_sampler"] = loader.batch_sampler
     else:
         arguments["batch_size"] = loader.batch_size

@@ -167,12 +167,12 @@ class Recording:
         for name, value in vars(self._module).items():
             if name not in _INTERNAL:
                 self._note_left(name, self._before.get(name), value)
-        self._take_back()
         left = [
             name
             for name, value in vars(self._module).items()
-            if name not in _INTERNAL and _holds_traced(value)
+            if name not in _INTERNAL and _holds_traced(value) and not _is_computed(value)
         ]
+        self._take_back()
         if left:
             raise CaptureError(
                 f"the step leaves a tensor that has no values yet in self.{left[0]}\n"
@@ -213,7 +213,7 @@ class Recording:
                     now.pop(key)
                     if key in before:
                         now[key] = before[key]
-            elif _is_computed(now):
+            else:
                 attributes.pop(name)
                 if name in self._before:
                     attributes[name] = before

@@ -1,0 +1,161 @@
+"""Loaders become loaders of combined batches; evaluation says what it leaves out, prediction loses nothing."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import IPUStrategy
+from lightning_models import Classifier, dataset, differing, loader, made, trainer, weights
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+import poptorch
+
+
+def strategy(**more):
+    return {"accelerator": "auto", "strategy": IPUStrategy(**more)}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(dataset()))
+
+
+class Backwards(DataLoader):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        loader,
+        lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
+        lambda: DataLoader(Stream(), batch_size=4),
+        lambda: DataLoader(dataset(), batch_sampler=BatchSampler(range(64), 4, False)),
+        lambda: Backwards(dataset(), batch_size=4),
+    ],
+    ids=["torch", "shuffled", "stream", "batch sampler", "own iteration"],
+)
+def test_each_kind_of_loader_trains_as_on_the_cpu(make):
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        module = made()
+        trainer(accelerator, accumulate_grad_batches=2).fit(module, make())
+        found[accelerator] = weights(module)
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+def test_a_loader_of_ours_is_used_itself_with_its_own_options():
+    options = poptorch.Options().deviceIterations(2)
+    given = poptorch.DataLoader(options, dataset(), batch_size=4)
+    run = trainer(**strategy(training_opts=options, inference_opts=options))
+    run.fit(made(), given)
+    assert run.train_dataloader is given
+    assert run.global_step == 8
+
+
+def test_a_shuffled_loader_of_ours_can_be_overfitted_on():
+    options = poptorch.Options().deviceIterations(2)
+    given = poptorch.DataLoader(options, dataset(), batch_size=4, shuffle=True)
+    run = trainer(overfit_batches=2, **strategy(training_opts=options))
+    run.fit(made(), given)
+    assert isinstance(run.train_dataloader.sampler, SequentialSampler)
+    assert run.train_dataloader.combinedBatchSize == 8
+    assert run.global_step == 2
+
+
+def test_a_loader_that_is_shorter_than_a_call_is_refused():
+    run = trainer(devices=8, **strategy(device_iterations=32))
+    with pytest.raises(Exception, match="a call takes 256 micro-batches, the loader for train has 16"):
+        run.fit(made(), loader())
+
+
+def test_evaluation_says_what_it_leaves_out():
+    with pytest.warns(
+        UserWarning, match=r"the last 2 of 18 micro-batches \(validate\) are left out: a call takes 4"
+    ):
+        trainer(devices=4).validate(made(), loader(70), verbose=False)
+
+
+def test_counters_count_calls():
+    module, run = made(), trainer(devices=2, max_epochs=1)
+    seen = []
+    module.on_train_start = lambda: seen.append(run.estimated_stepping_batches)
+    run.fit(module, loader(64, 1))
+    assert seen == [32] and run.global_step == 32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: loader(70), lambda: DataLoader(dataset(70), batch_sampler=BatchSampler(range(70), 4, False))],
+)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_predictions_are_those_of_the_cpu_row_by_row(make, devices):
+    found = trainer(devices=devices).predict(made(), make())
+    expected = trainer("cpu").predict(made(), make())
+    assert torch.cat(found).shape == (70, 3)
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch")
+        self.indices = []
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, *rest):
+        self.indices.append((len(prediction), list(indices)))
+
+
+def test_a_prediction_writer_gets_the_indices_of_the_whole_call():
+    writer = Writer()
+    trainer(devices=4, callbacks=[writer]).predict(made(), loader(24))
+    assert writer.indices == [(16, list(range(16))), (8, list(range(16, 24)))]
+
+
+class Rows(Classifier):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        value = super().validation_step(batch, batch_idx)
+        self.log("accuracy", value)
+
+
+def test_several_loaders_may_have_batches_of_several_shapes():
+    run, expected = trainer(devices=2), trainer("cpu")
+    for each in (run, expected):
+        each.validate(made(Rows), [loader(), loader(32, 8)], verbose=False)
+    assert run.callback_metrics.keys() == expected.callback_metrics.keys()
+    for name, value in expected.callback_metrics.items():
+        torch.testing.assert_close(run.callback_metrics[name], value)
+
+
+class Hooked(Classifier):
+    seen = ()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.seen = (*self.seen, "before")
+        return batch
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.seen = (*self.seen, str(device), len(batch[0]))
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.seen = (*self.seen, "after")
+        return [batch[0] * 2, batch[1]]
+
+
+def test_batch_transfer_hooks_run_on_the_combined_batch():
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        module = made(Hooked)
+        trainer(accelerator, accumulate_grad_batches=2).fit(module, loader())
+        found[accelerator] = weights(module)
+        if accelerator == "ipu":
+            assert module.seen[:4] == ("before", "cpu", 8, "after")
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+def test_a_random_sampler_of_ones_own_is_kept():
+    sampler = RandomSampler(dataset(), generator=torch.Generator().manual_seed(2))
+    run = trainer(devices=2)
+    run.fit(made(), DataLoader(dataset(), batch_size=4, sampler=sampler))
+    assert isinstance(run.train_dataloader, poptorch.DataLoader)
+    assert run.train_dataloader.sampler is sampler
