@@ -61,14 +61,14 @@ from .ops import (
     set_overlap_for_output,
 )
 from .options import ConfigFileError, Options, TensorLocationSettings
-from .plumbing import (
+from .poptorch_core import createPoptorchError
+from .refused_names import (
     accessAttributes,
     attributes_lists,
     getIpuTensorId,
     importPoptorchMetadataFromFile,
     poptorchAtExit,
 )
-from .poptorch_core import createPoptorchError
 from .strategies import (
     AutoBalance,
     ParallelPhasedExecution,

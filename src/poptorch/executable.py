@@ -16,7 +16,7 @@ from popengine.ir import Graph, Plan
 from popengine.run.backends.half import faster_in_float32
 from popengine.settings import Settings
 
-from . import announcing, hooks
+from . import compilation_log, hooks
 from .anchors import Anchors, Request, resolve
 from .arguments import Call, Compiled, is_wide, narrowed, sample, traced_outputs
 from .autocasting import following
@@ -110,7 +110,7 @@ def compile_model(
         settings = balanced(graph, settings, weights, samples)
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
-    announcing.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
+    compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     inputs = Compiled(call, settings.counts, wide)
     return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph)
 

@@ -20,8 +20,8 @@ from popengine.run.results import Results
 from popengine.settings import Settings
 
 from . import arguments, caching, saving, wrapping
-from .announcing import Passes, announce
 from .checkpointing import TrainingStateOwner
+from .compilation_log import Passes, announce
 from .counters import Counters, counters_of
 from .enums import ConnectionType
 from .executable import compile_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import poptorch
-from poptorch.announcing import HARDWARE_RULES
+from poptorch.compilation_log import HARDWARE_RULES
 from poptorch.environment import RECORDED
 from poptorch.options.reference import page
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import poptorch
-from poptorch.announcing import HARDWARE_RULES
+from poptorch.compilation_log import HARDWARE_RULES
 from poptorch.environment import log_recorded
 
 
