@@ -13,8 +13,8 @@ from popengine.errors import Error
 from popengine.run.engine import Engine
 
 from . import wrapping
-from .counters import Counters
 from .enums import ConnectionType
+from .latest import LatestCall
 from .optimizing import OptimizerOwner
 from .options.freeze import device_of
 from .weights import HostWeights
@@ -85,7 +85,7 @@ class DeviceOwner(HostWeights, OptimizerOwner):
         if self._engine is not None:
             self._let_go()
         self._executable = self._synthetic = None
-        self._counters, self._anchored, self._notes = Counters(), {}, []
+        self._latest = LatestCall()
 
     def _unmark(self) -> None:
         # While an executor dies its model sees no owner any more.

@@ -54,23 +54,23 @@ class Inquiries(ExecutorState):
         Keys input, input_complete, output, output_complete; for each tensor a list of seconds (host clock,
         arbitrary zero): one for each micro-batch, and one for each output that the output mode keeps.
         """
-        return asdict(self._counters)
+        return asdict(self._latest.counters)
 
     def getLatency(self) -> Latency:
         """(min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
-        return self._counters.round_trip()
+        return self._latest.counters.round_trip()
 
     def getHostIpuLatency(self) -> Latency:
         """(min, max, mean) seconds that it took to stage a micro-batch."""
-        return self._counters.host_to_ipu()
+        return self._latest.counters.host_to_ipu()
 
     def getComputeLatency(self) -> Latency:
         """(min, max, mean) seconds between the staging of a micro-batch and its first output."""
-        return self._counters.compute()
+        return self._latest.counters.compute()
 
     def getIpuHostLatency(self) -> Latency:
         """(min, max, mean) seconds that it took outputs to arrive."""
-        return self._counters.ipu_to_host()
+        return self._latest.counters.ipu_to_host()
 
     def compilationTime(self) -> timedelta:
         """How long the compilation took."""
@@ -86,7 +86,7 @@ class Inquiries(ExecutorState):
         """Refused: there are no cycles to count here."""
         if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
-        if self._has_run:
+        if self._latest.has_run:
             raise Error(
                 "cycleCount() is only supported on actual IPU hardware; getPerfCounters() has seconds"
             )
@@ -103,16 +103,16 @@ class Inquiries(ExecutorState):
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         """The latest call's value of a tensor that `Options.anchorTensor(short_name, ...)` asked for."""
-        assert short_name in self._anchored, (
-            f"No tensor with name {short_name} found. Known now: {', '.join(self._anchored) or 'none'}\n"
+        assert short_name in self._latest.anchored, (
+            f"No tensor with name {short_name} found. Known now: {', '.join(self._latest.anchored) or 'none'}\n"
             "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
         )
-        return self._anchored[short_name]
+        return self._latest.anchored[short_name]
 
     @property
     def notes(self) -> list[tuple[Any, Any]]:
         """What the forward has noted (`poptorch.notes`), with the latest call's values."""
-        return self._notes
+        return list(self._latest.notes)
 
     def _debugGetPopartIR(self) -> str:
         """Refused: there is no PopART graph here."""

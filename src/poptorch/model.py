@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from popengine.errors import Error
-from popengine.run.results import Results
 from popengine.settings import Settings
 
 from . import arguments, caching, saving, wrapping
 from .checkpointing import TrainingStateOwner
 from .compilation_log import Passes, announce
-from .counters import Counters, counters_of
 from .enums import ConnectionType
 from .executable import compile_model
 from .inquiries import Inquiries
+from .latest import LatestCall, latest_call
 from .logs import logger, repeats
 from .optim import SGD
 from .optim.guard import OptimizerGuard
@@ -165,9 +164,7 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
         self._optimizer = self._hyper = self._link = None
         self._loaded_states, self._host_writes = {}, []
         self._reporter = reporter_for(self, self._options, training)
-        self._counters, self._anchored, self._synthetic = Counters(), {}, None
-        self._notes = []
-        self._has_run = False
+        self._latest, self._synthetic = LatestCall(), None
         self.per_replica_params = {}
         if training:
             wrapping.check_buffers(self._user_model)
@@ -210,7 +207,8 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
             if first:  # it may be these inputs that do not fit, and the model is not to be bound to them
                 self._forget_executable()
             raise
-        self._keep(results)
+        made_up = None if self._synthetic is None else len(self._synthetic)
+        self._latest = latest_call(executable, results, made_up)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
         return arguments.returned(executable.template, [_marked_as_output(value) for value in outputs])
@@ -224,18 +222,6 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
             tensors = arguments.prepared(call, executable.inputs.wide)
             self._synthetic = synthetic_inputs(tensors, mode, executable.settings.counts)
         return self._synthetic
-
-    def _keep(self, results: Results) -> None:
-        """Keep what may be asked for after a call: its anchors and its times."""
-        executable = self._need_executable()
-        self._anchored = executable.anchors.values(results)
-        counts = executable.settings.counts
-        self._notes = [(note.what, note.value(results, counts)) for note in executable.notes]
-        if self._synthetic is None:
-            self._counters = counters_of(results, executable.outputs)
-        else:  # no input was staged, and outputs mean nothing
-            self._counters = Counters.without_times(len(self._synthetic), executable.outputs)
-        self._has_run = True
 
     # ---- compiling ---------------------------------------------------------------------------------------
 

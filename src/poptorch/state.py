@@ -12,8 +12,8 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.run.engine import Engine
 
-from .counters import Counters
 from .executable import Executable
+from .latest import LatestCall
 from .optim.guard import OptimizerGuard
 from .optim.links import Link
 from .options import Options
@@ -51,11 +51,8 @@ class ExecutorState:
     _kept_factor: float  # of automatic loss scaling, while detached
 
     _reporter: Reporter | None  # None: nobody asked for a profile
-    _counters: Counters  # of the latest call
-    _anchored: dict[str, Tensor]  # of the latest call
-    _notes: list[tuple[Any, Any]]  # of the latest call
+    _latest: LatestCall
     _synthetic: list[Tensor] | None
-    _has_run: bool
 
     def isCompiled(self) -> bool:
         return self._executable is not None
