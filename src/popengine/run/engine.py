@@ -21,6 +21,7 @@ from ..settings import Hyper, Settings
 from . import devices
 from . import meeting as meetings
 from .agreement import Facts, of_a_plan, of_rates, of_weights
+from .alignment import aligned
 from .backends import load
 from .crew import Crew
 from .devices.base import Device
@@ -165,13 +166,16 @@ class Engine(Tensors):
         return run.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Combined batches as [iterations, accumulation, groups, micro-batch, ...], views."""
+        """Combined batches as [iterations, accumulation, groups, micro-batch, ...]; views, where micro-batches so
+        begin well."""
         counts = self.settings.counts
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
-        return [
+        batches = [
             value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
             for value in inputs
         ]
+        is_here = not self._workers[0].device.is_remote
+        return [aligned(batch) if is_here and batch.is_cpu else batch for batch in batches]
 
     def _keep(self, run: Run) -> None:
         """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ir import Plan
 from ..settings import Settings
+from .alignment import begins_well
 from .devices.base import Device
 from .offloading import offloading_of
 from .sharing import owners
@@ -68,7 +69,8 @@ class Tensors:
             for name in self.plan.state[place[1]]:
                 slot = self._slots[name]
                 if slot.role == "constant":
-                    store.state[name] = self.plan.partition.signature.constants[slot.key].to(home.place)
+                    constant = self.plan.partition.signature.constants[slot.key].to(home.place)
+                    store.state[name] = begins_well(constant)
                 elif slot.role == "loss_scale":
                     store.state[name] = torch.ones(slot.shape, dtype=slot.dtype, device=home.place)
                 else:

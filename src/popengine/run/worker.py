@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import ir
 from ..errors import Error, RunError
 from ..settings import Hyper, Settings
+from .alignment import check
 from .build import Code, user_line
 from .checks import FiniteCheck
 from .collectives import take_in
@@ -159,6 +160,7 @@ class Worker:
             for anchor in settings.anchors
             if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
         ]
+        self._given = {slot.name for slot in plan.partition.signature.slots}
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
 
     def begin(self, run: Run) -> None:
@@ -237,6 +239,11 @@ class Worker:
         prepared = self._prepared.take(instruction.piece)
         state, held = {**self.store.state, **prepared} if prepared else self.store.state, instruction.held
         values: list[Any] = [state[name] if name in held else frame[name] for name in piece.reads]
+        if self.settings.check_alignment:
+            reads = dict(zip(piece.reads, values, strict=True))
+            given = {name: value for name, value in reads.items() if name in self._given}
+            check(given, {name: value for name, value in reads.items() if name not in given}, str(piece))
+            del reads, given
         del prepared, state  # tensors die in the piece
         for name in instruction.last:
             del frame[name]

@@ -91,6 +91,7 @@ def freeze(
         shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
         off_device=_off_device(options, device_of(options)),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
+        check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",
         device=device_of(options),
         backend=_backend(options),
     )
