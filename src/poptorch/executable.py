@@ -22,6 +22,7 @@ from .arguments import Call, Compiled, is_wide, narrowed, sample, traced_outputs
 from .autocasting import following
 from .balancing import balanced
 from .enums import OutputMode
+from .layouts import laid_out
 from .notes import Note, kept
 from .options import Options
 from .options.freeze import OUTPUTS
@@ -47,6 +48,7 @@ class Executable:
     anchors: Anchors
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
+    memory_format: str = "preserve"  # "auto" has become what was faster
 
     def without_graph(self) -> Executable:
         """The part that runs, and that a file can hold."""
@@ -105,6 +107,8 @@ def compile_model(
     if settings.device == "cpu" and precision.half_kernels != "native":
         auto = precision.half_kernels == "auto"
         graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
+    with one_row_each(model, settings.replica_groups):
+        graph, memory_format = laid_out(graph, options.memory_format, model, samples, settings.device)
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)
@@ -112,7 +116,7 @@ def compile_model(
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     inputs = Compiled(call, settings.counts, wide)
-    return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph)
+    return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph, memory_format)
 
 
 def _losses() -> dict[str, Tensor]:

@@ -48,6 +48,14 @@ class Inquiries(ExecutorState):
 
     # ---- times -------------------------------------------------------------------------------------------
 
+    @property
+    def memory_format(self) -> str:
+        """*Ours*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
+
+        Raises: Error, before compilation.
+        """
+        return self._need_executable().memory_format
+
     def getPerfCounters(self) -> dict[str, Times]:
         """When the latest call's micro-batches were staged and its outputs arrived.
 

@@ -65,7 +65,8 @@ def write(filename: str | os.PathLike[str], saved: Any) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         content = io.BytesIO()
-        torch.save({"versions": _VERSIONS, "saved": saved}, content)
+        # The default is an older protocol, which can't hold a memory format among the arguments of an operation.
+        torch.save({"versions": _VERSIONS, "saved": saved}, content, pickle_protocol=4)
         unfinished.write_bytes(content.getbuffer())
         with unfinished.open("ab") as file:
             file.write(_MARK + hashlib.sha256(content.getbuffer()).digest())

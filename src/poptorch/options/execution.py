@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -13,6 +13,7 @@ from poptorch.options.popart import Popart
 from poptorch.strategies import ExecutionStrategy
 
 BACKENDS = ("eager", "inductor")
+MEMORY_FORMATS = ("preserve", "channels_last", "auto")
 _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 
 
@@ -26,6 +27,7 @@ class ExecutionOptions(OptionsDict):
     device_iterations = Value(1, positive=True)
     input_cgt = Value(CommGroupType.Consecutive)
     input_group_size = Value(1)
+    memory_format = Value("preserve")
     output_mode = Value(OutputMode.Default.value)
     output_return_period = Value(1)
     random_seed: Value[int] = Value()
@@ -127,6 +129,17 @@ class ExecutionOptions(OptionsDict):
         """
         assert backend in BACKENDS, f"compiler takes one of {', '.join(BACKENDS)}; found {backend!r}"
         return self.createOrSet(backend=backend)
+
+    def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
+        """*Ours*: the layout of convolutional parts: the model's ("preserve"), "channels_last", or the faster ("auto").
+
+        "auto" measures both on the first micro-batch and keeps the faster. "preserve" (default) gives the bits of plain
+        PyTorch; the other layout differs by rounding. `executor.memory_format` says which one a compiled model has.
+        """
+        assert memory_format in MEMORY_FORMATS, (
+            f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
+        )
+        return self.set(memory_format=memory_format)
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:
