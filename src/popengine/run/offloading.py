@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..settings import Optimizer, Settings
 from .devices.base import Device
+from .store import Store
 
 State = dict[str, Tensor]
 
@@ -21,13 +22,14 @@ class Offloading:
     def __init__(self, device: Device, optimizer: Optimizer, rules: Any) -> None:
         self._device, self._optimizer, self._rules = device, optimizer, rules
 
-    def _moves(self, weight: Tensor, name: str) -> bool:
+    def moves(self, weight: Tensor, name: str) -> bool:
+        """Whether this state of a parameter is in the host's memory because of the user's wish."""
         return name != "step" or not self._rules.reads_numbers(self._optimizer, weight)
 
     def on_host(self, weight: Tensor, state: State) -> State:
         """A new state, in memory of the host that the device can read and write."""
         return {
-            name: self.kept(value) if self._moves(weight, name) else value for name, value in state.items()
+            name: self.kept(value) if self.moves(weight, name) else value for name, value in state.items()
         }
 
     def kept(self, value: Tensor) -> Tensor:
@@ -37,17 +39,15 @@ class Offloading:
     def brought(self, weight: Tensor, state: State) -> State:
         """The state on the device."""
         return {
-            name: self._device.upload(value) if self._moves(weight, name) else value
+            name: self._device.upload(value) if self.moves(weight, name) else value
             for name, value in state.items()
         }
 
-    def take_back(self, state: State, values: State) -> None:
-        """Write what an update has made of a state; what it has begun is added."""
+    def take_back(self, store: Store, key: str, values: State) -> None:
+        """Write what an update has made of a parameter's state; what it has begun is added."""
         for name, value in values.items():
-            if name not in state:
-                state[name] = self._device.host_empty(value.shape, value.dtype)
-            if state[name] is not value:
-                self._device.download(state[name], value)
+            if store.states[key].get(name) is not value:
+                self._device.download(store.target(key, name, value), value)
 
 
 def offloading_of(device: Device, settings: Settings, rules: Any) -> Offloading | None:

@@ -8,7 +8,7 @@ interrupts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,7 @@ class Store:
         self.sums: dict[str, Tensor] = {}
         self.owner: dict[str, int] = {}  # of parameters whose state the replicas share: who has it
         self._device = device
+        self._targets: dict[tuple[str, str], Tensor] = {}
         self.begin(Kept({}, {}))
 
     def begin(self, kept: Kept, in_place: bool = False) -> None:
@@ -50,34 +51,54 @@ class Store:
         self.state = dict(kept.state)
         self.states = {key: dict(state) for key, state in kept.states.items()}
         self.loss_factor, self._loss_scale = kept.loss_factor, kept.loss_scale
-        self._spare = {} if in_place else kept.spare
+        self._spare, self._targets = {} if in_place else kept.spare, {}
         self._is_renewed = in_place
 
     def draft(self) -> Kept:
         """The draft as a value."""
         return Kept(self.state, self.states, self.loss_factor, self._loss_scale, self._spare)
 
-    def renew(self) -> None:
-        """Before the first update of a call: let all that updates write to be copies, in the spare set."""
+    def renew(self, off_device: Container[tuple[str, str]] = ()) -> None:
+        """Before the first update of a call: let all that updates write to be copies, in the spare set.
+
+        Args:
+            off_device: (name, parameter) of states that an update reads from the host's memory and writes back
+                there: they are not copied, but written to other memory (`target`)
+        """
         if self._is_renewed or not self.sums:
             return
         old = {("weight", key): self.state[self.slot[key]] for key in self.sums}
         old |= {(name, key): value for key, state in self.states.items() for name, value in state.items()}
-        new = {place: self._spare.get(place, value) for place, value in old.items()}
-        new = {place: self._like(value) if value is old[place] else value for place, value in new.items()}
+        new = {place: self._spare.get(place) for place in old}
+        new = {
+            place: self._like(old[place], place in off_device) if value is None else value
+            for place, value in new.items()
+        }
+        self._targets = {place: value for place, value in new.items() if place in off_device}
+        new = {place: value for place, value in new.items() if place not in off_device}
         if new:
-            torch._foreach_copy_(list(new.values()), list(old.values()))
+            torch._foreach_copy_(list(new.values()), [old[place] for place in new])
         for (name, key), value in new.items():
             if name == "weight":
                 self.state[self.slot[key]] = value
             else:
                 self.states[key][name] = value
-        self._spare, self._is_renewed = old, True
+        self._spare, self._is_renewed = {**old, **self._targets}, True
 
-    def _like(self, value: Tensor) -> Tensor:
-        if value.device == self._device.place:
-            return torch.empty_like(value)
-        return self._device.host_empty(value.shape, value.dtype)
+    def target(self, key: str, name: str, like: Tensor) -> Tensor:
+        """Where an update writes a state that is off the device; it is the state from now on."""
+        state, place = self.states[key], (name, key)
+        if place in self._targets:
+            self._spare = {**self._spare, place: state[name]}
+            state[name] = self._targets.pop(place)
+        elif name not in state:  # the update has begun it
+            state[name] = self._device.host_empty(like.shape, like.dtype)
+        return state[name]
+
+    def _like(self, value: Tensor, off_device: bool) -> Tensor:
+        if off_device or value.device != self._device.place:
+            return self._device.host_empty(value.shape, value.dtype)
+        return torch.empty_like(value)
 
     def spare(self) -> Iterable[Tensor]:
         """The memory that an update does not write to, so that a failed call finds what was before."""

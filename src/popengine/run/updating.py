@@ -87,7 +87,7 @@ class Updater:
                 self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
         if optimizer.max_grad_value != float("inf") and sums:
             self.rules.clamp_(sums, optimizer.max_grad_value)
-        store.renew()
+        store.renew(self._off_device())
         mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of.get(name) == group]
@@ -112,8 +112,20 @@ class Updater:
             states = [self.store.states[name] for name in some]
             here = [self.offloading.brought(weights[n], state) for n, state in zip(some, states, strict=True)]
             self._update_here(some, rates, key, here)
-            for state, values in zip(states, here, strict=True):
-                self.offloading.take_back(state, values)
+            for name, values in zip(some, here, strict=True):
+                self.offloading.take_back(self.store, name, values)
+
+    def _off_device(self) -> set[tuple[str, str]]:
+        """(name, parameter) of the states that are moved for each update."""
+        if self.offloading is None:
+            return set()
+        store, moves = self.store, self.offloading.moves
+        return {
+            (name, key)
+            for key, state in store.states.items()
+            for name in state
+            if moves(store.state[store.slot[key]], name)
+        }
 
     def _update_here(
         self, names: Sequence[str], rates: Mapping[str, Any], key: int, states: list[dict[str, Tensor]]
