@@ -61,7 +61,6 @@ def to_global(self, y):
         (to_list, {"seen": []}, r"model.seen\[0\]"),
         (to_dict, {"seen": {}}, r"model.seen\['y'\]\[0\]"),
         (to_metric, {"metric": Metric()}, "model.metric.total"),
-        (to_attribute, {"seen": None}, "model.seen"),
         (to_global, {}, r"history\[0\]"),
     ],
 )
@@ -99,6 +98,18 @@ def test_an_attribute_that_forward_makes_is_gone_afterwards():
     with pytest.raises(poptorch.Error, match="Couldn't find a loss"):
         trained(x)
     assert "seen" not in vars(model)
+
+
+@pytest.mark.parametrize("before", [None, [], {"y": 1}])
+def test_an_attribute_that_forward_replaces_is_put_back_with_a_warning(before, caplog):
+    model = Keeps(to_attribute, seen=before)
+    x = torch.ones(1, 2)
+    assert torch.equal(poptorch.inferenceModel(model)(x), model(x).detach())
+    model.seen = before
+    with caplog.at_level("WARNING", "poptorch::python"):
+        poptorch.inferenceModel(model)(x)
+    assert model.seen is before
+    assert [r for r in caplog.messages if "the forward sets Keeps.seen to a tensor" in r] != []
 
 
 def test_weight_normalization_writes_an_attribute_and_is_no_error():

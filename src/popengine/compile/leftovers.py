@@ -5,6 +5,7 @@ They have no values: whoever finds one in a list of losses or in a metric after 
 
 from __future__ import annotations
 
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
+
+logger = logging.getLogger("poptorch::python")
 
 _SHELVES = ("_parameters", "_buffers", "_modules")
 _CLOSED = (type, types.ModuleType, types.GeneratorType, types.CodeType, str, bytes, int, float, Tensor)
@@ -106,18 +109,27 @@ class Attributes:
         self._before = [(child, dict(vars(child))) for child in module.modules()]
 
     def put_back(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Undo what the forward did to attributes that it only writes: those it has made, and tensors that it has
-        replaced without reading them (as weight normalization does)."""
+        """Undo what the forward did to attributes that it only writes: those it has made, tensors that it has
+        replaced without reading them (as weight normalization does), and, with a warning, None and containers."""
+        undone = []
         for child, before in self._before:
             for name, value in list(vars(child).items()):
                 old = before.get(name)
-                if isinstance(value, FakeTensor) or (
-                    isinstance(value, (list, tuple, dict)) and _holds(value)
-                ):
-                    if name not in before:
-                        del vars(child)[name]
-                    elif isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old):
-                        vars(child)[name] = old
+                if old is value or not _holds(value):
+                    continue
+                if name not in before:
+                    del vars(child)[name]
+                elif isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old):
+                    vars(child)[name] = old
+                elif old is None or (isinstance(old, (list, tuple, dict)) and not _holds(old)):
+                    vars(child)[name] = old
+                    undone.append(f"{type(child).__name__}.{name}")
+        if undone:
+            logger.warning(
+                "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
+                " is as it was before; return the tensor from forward, if the program needs it",
+                ", ".join(undone),
+            )
 
     def check(self) -> None:
         """Raises CaptureError, where a tensor is left behind."""
