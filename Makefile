@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check fuzz bench bench-all clean
+.PHONY: demo demo-lightning test check fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/mnist_pipeline/train_poptorch.py
+
+demo-lightning: $(READY)
+	$(BIN)/python examples/fashion_mnist_lightning/simple_lightning_ipu.py --epochs 1
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,0 +1,68 @@
+"""The programs for Lightning run as their README says, and learn."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist_lightning"
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    """1,024 images to train on and 256 to test with; a class is a bright row."""
+    folder = tmp_path_factory.mktemp("fashion")
+    for part, count in (("train", 1024), ("t10k", 256)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[np.arange(count), 2 * labels + 4] = 255
+        shape = np.array([count, 28, 28], ">i4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + shape + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + shape[:4] + labels.tobytes())
+    return folder
+
+
+def run(program: str, *flags: str | Path) -> str:
+    command = [sys.executable, EXAMPLE / program, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"^Accuracy on test set: ([\d.]+)%$", output, re.MULTILINE)
+    assert found, output
+    return float(found[1])
+
+
+def test_the_simple_program_learns_as_on_the_cpu(data_dir):
+    flags = ["--data-dir", data_dir, "--epochs", "1"]
+    learned = accuracy(run("simple_lightning_ipu.py", *flags))
+    assert learned > 90
+    assert learned == accuracy(run("simple_lightning_ipu.py", *flags, "--accelerator", "cpu"))
+
+
+def test_a_program_with_options_and_loaders_of_its_own_runs(data_dir):
+    output = run("ipu_options_and_dataloading.py", "--data-dir", data_dir, "--device-iterations", "4")
+    assert "A call of training took 512 images, and there were 2" in output
+    assert "256 images fill 16 device iterations of 16, not 250" in output
+    assert accuracy(output) > 0
+
+
+def test_the_pipeline_runs_and_leaves_a_profile(data_dir, tmp_path):
+    output = run("pipelined_ipu.py", "--data-dir", data_dir, "--epochs", "20", "--report-dir", tmp_path)
+    assert accuracy(output) > 50
+    assert any(tmp_path.iterdir())
+
+
+def test_a_loss_written_by_hand_finds_the_sigmoid():
+    differences = re.findall(
+        r"^pred .*, actual .*, difference ([\d.]+)$", run("custom_losses.py"), re.MULTILINE
+    )
+    assert len(differences) == 100
+    assert max(map(float, differences)) < 0.02
