@@ -71,7 +71,7 @@ def planned(recompute=False):
         opts._Popart.set("autoRecomputation", 3)
     executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
     executor.compile(*(torch.randn(8 * ROWS, WIDTH) for _ in range(2)))
-    return held_bytes(executor._executable.plan.partition)
+    return held_bytes(executor._executable.graph, executor._executable.plan.partition)
 
 
 def test_with_recomputation_only_one_micro_batch_at_a_time_has_its_activations(tmp_path):
