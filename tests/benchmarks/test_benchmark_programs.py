@@ -3,7 +3,10 @@
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,3 +27,12 @@ def test_the_engines_overhead_is_measured():
 def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     output = run("start", "--only", "passes", "--repeats", "1")
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightnings_trainers_make_the_same_updates():
+    output = run("lightning", "--rounds", "1", "--calls", "1", "--only", "ipu2", "loop2")
+    assert re.search(r"^\| Trainer, CPU, 2 threads .* 1\.00× \|", output, re.MULTILINE)
+    found = re.search(r"losses of the contenders differ by at most (\S+)", output)
+    assert found and float(found[1]) < 1e-3
+    assert "weights were copied to the host 1 time(s)" in output
