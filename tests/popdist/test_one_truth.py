@@ -266,7 +266,7 @@ def come_late(folder):
 def test_whoever_waits_long_is_told_for_whom(tmp_path):
     early, late = processes.run(come_late, 2, tmp_path)
     assert early.value[0] == "instance 1 has not arrived at popdist.synchronize() for 0 s"
-    assert late.value == []
+    assert not [text for text in late.value if "instance 1" in text]  # nobody waits for itself
 
 
 # ---- the first meeting ---------------------------------------------------------------------------------------
