@@ -260,6 +260,14 @@ def test_a_block_that_the_strategy_does_not_know_is_named_with_those_it_knows():
     assert_unchanged_and_usable(executor)
 
 
+def test_a_misspelt_block_is_named_with_the_one_that_is_meant():
+    model = nn.Sequential(poptorch.BeginBlock(nn.Linear(2, 2), "encoder"))
+    strategy = poptorch.PipelinedExecution("encodr", "head")
+    executor = poptorch.inferenceModel(model, poptorch.Options().setExecutionStrategy(strategy))
+    with pytest.raises(AssertionError, match=r"Unknown Block 'encoder'[\s\S]*did you mean 'encodr'\?"):
+        executor(torch.zeros(2, 2))
+
+
 def test_a_block_without_an_ipu_under_same_as_ipu_is_refused():
     executor = digits_executor(None)
     with pytest.raises(AssertionError, match=r"AutoStage.SameAsIpu.*no IPU was specified.*'a'"):

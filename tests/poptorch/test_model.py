@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 from executor_models import Dropping, Trained, batch, options, trainer
+from torch import nn
 
 import poptorch
 
@@ -66,6 +67,24 @@ def test_forward_sees_one_micro_batch():
     executor, _ = trainer(Model(), options(iterations=2, accumulation=3, replicas=2))
     executor(*batch(24))
     assert shapes == [(2, 3)]
+
+
+def test_a_tensor_that_is_a_plain_attribute_has_the_value_of_the_compilation():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.tensor([1.0, 2.0, 3.0])
+
+        def forward(self, x):
+            return x + self.shift[1:]
+
+    model = Shifted()
+    executor = poptorch.inferenceModel(model)
+    before = executor(torch.zeros(1, 2))
+    model.shift.fill_(7)
+    assert torch.equal(executor(torch.zeros(1, 2)), before)
+    executor.detachFromDevice()
+    assert torch.equal(executor(torch.zeros(1, 2)), torch.tensor([[2.0, 3.0]]))
 
 
 def test_attach_and_detach_take_turns():

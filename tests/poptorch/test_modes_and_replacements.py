@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import poptorch
+from poptorch.optim.freeze import UnknownParameterError
 
 X = torch.ones(1, 2)
 
@@ -111,6 +112,19 @@ def test_a_parameter_that_is_gone_is_an_error_that_keeps_the_weights():
     model.a.weight = nn.Parameter(torch.zeros(2, 2))
     executor.copyWeightsToHost()
     assert not torch.equal(model.a.weight, torch.zeros(2, 2))
+
+
+def test_an_optimizer_with_a_replaced_parameter_is_refused_and_the_one_before_stays():
+    model = Loss()
+    start = model.a.weight.detach().clone()
+    executor = trained(model)
+    executor(X)
+    old = torch.optim.SGD(model.parameters(), lr=100.0)
+    model.a.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(UnknownParameterError, match=r"group 0, parameter \d, shape \[2, 2\]"):
+        executor.setOptimizer(old)
+    executor(X)
+    torch.testing.assert_close(model.a.weight, start - 2)  # two updates of rate 1, none of rate 100
 
 
 def test_the_class_of_a_wrapped_model_makes_new_models():

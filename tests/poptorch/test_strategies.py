@@ -72,6 +72,8 @@ def test_the_stage_of_a_block_can_be_moved_to_an_ipu():
     assert strategy.freeze().stages == (StagePlan(("a",)), StagePlan(("b", "c"), ipu=2))
     with pytest.raises(AssertionError, match="Unknown block 'z'; this strategy has 'a', 'b', 'c'"):
         strategy.stage("z")
+    with pytest.raises(AssertionError, match=r"Unknown block 'encodr'.*did you mean 'encoder'\?"):
+        PipelinedExecution("encoder", "head").stage("encodr")
     with pytest.raises(AssertionError, match=r"Unknown block 'z'.*the stages are automatic"):
         PipelinedExecution().stage("z")
 

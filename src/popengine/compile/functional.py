@@ -148,10 +148,15 @@ def as_graph(
             Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
             for (kind, key), node in zip(kinds, output.args[0], strict=True)
         ),
-        {slot.key: constants[slot.key] for slot in slots if slot.role == "constant"},
+        {slot.key: _kept(slot.key, constants, recorder.fresh) for slot in slots if slot.role == "constant"},
         visits,
         graph,
     )
+
+
+def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
+    """The value that a constant had at the capture: what is not the forward's own may be written to later."""
+    return constants[key] if key in fresh else constants[key].detach().clone()
 
 
 def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:

@@ -89,7 +89,9 @@ class Popart(Freezable):
     @recorded("there are no patterns")
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
         self.checkIsFrozen()
-        assert isinstance(patterns, dict), f"setPatterns takes a dictionary of bools; found {patterns!r}"
+        assert isinstance(patterns, dict) and all(
+            isinstance(name, str) and isinstance(on, bool | int) for name, on in patterns.items()
+        ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
         assert isinstance(level, int), f"setPatterns takes an integer as level; found {level!r}"
         self.patterns = dict(patterns)
         self.patterns_level = int(level)

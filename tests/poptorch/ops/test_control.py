@@ -162,7 +162,7 @@ def test_wrong_arguments_are_named():
         poptorch.cond(YES, lambda a: a, (X,), lambda a: a, [X])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\(Object is not list\)"):
         poptorch.for_loop(2, lambda a: a, X)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"index 1 is not torch.tensor"):
+    with pytest.raises(ValueError, match=r"Object contained in list at index 1 is not torch.tensor"):
         poptorch.for_loop(2, lambda a, b: (a, b), [X, 1])  # type: ignore[list-item]
     with pytest.raises(poptorch.Error, match="same number of tensors"):
         poptorch.inferenceModel(

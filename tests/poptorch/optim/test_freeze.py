@@ -148,6 +148,6 @@ def test_a_subclass_is_warned_about(caplog):
     with caplog.at_level(logging.WARNING, "poptorch::python"):
         freeze(Mine(MODEL.parameters(), lr=0.1))
     assert (
-        "subclassed from classes in poptorch.optim or torch.optim are unlikely to behave as intended"
-        in caplog.text
-    )
+        "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
+        "poptorch.optim or torch.optim are unlikely to behave as intended"
+    ) in caplog.text

@@ -150,6 +150,7 @@ def test_popart_records_any_setting_and_integers_for_enums():
     for wrong in (
         lambda: settings.setEngineOptions("a"),
         lambda: settings.setPatterns(["TiedGather"]),
+        lambda: settings.setPatterns({"TiedGather": "off"}),
         lambda: settings.setPatterns({}, level="All"),
     ):
         with pytest.raises(AssertionError):
