@@ -90,7 +90,7 @@ class Loaders:
                 f"a call takes {n} micro-batches, the loader for {stage.value} has {micro_batches}: nothing would run."
                 " Use more data or smaller batches, or lower device_iterations, accumulate_grad_batches or devices."
             )
-        left = micro_batches - calls * n
+        left = micro_batches - calls * n * self._strategy.options_for(stage).Distributed.numProcesses
         if stage != "train" and left > 0:
             warnings.warn(
                 f"the last {left} of {micro_batches} micro-batches ({stage.value}) are left out: a call takes {n}",

@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.plugins import IPUPrecision
 from lightning.pytorch.strategies import IPUStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_models import Classifier, dataset, loader, made, trainer
+from lightning_models import Classifier, dataset, differing, loader, made, trainer, weights
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import poptorch
@@ -384,3 +385,35 @@ def test_blocks_may_be_begun_before_the_fit():
     twin = made()
     trainer("cpu", accumulate_grad_batches=4).fit(twin, loader())
     assert torch.equal(module.last.weight, twin.last.weight)
+
+
+class InBlocks(Classifier):
+    """A step that says itself where its parts run."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with poptorch.Block(ipu_id=0):
+            x = torch.tanh(self.first(x))
+        with poptorch.Block(ipu_id=1):
+            return functional.cross_entropy(self.last(x), y)
+
+
+def test_blocks_may_be_in_the_step():
+    module, twin = made(InBlocks), made()
+    trainer(accumulate_grad_batches=4).fit(module, loader())
+    trainer("cpu", accumulate_grad_batches=4).fit(twin, loader())
+    assert differing(weights(module), weights(twin)) == []
+
+
+def test_a_loader_with_the_options_of_the_blog_makes_9600_micro_batches_a_call():
+    options = poptorch.Options().deviceIterations(300).replicationFactor(8)
+    options.Training.gradientAccumulation(4)
+    data = poptorch.DataLoader(options, dataset(9600), batch_size=1)
+    module, twin = made(), made()
+    run = on(IPUStrategy(training_opts=options), devices=8)
+    run.fit(module, data)
+    assert run.global_step == 1
+    trainer("cpu").fit(
+        twin, DataLoader(dataset(9600), batch_size=32)
+    )  # the same 300 updates, in large batches
+    torch.testing.assert_close(weights(module), weights(twin), rtol=1e-3, atol=1e-5)

@@ -1,0 +1,39 @@
+"""Two processes that poprun starts train one module: equal weights, and logged values of all rows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "program_of_instances.py"
+
+
+def run(*command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def test_two_instances_train_as_one_process_with_two_replicas(tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir(), together.mkdir()
+    run(sys.executable, PROGRAM, alone)
+    poprun = [sys.executable, "-m", "poprun", "--num-replicas", 2, "--num-instances", 2]
+    said = run(*poprun, sys.executable, PROGRAM, together)
+    assert "left out" not in said  # each reads its half, and nothing is missing
+    expected = json.loads((alone / "0.json").read_text())
+    first, second = (json.loads((together / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["own"] != second["own"]
+    assert (first["own"] + second["own"]) / 2 == pytest.approx(first["mean"])
+    for found in (first, second):
+        assert found.pop("world_size") == 2
+        found.pop("own")
+    assert first == second
+    assert expected.pop("world_size") == 1
+    expected.pop("own")
+    flat = {name: value for name, value in first.items() if isinstance(value, (int, float))}
+    assert flat == pytest.approx({name: expected[name] for name in flat})
+    assert first["last.weight"] == [pytest.approx(row) for row in expected["last.weight"]]
+    assert (together / "best.ckpt").exists()
