@@ -14,7 +14,10 @@ Error                     poptorch.Error: everything a user's mistake or a faili
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -26,19 +29,32 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 class Error(Exception):
     """Raised for every fault of a user's program or of a run.
 
-    `str(error)` is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the word in
-    quotes and `location` where the engine was (empty for errors raised on the host).
+    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the
+    word in quotes and `location` where the engine was (empty for errors raised on the host). What the engine
+    raised begins with `In <file>:<line>: `, the place in the engine.
     """
 
     type = "poptorch_py_error"
+    _place = ""
 
     def __init__(self, message: str, location: str = "") -> None:
-        super().__init__(message, location)
         self.message = message
         self.location = location
+        super().__init__(str(self))
+
+    def raised_by_engine(self, location: str) -> None:
+        """Make it an error of the engine's, raised in the passes of `location`; its message stays as it is."""
+        *_, (frame, line) = traceback.walk_tb(self.__traceback__)
+        self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
+        self.type, self.location = "poptorch_cpp_error", location
+        self.args = (str(self),)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickle and copy gave `__init__` the whole text
+        super().__setstate__(state)
+        self.args = (str(self),)
 
     def __str__(self) -> str:
-        text = f"'{self.type}': {self.message}"
+        text = f"{self._place}'{self.type}': {self.message}"
         return f"{text}\n{self.location}" if self.location else text
 
 

@@ -40,8 +40,7 @@ class Passes:
     def locate(self, error: Error) -> None:
         """Say in an error of the engine's which pass it is from; its message stays as it is."""
         if isinstance(error, CaptureError | PartitionError | ScheduleError):
-            error.type = "poptorch_cpp_error"
-            error.location = f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile"
+            error.raised_by_engine(f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile")
 
 
 def announce(plan: Plan, settings: Settings) -> None:

@@ -132,17 +132,17 @@ class OptimizerOwner(ExecutorState):
             self._loaded_states = {}
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
             assert self._engine is not None
-            loaded = states_of(self._optimizer_settings.kind, optimizer._pending_state[0] or {})
-            missing = sorted(set(self._engine.read_optimizer()) - set(loaded))
+            kind, entries = self._optimizer_settings.kind, optimizer._pending_state[0] or {}
+            loaded = states_of(kind, entries)
+            missing = sorted(set(state_entries(kind, self._engine.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
-            factor = (optimizer._pending_state[0] or {}).get(_LOSS_FACTOR)
+            factor = entries.get(_LOSS_FACTOR)
             self._engine.write_optimizer(loaded, None if factor is None else float(factor))
             if optimizer._has_pending_rates:
                 kept: Any = optimizer
                 _, hyper = freeze_optimizer(kept, self._parameter_names())
-                entries = optimizer._pending_state[1] or {}
-                self._hyper = loaded_rates(self._optimizer_settings, hyper, entries)
+                self._hyper = loaded_rates(self._optimizer_settings, hyper, optimizer._pending_state[1] or {})
             optimizer._pending_state = None

@@ -1,6 +1,8 @@
 """What the log says of a compilation, and the rules of real hardware that can be asked for."""
 
+import copy
 import logging
+import pickle
 import re
 
 import pytest
@@ -54,13 +56,28 @@ def test_an_error_of_the_compiler_says_which_pass_it_is_from():
     assert found.value.type == "poptorch_cpp_error"
     assert found.value.location == "Error raised in:\n  [0] partition\n  [1] PoplarExecutor.compile"
     assert "Error raised in" not in found.value.message
-    assert str(found.value) == f"'poptorch_cpp_error': {found.value.message}\n{found.value.location}"
+    text = f"'poptorch_cpp_error': {found.value.message}\n{found.value.location}"
+    assert re.fullmatch(rf"In placement\.py:\d+: {re.escape(text)}", str(found.value))
+    assert found.value.args == (str(found.value),)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_copy_of_an_error_says_the_same(copied):
+    error = poptorch.RecoverableError("lost", "LINK_RESET", "here")
+    model = poptorch.inferenceModel(chain(0, 1), poptorch.Options())
+    with pytest.raises(poptorch.Error) as found:
+        model.compile(torch.zeros(1, 1))
+    for one in (error, found.value):
+        twin = copied(one)
+        assert type(twin) is type(one) and str(twin) == str(one)
+        assert twin.args == (str(one),) and vars(twin) == vars(one)
 
 
 def test_an_error_of_the_host_has_no_location():
     with pytest.raises(poptorch.Error) as found:
         poptorch.inferenceModel(chain(0)).detachFromDevice()
     assert (found.value.type, found.value.location) == ("poptorch_py_error", "")
+    assert found.value.args == (f"'poptorch_py_error': {found.value.message}",)
 
 
 def test_any_number_of_ipus_can_be_had():

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 
+import poptorch
 from popengine.settings import Hyper
 from popengine.settings import Optimizer as Rule
 from poptorch import optim
@@ -202,6 +203,43 @@ def test_a_loaded_state_waits_for_the_executor_and_can_be_saved_again():
         {"lossScaling_FLOAT": torch.tensor(1.0)},
     )
     assert second.state_dict()["ipu_state"] == {"Step___w": torch.tensor(3.0)}
+
+
+def test_an_entry_that_a_loaded_state_lacks_stays_as_it_is_with_a_warning(caplog):
+    # Only parameters without any entry were told of.
+    def trained():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        loss = MarkedSum(model)
+        executor = poptorch.trainingModel(
+            loss, poptorch.Options().showCompilationProgressBar(False), optimizer
+        )
+        executor(torch.ones(1, 2))
+        return executor, optimizer
+
+    _, first = trained()
+    state = copy.deepcopy(first.state_dict())
+    del state["ipu_state"]["Accl1___model.weight"]
+    state["ipu_state"]["Step___model.weight"].fill_(7)
+    executor, second = trained()
+    second.load_state_dict(state)
+    executor(torch.zeros(1, 2))
+    assert caplog.messages == [
+        "the loaded optimizer state has nothing for Accl1___model.weight: kept as it is"
+    ]
+    found = second.state_dict()["ipu_state"]
+    assert found["Step___model.weight"] == 8
+    torch.testing.assert_close(found["Accl1___model.weight"], torch.full((1, 2), 0.1 * 0.9))
+
+
+class MarkedSum(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.model(x), "sum")
 
 
 def test_empty_and_foreign_states_are_refused():
