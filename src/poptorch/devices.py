@@ -116,6 +116,11 @@ class DeviceOwner(HostWeights, OptimizerOwner):
     @rng_state.setter
     def rng_state(self, state: list[int]) -> None:
         self._need_executable()
+        if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
+            raise Error(
+                f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
+                "  fix: state = executor.rng_state; ...; executor.rng_state = state"
+            )
         self._kept_rng = state[0], state[1]
         if self._engine is not None:
             self._engine.random_state = self._kept_rng

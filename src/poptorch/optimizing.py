@@ -38,8 +38,8 @@ class OptimizerOwner(ExecutorState):
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
         names = self._parameter_names()
-        vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
         frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
+        vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
         if not self.isCompiled():
             self._optimizer_settings = frozen
             self._pick_reduction_strategy(optimizer)

@@ -204,6 +204,16 @@ def test_the_random_state_can_be_read_and_put_back():
     assert executor(torch.ones(2, 4)) == first
 
 
+@pytest.mark.parametrize("wrong", [[], [7], [7, 1.5], "ab", torch.tensor([1, 2])])
+def test_a_list_that_is_no_random_state_changes_nothing(wrong):
+    executor, _ = trainer()
+    executor(*batch())
+    state = executor.rng_state
+    with pytest.raises(poptorch.Error, match="a random state is the list of two integers"):
+        executor.rng_state = wrong
+    assert executor.rng_state == state
+
+
 def test_the_same_seed_gives_the_same_numbers():
     def outputs():
         torch.manual_seed(0)
@@ -258,6 +268,19 @@ def test_the_default_optimizer_is_sgd():
     executor(*batch())
     twin(*batch())[1].backward()
     torch.testing.assert_close(model.layer.weight.detach(), before - 0.01 * twin.layer.weight.grad)
+
+
+@pytest.mark.parametrize("wrong", ["sgd", torch.optim.SGD, None])
+def test_what_is_no_optimizer_is_refused_with_the_types_that_are(wrong):
+    executor, _ = trainer()
+    with pytest.raises(
+        AssertionError, match=r"Unsupported optimizer type\. Types supported: poptorch\.optim"
+    ):
+        executor.setOptimizer(wrong)
+    if wrong is not None:  # which asks for the default
+        with pytest.raises(AssertionError, match=r"Unsupported optimizer type"):
+            poptorch.trainingModel(Trained(), options(), wrong)
+    executor(*batch())
 
 
 def test_rates_are_snapshots():
