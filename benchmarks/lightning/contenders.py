@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from queue import SimpleQueue
 
-sys.path.append(str(Path(__file__).parents[1] / "mnist_pipeline"))
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "mnist_pipeline"))
 import lightning.pytorch as pl
 import torch
 from digits import TASK  # pyright: ignore[reportMissingImports]
@@ -120,9 +120,9 @@ def weights_to_host(calls: int) -> int:
     copies: list[None] = []
     original = poptorch.PoplarExecutor.copyWeightsToHost
 
-    def counted(executor: poptorch.PoplarExecutor) -> None:
+    def counted(self: poptorch.PoplarExecutor) -> None:
         copies.append(None)
-        original(executor)
+        original(self)
 
     poptorch.PoplarExecutor.copyWeightsToHost = counted
     try:

@@ -6,8 +6,9 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from contenders import TASK, lightning, loop, weights_to_host
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "mnist_pipeline"))
+from contenders import lightning, loop, weights_to_host
+from digits import TASK  # pyright: ignore[reportMissingImports]
 from harness import Contender, environment, measure, table  # pyright: ignore[reportMissingImports]
 
 BASELINE = "Trainer, CPU, 2 threads"

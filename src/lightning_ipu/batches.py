@@ -42,3 +42,7 @@ def cut(output: Any, rows: int, wanted: int) -> Any:
     """The first `wanted` rows of every tensor that has `rows`."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))
+
+
+def shapes_of(value: Any) -> list[Any]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

@@ -63,3 +63,41 @@ class Instances:
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
         dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
+
+
+class InstancesPart:
+    """The part of a strategy that tells Lightning of the other processes."""
+
+    _instances: Instances
+
+    @property
+    def global_rank(self) -> int:
+        return self._instances.index
+
+    @property
+    def local_rank(self) -> int:
+        return self._instances.local_index
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._instances.count
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._instances.reduce(tensor, reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._instances.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._instances.broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._instances.all_gather(tensor)

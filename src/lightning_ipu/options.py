@@ -1,4 +1,4 @@
-"""The options that a strategy makes where the user gives none."""
+"""The options of a strategy: the user's, or those that it makes."""
 
 from __future__ import annotations
 
@@ -31,3 +31,46 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     if trainer is not None and trainer._detect_anomaly:
         options.Precision.enableFloatingPointExceptions(True)
     return options
+
+
+class OptionsPart:
+    """The part of a strategy that says which options each stage has."""
+
+    poptorch_models: dict[Any, poptorch.PoplarExecutor]
+    parallel_devices: Any
+    _lightning_module: Any
+    _training_opts: poptorch.Options | None
+    _inference_opts: poptorch.Options | None
+
+    @property
+    def _trainer(self) -> Any:
+        return self._lightning_module.trainer
+
+    @property
+    def _stage(self) -> Any:
+        return self._trainer.state.stage
+
+    @property
+    def training_opts(self) -> poptorch.Options:
+        if self._training_opts is None:
+            self._training_opts = make_options(self, training=True)
+        return self._training_opts
+
+    @property
+    def inference_opts(self) -> poptorch.Options:
+        if self._inference_opts is None:
+            self._inference_opts = make_options(self, training=False)
+        return self._inference_opts
+
+    def options_for(self, stage: Any) -> poptorch.Options:
+        return self.training_opts if stage == "train" else self.inference_opts
+
+    @property
+    def replication_factor(self) -> int:
+        """Replicas of the current stage; before there are executors, those of the options or the Trainer's devices."""
+        if not self.poptorch_models:
+            options = self._training_opts or self._inference_opts
+            return options.replication_factor if options is not None else len(self.parallel_devices or [0])
+        stage = self._stage
+        executor = self.poptorch_models.get(stage)
+        return (executor.options if executor is not None else self.options_for(stage)).replication_factor

@@ -1,7 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
 A *call* of an executor is what Lightning calls a batch. Loaders are in `loaders.py`, checks in `checks.py`, what
-happens on the host after a call in `replaying.py`, several processes in `instances.py`.
+happens on the host after a call in `replaying.py`, weights and checkpoints in `weights.py`, several processes in
+`instances.py`.
 """
 
 from __future__ import annotations
@@ -11,25 +12,24 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import poptorch
-from poptorch.structure import tensors_of
 
 from . import checks
 from .autoreport import reporting
-from .batches import cut, padded, rows_of, spread
+from .batches import cut, padded, rows_of, shapes_of, spread
 from .family import Lightning
-from .instances import Instances
+from .instances import Instances, InstancesPart
 from .loaders import Loaders
-from .options import make_options
+from .options import OptionsPart
 from .replaying import Replay
+from .weights import WeightsPart
 from .wrapper import StepModule
 
 logger = logging.getLogger("poptorch::python")
 
 
-class StrategyPart:
+class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
     """Lightning's strategy for ipus.
 
     Args:
@@ -90,42 +90,7 @@ class StrategyPart:
         self._instances = Instances()
         self._loaded_numbers: dict[str, list[int]] = {}
 
-    # ---- options -----------------------------------------------------------------------------------------
-
-    @property
-    def training_opts(self) -> poptorch.Options:
-        if self._training_opts is None:
-            self._training_opts = make_options(self, training=True)
-        return self._training_opts
-
-    @property
-    def inference_opts(self) -> poptorch.Options:
-        if self._inference_opts is None:
-            self._inference_opts = make_options(self, training=False)
-        return self._inference_opts
-
-    def options_for(self, stage: Any) -> poptorch.Options:
-        return self.training_opts if stage == "train" else self.inference_opts
-
-    @property
-    def replication_factor(self) -> int:
-        """Replicas of the current stage; before there are executors, those of the options or the Trainer's devices."""
-        if not self.poptorch_models:
-            options = self._training_opts or self._inference_opts
-            return options.replication_factor if options is not None else len(self.parallel_devices or [0])
-        stage = self._stage
-        executor = self.poptorch_models.get(stage)
-        return (executor.options if executor is not None else self.options_for(stage)).replication_factor
-
     # ---- the life of a run -------------------------------------------------------------------------------
-
-    @property
-    def _trainer(self) -> Any:
-        return self._lightning_module.trainer
-
-    @property
-    def _stage(self) -> Any:
-        return self._trainer.state.stage
 
     def setup(self, trainer: Any) -> None:
         self._let_go()
@@ -253,9 +218,9 @@ class StrategyPart:
         """The stage's; one of its own for a further loader whose batches have other shapes."""
         first = self.poptorch_models[stage]
         if stage == "train" or _loader_index(args) == 0:
-            self._shapes.setdefault(stage, _shapes(prepared))
+            self._shapes.setdefault(stage, shapes_of(prepared))
             return first
-        if self._shapes.setdefault(stage, _shapes(prepared)) == _shapes(prepared):
+        if self._shapes.setdefault(stage, shapes_of(prepared)) == shapes_of(prepared):
             return first
         key = stage, _loader_index(args)
         if key not in self._more:
@@ -278,75 +243,7 @@ class StrategyPart:
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._loaders.process(dataloader)
 
-    # ---- weights and checkpoints -------------------------------------------------------------------------
-
-    def upload_weights(self) -> None:
-        """Give the devices the weights that the host has, after a callback has changed them."""
-        for executor in {id(e): e for e in self.poptorch_models.values()}.values():
-            if executor.isAttachedToDevice():
-                executor.copyWeightsToDevice()
-
-    def _upload_changes(self, executor: poptorch.PoplarExecutor) -> None:
-        """Upload what somebody has written to parameters since they were last copied to the host."""
-        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
-            executor.copyWeightsToDevice()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        numbers = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
-        checkpoint = {**checkpoint, "ipu_random_numbers": numbers} if numbers else checkpoint
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._loaded_numbers = dict(checkpoint.get("ipu_random_numbers", {}))
-        return checkpoint
-
-    def _restore_numbers(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
-        """Go on with the random numbers of the checkpoint."""
-        numbers = self._loaded_numbers.pop(stage.value, None)
-        if numbers is not None and not executor.isCompiled():
-            executor.compile(*args, **kwargs)
-            executor.rng_state = numbers
-
-    # ---- processes ---------------------------------------------------------------------------------------
-
-    @property
-    def global_rank(self) -> int:
-        return self._instances.index
-
-    @property
-    def local_rank(self) -> int:
-        return self._instances.local_index
-
-    @property
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return self._instances.count
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._instances.reduce(tensor, reduce_op)
-
-    def barrier(self, name: str | None = None) -> None:
-        self._instances.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._instances.broadcast(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self._instances.all_gather(tensor)
-
 
 def _loader_index(args: Any) -> int:
     """A step is given (batch, batch_idx, dataloader_idx), the last only where there are several loaders."""
     return int(args[2]) if len(args) > 2 and isinstance(args[2], int) else 0
-
-
-def _shapes(value: Any) -> list[Any]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

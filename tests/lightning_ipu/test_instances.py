@@ -18,7 +18,8 @@ def run(*command):
 
 def test_two_instances_train_as_one_process_with_two_replicas(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
-    alone.mkdir(), together.mkdir()
+    alone.mkdir()
+    together.mkdir()
     run(sys.executable, PROGRAM, alone)
     poprun = [sys.executable, "-m", "poprun", "--num-replicas", 2, "--num-instances", 2]
     said = run(*poprun, sys.executable, PROGRAM, together)
