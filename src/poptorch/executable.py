@@ -108,7 +108,8 @@ def compile_model(
         auto = precision.half_kernels == "auto"
         graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
     with one_row_each(model, settings.replica_groups):
-        graph, memory_format = laid_out(graph, options.memory_format, model, samples, settings.device)
+        wanted = options.memory_format if options.exists("memory_format") else "preserve"
+        graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)

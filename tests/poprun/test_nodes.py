@@ -79,7 +79,7 @@ def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
     ssh.chmod(0o755)
     program = (
         "import os, sys, time\n"
-        "print('instance', os.environ['RANK'], os.environ['A'])\n"
+        'os.write(1, f\'instance {os.environ["RANK"]} {os.environ["A"]}\\n\'.encode())\n'  # whole lines
         "sys.exit(6) if os.environ['RANK'] == '1' else time.sleep(50)"
     )
     words = ("-H", "one,two", "--num-replicas=2", "--num-instances=2", "-x", "A=b", *PYTHON, program)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -287,6 +288,8 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
     with _CAPTURING:
         before, onednn = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
         torch.compiler._is_compiling_flag = True
+        collects = gc.isenabled()
+        gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
         torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
         try:
             with (
@@ -297,4 +300,6 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
+            if collects:
+                gc.enable()
             torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore

@@ -27,7 +27,7 @@ class ExecutionOptions(OptionsDict):
     device_iterations = Value(1, positive=True)
     input_cgt = Value(CommGroupType.Consecutive)
     input_group_size = Value(1)
-    memory_format = Value("preserve")
+    memory_format: Value[str] = Value()
     output_mode = Value(OutputMode.Default.value)
     output_return_period = Value(1)
     random_seed: Value[int] = Value()
@@ -139,7 +139,7 @@ class ExecutionOptions(OptionsDict):
         assert memory_format in MEMORY_FORMATS, (
             f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
         )
-        return self.set(memory_format=memory_format)
+        return self.createOrSet(memory_format=memory_format)
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:

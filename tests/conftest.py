@@ -1,0 +1,6 @@
+"""What holds for all tests."""
+
+import signal
+
+# A shell lets programs in its background ignore Ctrl-C, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
