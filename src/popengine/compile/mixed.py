@@ -35,10 +35,14 @@ _LAYERS: dict[Any, int] = {
     ]
 }
 _LAYERS |= {
-    getattr(torch, name): 0 for name in ["matmul", "mm", "bmm", "mv", "dot", "layer_norm", "group_norm"]
+    getattr(torch, name): 0
+    for name in [
+        *("matmul", "mm", "bmm", "mv", "dot", "inner", "tensordot", "layer_norm", "group_norm"),
+        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    ]
 }
 _LAYERS |= {getattr(Tensor, name): 0 for name in ["matmul", "__matmul__", "mm", "bmm", "mv", "dot"]}
-_LAYERS |= {getattr(torch, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm"]}
+_LAYERS |= {getattr(torch, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm", "einsum"]}
 _LAYERS |= {getattr(Tensor, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm"]}
 _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
@@ -60,7 +64,8 @@ class MixedPrecision(TorchFunctionMode):
 
 
 def _first(position: int, args: Any, kwargs: Any) -> Any:
-    return args[position] if position < len(args) else next(iter(kwargs.values()), None)
+    found = args[position] if position < len(args) else next(iter(kwargs.values()), None)
+    return found[0] if isinstance(found, list | tuple) and found else found  # einsum takes a list, too
 
 
 def _cast_to(like: Any, func: Any, args: Any, kwargs: Any) -> Any:

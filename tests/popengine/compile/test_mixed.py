@@ -17,6 +17,7 @@ LAYERS = [
     (lambda: nn.GroupNorm(1, 2), (2, 2, 4)),
     (lambda: nn.BatchNorm1d(4), (3, 4)),
     (lambda: nn.PReLU(4), (3, 4)),
+    (lambda: nn.GRUCell(4, 3), (2, 4)),
 ]
 
 
@@ -40,6 +41,23 @@ def test_products_follow_their_first_operand():
     a, b = torch.randn(3, 3, dtype=HALF), torch.randn(3, 3)
     found = poptorch.inferenceModel(forward)(a, b, b)
     assert [value.dtype for value in found] == [HALF, FLOAT, HALF, HALF]
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: torch.einsum("ij,jk->ik", a, b),
+        lambda a, b: torch.einsum("ij,jk->ik", [a, b]),
+        lambda a, b: torch.tensordot(a, b, 1),
+        lambda a, b: torch.inner(a, b.T),
+    ],
+)
+def test_products_over_named_dimensions_do_so_too(product):
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    for of_a, of_b in [(HALF, FLOAT), (FLOAT, HALF)]:
+        found = poptorch.inferenceModel(product)(a.to(of_a), b.to(of_b))
+        assert found.dtype == of_a
+        torch.testing.assert_close(found.float(), a @ b, rtol=1e-2, atol=1e-2)
 
 
 def test_attention_follows_its_query():
