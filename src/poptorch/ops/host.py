@@ -58,6 +58,9 @@ def host_call(
         scratch: the inputs that it may change, and whose new values nobody wants
         fix:     the end of the message for a function that writes into another input
     """
+    wrong = [type(value).__name__ for value in like if not isinstance(value, Tensor)]
+    if wrong:
+        raise Error(f"{name} must return a tensor, or a list or tuple of tensors; found {', '.join(wrong)}")
     handle = next(_handles)
     changed = [inputs[position] for position in writes]
     read_only = tuple(i not in writes and i not in scratch for i in range(len(inputs)))

@@ -52,6 +52,14 @@ def test_a_cpu_function_keeps_the_kind_of_its_result():
     assert torch.equal(second, X * 0)
 
 
+@pytest.mark.parametrize(("result", "found"), [(3, "int"), ((X, [X]), "list"), (None, "NoneType")])
+def test_a_cpu_function_that_returns_no_tensors_is_an_error(result, found):
+    # It ended in an AttributeError within the library.
+    layer = poptorch.CPU(lambda x: result, "wrong")
+    with pytest.raises(poptorch.Error, match=f"poptorch.CPU 'wrong' must return a tensor.*found {found}$"):
+        compiled(lambda x: layer(x), X)
+
+
 def test_cpu_is_refused_in_training_and_its_failure_is_reported():
     class Model(nn.Module):
         def __init__(self):
