@@ -125,6 +125,11 @@ class Schedule:
     name: str = ""
     lanes: Literal["ipu", "core"] = "ipu"
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether micro-batches may be under way together: of one stage, too, where several cores do its work."""
+        return self.name != "in turns"
+
 
 # ---- instructions: what an ipu's program is made of; `micro_batch` is within the step --------------------
 # (Tuples, for speed: a long program has 100,000s. What one is, is said by its type, not by its equality.)

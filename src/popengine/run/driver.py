@@ -29,10 +29,10 @@ _JUDGED = 32  # tasks, after as many that warm up
 
 def tasks_of(plan: ir.Plan, settings: Settings, threads: int, lanes: bool) -> list[Task]:
     """The tasks of a step of each replica, in the order in which `threads` threads take them."""
-    bound = plan.schedule.in_flight
+    schedule = plan.schedule
     return tasks(
         plan,
-        max(bound, threads) if bound > 1 and not lanes else bound,
+        max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight,
         adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
         in_order=settings.finite_checks,
         lanes=lanes,

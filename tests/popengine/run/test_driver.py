@@ -31,7 +31,7 @@ from popengine.run.driver import Driver, tasks_of
 from popengine.run.recorder import Recorder
 from popengine.run.tasks import tasks, timeline
 from popengine.run.worker import Run
-from popengine.settings import Counts, Settings
+from popengine.settings import Counts, Settings, Strategy
 
 
 @pytest.fixture(params=[1, 3])
@@ -294,3 +294,18 @@ def test_cores_in_virtual_time_run_as_it_is_drawn(mode, cores):
         for number in computed
     } == when
     assert line.length == (64 if mode == "sharded" else 64 if cores == 1 else {2: 32, 3: 24}[cores])
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), stages(0, 1, 2, 3)], ids=["one stage", "four ipus"])
+def test_cores_share_a_model_however_many_stages_it_has(strategy):
+    # A model of one stage ran on one core: its schedule has one micro-batch in flight, and was taken for sharded.
+    settings = Settings(True, Counts(1, 8), strategy)
+    model = net()
+    model.norm = torch.nn.Identity()
+    plan = compile_graph(graph_of(model), settings)
+    alone, shared = (
+        timeline(found, [float(task.piece >= 0) for task in found], cores).length
+        for cores in (1, 2)
+        for found in [tasks_of(plan, settings, cores, lanes=False)]
+    )
+    assert shared == alone / 2

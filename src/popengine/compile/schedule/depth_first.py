@@ -27,6 +27,6 @@ def depth_first(stages: int, micro_batches: int, training: bool, cores: int) -> 
 
 def as_run(schedule: Schedule, device: DeviceKind, cores: int) -> Schedule:
     """The order in which a plan's actions run: on a CPU, whose cores share all ipus, a pipeline goes depth first."""
-    if device != "cpu" or schedule.in_flight == 1:
+    if device != "cpu" or not schedule.overlaps:
         return schedule
     return depth_first(schedule.stages, schedule.micro_batches, schedule.training, cores)
