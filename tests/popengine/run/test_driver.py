@@ -31,7 +31,7 @@ from popengine.run.driver import Driver, tasks_of
 from popengine.run.recorder import Recorder
 from popengine.run.tasks import tasks, timeline
 from popengine.run.worker import Run
-from popengine.settings import Counts, Settings, Strategy
+from popengine.settings import Counts, Settings, StagePlan, Strategy
 
 
 @pytest.fixture(params=[1, 3])
@@ -296,7 +296,10 @@ def test_cores_in_virtual_time_run_as_it_is_drawn(mode, cores):
     assert line.length == (64 if mode == "sharded" else 64 if cores == 1 else {2: 32, 3: 24}[cores])
 
 
-@pytest.mark.parametrize("strategy", [Strategy(), stages(0, 1, 2, 3)], ids=["one stage", "four ipus"])
+ONE_STAGE = Strategy("pipelined", None, (StagePlan(tuple("ABCD"), 0),))
+
+
+@pytest.mark.parametrize("strategy", [ONE_STAGE, stages(0, 1, 2, 3)], ids=["one stage", "four ipus"])
 def test_cores_share_a_model_however_many_stages_it_has(strategy):
     # A model of one stage ran on one core: its schedule has one micro-batch in flight, and was taken for sharded.
     settings = Settings(True, Counts(1, 8), strategy)
