@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "popdist.poptorch": {"poptorch", "popdist", "popdist.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives"},
     "poprun": {"popdist", "popdist.environment"},
-    "ipujob": {"popdist", "popdist.environment"},
     "popvision": {"popengine", "popengine.profile"},
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES

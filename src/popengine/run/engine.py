@@ -225,9 +225,8 @@ class Engine(Tensors):
                 self._meeting.break_off(f"was interrupted at {self._latest.name}")
             for crew in self._crews.values():
                 _until_idle(crew)
-            torch.set_num_threads(
-                torch.get_num_threads()
-            )  # for libraries that keep one number for the process
+            # Libraries keep one number for the process, and another thread may have set it.
+            torch.set_num_threads(torch.get_num_threads())
         self._latest = None
 
 
