@@ -37,7 +37,10 @@ def trial(seed: str) -> str | None:
     numbers = random.Random(seed)
     steps, load = random_steps(numbers), random_load(numbers)
     checks: list[tuple[str, Layout, tuple[float, ...]]] = []
-    if load.replicas == 1 and not any(step.kind == "dropout" for step in steps):
+    # A view made before forward is made anew within it: with two other uses, the gradients of its weight are then added
+    # up in another order than plain PyTorch's, and the last bit may differ. All layouts still agree.
+    reordered = any(step.kind.startswith("tied") and steps[step.other].kind == "view" for step in steps)
+    if load.replicas == 1 and not reordered and not any(step.kind == "dropout" for step in steps):
         checks.append(("against_plain", UNSPLIT, ()))
     for mode in ("pipelined", "sharded", "phased"):
         checks.append(("against_unsplit", random_layout(numbers, mode, len(steps), load), ()))
