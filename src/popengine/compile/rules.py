@@ -48,6 +48,12 @@ def _count(states: list[State]) -> list[float]:
     return [step.item() for step in steps]
 
 
+def _trust(steps: list[Tensor] | tuple[Tensor, ...], sizes: Tensor, lengths: Tensor, ratios: Tensor) -> None:
+    """Scale each layer's step by its trust ratio: 1, where the norm of its weight or of its step is 0."""
+    ratios = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
+    torch._foreach_mul_(steps, list(ratios.unbind()))
+
+
 def _sgd(
     optimizer: Optimizer,
     group: Rates,
@@ -168,9 +174,7 @@ def _lamb(
     sizes = torch.stack(torch._foreach_norm(parameters))
     lengths = torch.stack(torch._foreach_norm(directions))
     sizes.clamp_(max=group["max_weight_norm"])
-    trusted = sizes / lengths
-    trust = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(trusted), trusted)
-    torch._foreach_mul_(directions, list(trust.unbind()))
+    _trust(directions, sizes, lengths, sizes / lengths)
     torch._foreach_add_(parameters, directions, alpha=-group["lr"])
 
 
@@ -193,9 +197,8 @@ def _lars(
         sizes = torch.stack(torch._foreach_norm(weights))
         lengths = torch.stack(torch._foreach_norm(steps))
         trusted = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
-        trust = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(trusted), trusted)
         _decay_gradients(group, weights, steps)
-        torch._foreach_mul_(steps, list(trust.unbind()))
+        _trust(steps, sizes, lengths, trusted)
     velocities = _column(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])

@@ -114,10 +114,6 @@ class _Call:
 _calls: dict[str, _Call] = {}
 
 
-def _as_it_is(operation: Any) -> Any:
-    return operation
-
-
 def _opaque(operation: Any) -> Any:
     """An operation that is not torch's own, as the compiled code calls it."""
     if operation.namespace in ("aten", "prims"):
