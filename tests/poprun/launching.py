@@ -39,7 +39,7 @@ class Poprun:
         code = 70
         try:
             os.setsid()
-            os.environ |= {MARK: self.mark, "PYTHONUNBUFFERED": "1", **variables}
+            os.environ |= {MARK: self.mark, **variables}
             for descriptor, path in ((1, self.out), (2, self.err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")

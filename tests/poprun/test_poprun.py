@@ -10,7 +10,7 @@ import pytest
 
 PYTHON = (sys.executable, "-S", "-c")
 TWO = ("--num-replicas", 2, "--num-instances", 2)
-WAITS = "import os, time; print('here', os.environ['RANK'] + '.'); time.sleep(50)"
+WAITS = "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(50)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS
 
 
@@ -141,7 +141,7 @@ def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
 
 
 def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun):
-    program = "import os, time; print('here', os.environ['RANK'] + '.'); time.sleep(1.5); print('done')"
+    program = "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(1.5); print('done')"
     run = poprun(*TWO, *PYTHON, program)
     run.until("here 0."), run.until("here 1.")
     stopped = run.processes("time.sleep")[0]
