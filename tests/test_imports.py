@@ -9,7 +9,7 @@ import pytest
 import poptorch
 
 HEAVY = ("sympy", "torch._inductor", "torch._dynamo")
-COMPILER = ("popengine.run", "popengine.compile", "poptorch.model", "poptorch.ops")
+COMPILER = ("popengine.run", "popengine.compile", "poptorch.executor.executor", "poptorch.ops")
 
 
 LOADER = """

@@ -16,15 +16,16 @@ VALUES = {
     "popengine.settings",
     "popengine.profile",
     "popengine.errors",
-    "popengine.body",
+    "popengine.control_flow",
     "popengine.piece",
     "popengine.virtual_time",
 }
-ENGINE = {"popengine.compile", "popengine.run"}
+ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
 MAY_IMPORT = {
     **{room: VALUES for room in VALUES},
     "popengine.compile": VALUES,
-    "popengine.run": VALUES,
+    "popengine.run": VALUES | {"popengine.update"},
+    "popengine.update": VALUES,
     "popart": set(),
     "popdist.environment": set(),
     "popdist": {"popdist.environment", "popdist.rendezvous"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
 }
 
 # The one import upwards: an executor that is profiled writes the viewer's page, and loads the viewer only then.
-EXCEPTIONS = {"poptorch.reporting": {"popvision.html"}}
+EXCEPTIONS = {"poptorch.reporting.reporter": {"popvision.html"}}
 
 
 def room_of(module: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poptorch.structure import tensors_of, with_tensors
+from poptorch.nested_values import tensors_of, with_tensors
 
 
 def spread(value: Any, n: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import poptorch
-from poptorch.data.combine import grouped
+from poptorch.data.rows import grouped
 
 logger = logging.getLogger("poptorch::python")
 

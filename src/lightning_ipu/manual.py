@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from popengine.compile.capture import current, is_traced
-from popengine.compile.recorder import user_line
+from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
-from poptorch.notes import note
+from poptorch.annotating.notes import note
 
 
 class ManualSteps:

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from popengine.compile.capture import current, is_traced
-from popengine.compile.recorder import user_line
+from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
-from poptorch.notes import note
-from poptorch.structure import tensors_of
+from poptorch.annotating.notes import note
+from poptorch.nested_values import tensors_of
 
 from .manual import ManualSteps
 from .watching import Watch

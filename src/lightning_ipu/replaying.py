@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poptorch.structure import tensors_of, with_tensors
+from poptorch.nested_values import tensors_of, with_tensors
 
 _NAMES = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", "avg": "mean"}
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {

@@ -25,7 +25,7 @@ import torch
 
 import poptorch
 from poptorch.data.randomness import random_state, set_random_state
-from poptorch.logs import logger
+from poptorch.reporting.logs import logger
 
 from . import checkpoint_files as files
 from . import collectives

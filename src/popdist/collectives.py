@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.run import meeting
-from popengine.run.instances import Instances, even_cuts
-from popengine.run.trees import Node
+from popengine.run.instances import meeting
+from popengine.run.instances.instance_sums import Instances, even_cuts
+from popengine.run.instances.tree_sums import Node
 
 from .environment import read
 

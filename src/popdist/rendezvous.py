@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from popengine.errors import Error
-from popengine.run import meeting
+from popengine.run.instances import meeting
 
 from .environment import Launch
 

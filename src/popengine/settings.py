@@ -1,4 +1,4 @@
-"""What the engine may know of the user's options: frozen values, made once by `poptorch.options.freeze`."""
+"""What the engine may know of the user's options: frozen values, made once by `poptorch.options.freeze_options`."""
 
 from __future__ import annotations
 

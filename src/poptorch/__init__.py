@@ -13,7 +13,7 @@ import torch as _torch
 
 from lightning_ipu.autoload import install as _install_lightning
 
-from .environment import log_recorded as _log_recorded
+from .ignored_variables import log_recorded as _log_recorded
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:

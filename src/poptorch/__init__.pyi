@@ -12,8 +12,26 @@ from . import (
     profiling,
     testing,
 )
+from .annotating.blocks import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    LegacyBeginBlockFn,
+    module_repr,
+    print,
+    removeBlocks,
+)
+from .annotating.strategies import (
+    AutoBalance,
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+)
 from .autocasting import autocast
-from .blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, module_repr, print, removeBlocks
+from .compiling.compilation_hooks import registerPostCompileHook, registerPreCompileHook
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import (
     AnchorMode,
@@ -33,9 +51,8 @@ from .enums import (
     SyncPattern,
     VariableRetrievalMode,
 )
-from .hooks import registerPostCompileHook, registerPreCompileHook
-from .logs import logger, setLogLevel
-from .model import PoplarExecutor, describe, inferenceModel, load, trainingModel
+from .executor.executor import PoplarExecutor, describe, inferenceModel, load, trainingModel
+from .nested_values import ICustomArgParser, registerCustomArgParser
 from .ops import (
     CPU,
     Attribute,
@@ -69,16 +86,7 @@ from .refused_names import (
     importPoptorchMetadataFromFile,
     poptorchAtExit,
 )
-from .strategies import (
-    AutoBalance,
-    ParallelPhasedExecution,
-    Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
-    Stage,
-)
-from .structure import ICustomArgParser, registerCustomArgParser
+from .reporting.logs import logger, setLogLevel
 from .system import ipuHardwareIsAvailable, ipuHardwareVersion
 from .version import __version__
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from . import wrapping
+from .executor import marked_model
 
 _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of models that are unwrapped
 
 
 def unwrapModelIfNecessary(model: Any) -> None:
     """Make a model that is wrapped for training plain, with its newest weights; others stay as they are."""
-    owner = wrapping.owner_of(model)
+    owner = marked_model.owner_of(model)
     if owner is not None:
         owner.copyWeightsToHostIfNeeded()
         _owners[model] = weakref.ref(owner)
-        wrapping.unmark(model)
+        marked_model.unmark(model)
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
@@ -24,4 +24,4 @@ def rewrapModelIfNecessary(model: Any) -> None:
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:
-        wrapping.mark(model, owner)
+        marked_model.mark(model, owner)

@@ -14,8 +14,12 @@ import poptorch
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 EVERYWHERE = ("/popengine/", "/poptorch/")
-WEIGHTS = ("/poptorch/weights.py", "/poptorch/wrapping.py", "/run/tensors.py")
-DEVICES = ("/poptorch/devices.py", "/run/engine.py", "/run/tensors.py")
+WEIGHTS = (
+    "/poptorch/executor/host_weights.py",
+    "/poptorch/executor/marked_model.py",
+    "/state/loaded_tensors.py",
+)
+DEVICES = ("/poptorch/executor/device_lease.py", "/run/engine.py", "/state/loaded_tensors.py")
 
 
 class Net(nn.Module):
@@ -99,7 +103,7 @@ def test_a_call_that_is_interrupted_anywhere_is_done_or_not_done(after):
 
 
 def test_a_second_interrupt_loses_nothing_either(after):
-    assert check_calls(trainer(), after, ("/run/engine.py", "/run/worker.py"), range(99)) > 20
+    assert check_calls(trainer(), after, ("/run/engine.py", "/drivers/worker.py"), range(99)) > 20
 
 
 def test_a_copy_to_the_host_that_is_interrupted_is_made_again(after):

@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.compile.capture import current
-from popengine.compile.leftovers import left_behind
+from popengine.compile.recording.leftovers import left_behind
 
 history: list[torch.Tensor] = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import poptorch
-from poptorch import layouts
+from poptorch.compiling import memory_format
 
 
 def executor(memory_format, strategy=None, **more):
@@ -27,7 +27,7 @@ def losses(trainer, calls=2):
 def choosing(monkeypatch, before, after):
     """Auto measures these seconds, the model's own layout first."""
     found = [[before], [after]]
-    monkeypatch.setattr(layouts, "measure", lambda *args: found.pop(0))
+    monkeypatch.setattr(memory_format, "measure", lambda *args: found.pop(0))
 
 
 def test_auto_keeps_the_faster_layout_and_says_so(monkeypatch, caplog):

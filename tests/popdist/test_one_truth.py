@@ -13,7 +13,7 @@ import training
 import popdist
 import poptorch
 from popdist.environment import Launch
-from popengine.run import meeting
+from popengine.run.instances import meeting
 
 
 def caught(work):

@@ -5,9 +5,9 @@ import pickle
 import pytest
 import torch
 
-from popengine.body import Body
+from popengine.control_flow import Body
 from popengine.ir import Line, Piece, Value
-from popengine.run.build import build, user_line
+from popengine.run.backends.eager import build, user_line
 
 X, Y = Value("x"), Value("y")
 

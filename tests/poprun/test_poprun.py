@@ -141,7 +141,9 @@ def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
 
 
 def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun):
-    program = "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(1.5); print('done')"
+    program = (
+        "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(1.5); print('done')"
+    )
     run = poprun(*TWO, *PYTHON, program)
     run.until("here 0."), run.until("here 1.")
     stopped = run.processes("time.sleep")[0]

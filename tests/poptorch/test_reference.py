@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import poptorch
-from poptorch.compilation_log import HARDWARE_RULES
-from poptorch.environment import RECORDED
+from poptorch.compiling.compilation_log import HARDWARE_RULES
+from poptorch.ignored_variables import RECORDED
 from poptorch.options.reference import page
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"

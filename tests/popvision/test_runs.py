@@ -12,8 +12,8 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run import meter
-from popengine.run.recorder import Recorder
+from popengine.run.measure import memory_meter
+from popengine.run.measure.recorder import Recorder
 from popvision import memory
 from popvision.analysis import figures
 
@@ -109,7 +109,7 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
 def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     counted: dict[int, list[int]] = {}
 
-    class Counting(meter.Meter):
+    class Counting(memory_meter.Meter):
         """Counts all that is there anew after each instruction."""
 
         def __init__(self, worker):
@@ -131,7 +131,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                         found[storage._cdata] = storage.nbytes()
             counted[worker.ipu].append(sum(found.values()))
 
-    monkeypatch.setattr("popengine.run.recorder.Meter", Counting)
+    monkeypatch.setattr("popengine.run.measure.recorder.Meter", Counting)
     train(tmp_path)
     profile = load(tmp_path / "training" / "profile.pop")
     for ipu in profile.devices:

@@ -2,7 +2,7 @@
 
 The user's forward runs once, on fake tensors put in place of its parameters and buffers, and autograd
 runs on what it did; a recorder writes both down. Nothing of the user's is computed or changed. All the
-unstable parts of torch that the engine needs are used in this file and in `recorder.py`.
+unstable parts of torch that the engine needs are used in this file and in `recording/graph_recorder.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..ir import Block, Graph, Key
-from .functional import as_graph
-from .known import CaptureRecorder, explained, value_of
-from .leftovers import Attributes
-from .losses import LossFinder, final_loss
-from .mixed import MixedPrecision
-from .recorder import user_line
-from .standins import StandIns, adoption
+from .recording.functional import as_graph
+from .recording.graph_recorder import user_line
+from .recording.known_values import CaptureRecorder, explained, value_of
+from .recording.leftovers import Attributes
+from .recording.loss_finder import LossFinder, final_loss
+from .recording.standins import StandIns, adoption
+from .rewriting.mixed_types import MixedPrecision
 
 aten = torch.ops.aten
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)
@@ -93,7 +93,7 @@ class Capture:
     chosen: tuple[Tensor, str] | None = None  # the loss, whatever is marked
     notes: list[tuple[Any, Any]] = field(
         default_factory=list
-    )  # for the host, after each call: see `poptorch.notes`
+    )  # for the host, after each call: see `poptorch.annotating.notes`
     # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
     # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
     starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])

@@ -18,8 +18,8 @@ from ..errors import PartitionError
 from ..ir import Graph, Partition, Phase, Piece
 from ..settings import Strategy
 from .emit import emit
-from .memory import memory_of
 from .placement import Placement, place, together
+from .stage_memory import memory_of
 
 logger = logging.getLogger("popengine")
 Where = tuple[Phase, int]

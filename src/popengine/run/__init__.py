@@ -1,3 +1,5 @@
 """Runs plans: the only mutable state, the only devices."""
 
-from . import control as control  # registers branches and loops with torch
+from .backends import (
+    run_branches_and_loops as run_branches_and_loops,
+)  # registers branches and loops with torch

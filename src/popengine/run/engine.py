@@ -19,20 +19,20 @@ from torch import Tensor
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
-from . import meeting as meetings
-from .agreement import Facts, of_a_plan, of_rates, of_weights
-from .alignment import aligned
 from .backends import load
-from .crew import Crew
 from .devices.base import Device
-from .driver import Driver
-from .meeting import Broken, Left
-from .recorder import Recorder
-from .remote import RemoteWorker
-from .replays import Replays, say_why_not
-from .results import Results
-from .tensors import Tensors
-from .worker import Channels, Run, Stopped, Worker
+from .drivers.device_worker import RemoteWorker
+from .drivers.driver import Driver
+from .drivers.leading_thread import Crew
+from .drivers.replays import Replays, say_why_not
+from .drivers.worker import Channels, Run, Stopped, Worker
+from .instances import meeting as meetings
+from .instances.agreement import Facts, of_a_plan, of_rates, of_weights
+from .instances.meeting import Broken, Left
+from .measure.recorder import Recorder
+from .state.alignment import aligned
+from .state.loaded_tensors import Tensors
+from .state.results import Results
 
 logger = logging.getLogger("popengine")
 

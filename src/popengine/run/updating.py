@@ -14,15 +14,15 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Settings
-from .collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .devices.base import Device
-from .draws import generator
-from .instances import Instances
-from .meeting import FIRST_FREE, Meeting
-from .offloading import offloading_of, portions
+from .instances.collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
+from .instances.instance_sums import Instances
+from .instances.meeting import FIRST_FREE, Meeting
 from .scaling import Count, all_finite, count, next_factor
-from .sharing import pass_on
-from .store import Store
+from .state.offloading import offloading_of, portions
+from .state.random_draws import generator
+from .state.state_owners import pass_on
+from .state.store import Store
 
 
 class Updater:

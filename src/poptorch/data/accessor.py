@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
 from poptorch.data.launch import cause_of_death, start, stop
-from poptorch.data.worker import EpochEnd, Failed, Item, Ready, Request, Restart
+from poptorch.data.loader_process import EpochEnd, Failed, Item, Ready, Request, Restart
 from poptorch.enums import SharingStrategy
-from poptorch.structure import with_tensors
+from poptorch.nested_values import with_tensors
 
 
 class FetcherError(DataError, AssertionError):

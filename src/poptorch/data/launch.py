@@ -24,10 +24,10 @@ from typing import Any
 import torch.multiprocessing
 
 from popengine.errors import DataError
+from poptorch.data.loader_process import Request, serve
 from poptorch.data.randomness import RandomState, random_state, set_random_state
-from poptorch.data.worker import Request, serve
 from poptorch.enums import SharingStrategy
-from poptorch.structure import ICustomArgParser, registerCustomArgParser, registered_parsers
+from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, registered_parsers
 
 _START_METHODS = {
     SharingStrategy.Fork: "fork",
@@ -92,7 +92,7 @@ def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[Ba
     """A worker process that reads `dataset`, and our end of the connection to it."""
     context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
     if strategy == SharingStrategy.ForkServer:
-        context.set_forkserver_preload(["__main__", "poptorch.data.worker"])
+        context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
     ours, theirs = context.Pipe()
     inherited = ours if strategy == SharingStrategy.Fork else None
     try:

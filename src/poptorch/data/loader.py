@@ -1,7 +1,7 @@
 """`DataLoader`: torch's loader, whose batch is what one call of an executor consumes.
 
 The rows of a combined batch are in the order in which an executor reads them, so this only has to multiply
-the micro-batch size. Which rows a process reads is in `partition.py`, reading ahead in `accessor.py`.
+the micro-batch size. Which rows a process reads is in `dataset_shares.py`, reading ahead in `accessor.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.utils.data import IterableDataset
 from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor
-from poptorch.data.checks import capped, warn_about_copies, warn_about_tail
-from poptorch.data.combine import grouped
-from poptorch.data.partition import PartitionSampler, share_of
+from poptorch.data.batch_waits import noting_waits
+from poptorch.data.dataset_shares import PartitionSampler, share_of
+from poptorch.data.loader_warnings import capped, warn_about_copies, warn_about_tail
 from poptorch.data.progress import Progress, Resumable, checked
-from poptorch.data.waits import noting_waits
+from poptorch.data.rows import grouped
 from poptorch.enums import DataLoaderMode
-from poptorch.logs import logger
 from poptorch.options import Options
+from poptorch.reporting.logs import logger
 
 
 class DataLoader(torch.utils.data.DataLoader):

@@ -1,6 +1,6 @@
 """A ring of slots in shared memory: one process copies batches in, another reads views of them.
 
-Who owns a slot at which time is decided by the messages of `worker.py`; nothing here waits or locks. All
+Who owns a slot at which time is decided by the messages of `loader_process.py`; nothing here waits or locks. All
 slots lie in one storage, so that handing the ring over costs a single file descriptor.
 """
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.body import Body
 from popengine.compile.capture import Capture, current
-from popengine.compile.subgraph import trace
+from popengine.compile.recording.branches_and_loops import trace
+from popengine.control_flow import Body
 from popengine.errors import Error
 
 

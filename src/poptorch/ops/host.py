@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popengine.body import calls_within
 from popengine.compile.capture import current, hidden
+from popengine.control_flow import calls_within
 from popengine.errors import Error
 from popengine.ir import Plan
 

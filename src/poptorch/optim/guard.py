@@ -11,7 +11,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from poptorch.optim.freeze import GROUP_ATTRIBUTES, freeze_optimizer, kind_of, label_of
+from poptorch.optim.freeze_optimizer import GROUP_ATTRIBUTES, freeze_optimizer, kind_of, label_of
 
 logger = logging.getLogger("poptorch::python")
 

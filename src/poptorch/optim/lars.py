@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from poptorch.optim.base import given
+from poptorch.optim.optimizer_base import given
 from poptorch.optim.own_rule import OwnRule
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from poptorch.optim.base import Optimizer, given
+from poptorch.optim.optimizer_base import Optimizer, given
 from poptorch.optim.own_rule import step_by_own_rule
 
 logger = logging.getLogger("poptorch::python")

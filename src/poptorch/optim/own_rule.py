@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.update import init_state, update
-from poptorch.optim.base import Optimizer
+from popengine.update.group_update import init_state, update
+from poptorch.optim.optimizer_base import Optimizer
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
@@ -23,7 +23,7 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
 @torch.no_grad()
 def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> Any:
     """An optimizer's `step` on the host, by the rule that executors run."""
-    from poptorch.optim.freeze import freeze_optimizer  # which knows all optimizers, this one too
+    from poptorch.optim.freeze_optimizer import freeze_optimizer  # which knows all optimizers, this one too
 
     loss = None
     if closure is not None:

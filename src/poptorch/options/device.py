@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Self
 
 from poptorch.enums import ConnectionType, SyncPattern
-from poptorch.options.base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, recorded
 
 DEVICES = ("cpu", "cuda")
 

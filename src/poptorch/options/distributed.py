@@ -10,7 +10,7 @@ import os
 from typing import Self
 
 from popdist.environment import is_set, read
-from poptorch.options.base import OptionsDict, Value
+from poptorch.options.option_base import OptionsDict, Value
 
 _NUM_PROCESSES_VARIABLE = "OMPI_COMM_WORLD_SIZE"
 _PROCESS_ID_VARIABLE = "OMPI_COMM_WORLD_RANK"

@@ -6,11 +6,11 @@ from typing import Any, Literal, Self
 
 import torch
 
+from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, OutputMode
-from poptorch.logs import logger
-from poptorch.options.base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
-from poptorch.strategies import ExecutionStrategy
+from poptorch.reporting.logs import logger
 
 BACKENDS = ("eager", "inductor")
 MEMORY_FORMATS = ("preserve", "channels_last", "auto")

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from poptorch import enums, strategies
+from poptorch import enums
+from poptorch.annotating import strategies
 from poptorch.options.locations import TensorLocationSettings
 
 _STRATEGIES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from poptorch.options.base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, recorded
 
 
 class TensorLocationSettings(OptionsDict):

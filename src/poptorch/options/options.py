@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
+from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.options import distributed, locations, precision, training  # names that no property hides
-from poptorch.options.base import merged, printed
 from poptorch.options.device import DeviceOptions
 from poptorch.options.distributed import Distributed
 from poptorch.options.execution import ExecutionOptions
 from poptorch.options.load import load_file, load_json
 from poptorch.options.locations import TensorLocations
+from poptorch.options.option_base import merged, printed
 from poptorch.options.popart import Popart
 from poptorch.options.precision import Jit, Precision
 from poptorch.options.reporting import ReportingOptions
 from poptorch.options.training import Training
-from poptorch.strategies import PipelinedExecution
 
 _LIBRARIES = ("site-packages/torch", "src/poptorch", "site-packages/poptorch", "src/popengine")
 

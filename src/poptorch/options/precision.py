@@ -8,9 +8,9 @@ import torch
 
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
-from poptorch.logs import logger
-from poptorch.options.base import OptionsDict, Value, recorded, refused
+from poptorch.options.option_base import OptionsDict, Value, recorded, refused
 from poptorch.options.popart import Popart
+from poptorch.reporting.logs import logger
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}

@@ -15,7 +15,7 @@ from . import (
     TensorLocationSettings,
     Training,
 )
-from .base import NOTHING, Freezable, Value, printed
+from .option_base import NOTHING, Freezable, Value, printed
 
 _PLACES: dict[str, type[Freezable]] = {
     "poptorch.options.OptionsDict": OptionsDict,

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from poptorch.logs import logger
-from poptorch.options.base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
+from poptorch.reporting.logs import logger
 
 _NO_LIMIT = 2**64 - 1
 

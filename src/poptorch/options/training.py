@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
-from poptorch.logs import logger
-from poptorch.options.base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, recorded
 from poptorch.options.popart import Popart
+from poptorch.reporting.logs import logger
 
 
 class Training(OptionsDict):

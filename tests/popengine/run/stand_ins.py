@@ -3,10 +3,11 @@
 import torch
 from engine_models import graph_of, net, stages
 
-from popengine.compile import compile_graph, update
+from popengine.compile import compile_graph
 from popengine.run.devices.base import Device
 from popengine.run.engine import Engine
 from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
+from popengine.update import group_update
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
@@ -72,7 +73,7 @@ def engine_on(
     counts=(2, 8, 1),
     dropout=0.0,
     training=True,
-    rules=update,
+    rules=group_update,
     optimizer=None,
     **more,
 ):

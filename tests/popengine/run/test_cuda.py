@@ -15,14 +15,15 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from popengine.compile import compile_graph, update
+from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.errors import Error
-from popengine.run import draws
 from popengine.run.devices import cuda, of
 from popengine.run.engine import Engine
-from popengine.run.recorder import Recorder
+from popengine.run.measure.recorder import Recorder
+from popengine.run.state import random_draws
 from popengine.settings import Counts, Optimizer, Settings, Strategy
+from popengine.update import group_update
 
 pytestmark = pytest.mark.simulated
 GPU = torch.device("cuda", 0)
@@ -78,7 +79,7 @@ class FakeGpu(cuda.Cuda):
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())  # autograd would ask for a driver
             stack.enter_context(self.mode)
-            stack.enter_context(draws.drawing_from(Numbers()))
+            stack.enter_context(random_draws.drawing_from(Numbers()))
             stack.enter_context(Transfers())
             yield
 
@@ -205,7 +206,7 @@ def test_models_of_many_kinds_of_layers_run_there(name, training):
     settings = Settings(training, Counts(2, 2 if training else 1), Strategy(), optimizer=optimizer)
     graph = capture(model, lambda inputs: model(*inputs), samples, training=training)
     engine = Engine(
-        compile_graph(graph, settings), settings, model.state_dict(), update, 0, lambda ipu: FakeGpu(0)
+        compile_graph(graph, settings), settings, model.state_dict(), group_update, 0, lambda ipu: FakeGpu(0)
     )
     inputs = [sample.repeat(settings.counts.product, *[1] * (sample.dim() - 1)) for sample in samples]
     results = engine.run(inputs, rates("adamw") if training else None)

@@ -11,8 +11,8 @@ from rows import FORK, Faulty, Rows, Stream, forked, numbers
 from popengine.errors import DataError, Error
 from poptorch.data import AsynchronousDataAccessor, DataLoader
 from poptorch.enums import DataLoaderMode, SharingStrategy
+from poptorch.nested_values import ICustomArgParser, registerCustomArgParser
 from poptorch.options import Options
-from poptorch.structure import ICustomArgParser, registerCustomArgParser
 
 Pair = namedtuple("Pair", "x y")
 

@@ -8,7 +8,7 @@ from rows import FORK, Rows, SizedStream, numbers, rows_in
 
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
-from poptorch.data.partition import Share, share_of
+from poptorch.data.dataset_shares import Share, share_of
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
 

@@ -8,7 +8,7 @@ import torch
 
 import popengine.errors
 from poptorch.optim import LAMB, SGD, Adam, AdamW, RMSprop
-from poptorch.optim.freeze import freeze_optimizer, kind_of, label_of
+from poptorch.optim.freeze_optimizer import freeze_optimizer, kind_of, label_of
 
 MODEL = torch.nn.Linear(3, 2)
 NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}

@@ -14,7 +14,7 @@ import poptorch
 from popengine.settings import Hyper
 from popengine.settings import Optimizer as Rule
 from poptorch import optim
-from poptorch.optim.state import rate_entries, state_entries, states_of
+from poptorch.optim.state_names import rate_entries, state_entries, states_of
 
 EACH = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB, optim.LARS]
 ARGUMENTS = {

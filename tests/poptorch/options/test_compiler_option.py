@@ -3,7 +3,7 @@
 import pytest
 
 import poptorch
-from poptorch.options.freeze import freeze, resolved
+from poptorch.options.freeze_options import freeze, resolved
 
 
 def backend_of(options):

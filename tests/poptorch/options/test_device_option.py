@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import poptorch
-from poptorch.options.freeze import freeze, resolved
+from poptorch.options.freeze_options import freeze, resolved
 
 
 def device_of(options):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from poptorch.annotating.strategies import PipelinedExecution, ShardedExecution, Stage
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options import Options, TensorLocationSettings
-from poptorch.strategies import PipelinedExecution, ShardedExecution, Stage
 
 
 def rich_options() -> Options:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import popart
+from poptorch.annotating.strategies import PipelinedExecution, ShardedExecution
 from poptorch.autocasting import Policy
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.options import Options
-from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 
 def test_the_defaults_are_those_of_the_contract():

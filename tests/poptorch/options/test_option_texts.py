@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from poptorch.annotating.strategies import PipelinedExecution, ShardedExecution, Stage
 from poptorch.enums import OutputMode
 from poptorch.options import ConfigFileError, Options, TensorLocationSettings
-from poptorch.strategies import PipelinedExecution, ShardedExecution, Stage
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from ...ir import Plan
 from ...settings import Settings
-from ..build import CPU, Code, build
+from .eager import CPU, Code, build
 
 
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:

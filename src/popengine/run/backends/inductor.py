@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ir import Partition, Piece
-from ..build import CPU, NEEDS_GRADIENTS_ON, Code, build
+from .eager import CPU, NEEDS_GRADIENTS_ON, Code, build
 from .tracing import Like, trace, values_read
 
 OPTIONS = {

@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...body import LIBRARY
+from popengine.control_flow import LIBRARY
+
 from ...ir import Partition, Piece
-from ..build import CPU, build
-from ..draws import draw, kwargs_on
+from ..state.random_draws import draw, kwargs_on
+from .eager import CPU, build
 
 
 @dataclass(frozen=True, slots=True)

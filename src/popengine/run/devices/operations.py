@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import Error
 from ...ir import Partition
-from ..build import operation_of
-from ..direct import direct
+from ..backends.direct_calls import direct
+from ..backends.eager import operation_of
 from . import attention
 
 aten = torch.ops.aten

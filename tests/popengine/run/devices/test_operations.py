@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
 from popengine.errors import Error
-from popengine.run.build import build
+from popengine.run.backends.eager import build
 from popengine.run.devices import attention, operations
 from popengine.settings import Strategy
 

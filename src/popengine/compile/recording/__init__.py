@@ -1,0 +1,1 @@
+"""What capture writes down: operations, weights that come another way, losses, known values."""

@@ -1,0 +1,69 @@
+"""Sub-graphs: the bodies of branches and loops, traced while the forward around them is.
+
+A body is recorded into a graph of its own. Tensors of the forward around it that it uses become inputs
+too. Whatever it changes in place changes for itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from popengine.control_flow import Body
+
+from ..capture import Capture, suspended
+from ..emit import emit
+from .functional import drop_what_does_nothing, functionalized, is_mutable
+from .graph_recorder import Recorder
+
+_BODY = -1  # stands where a piece has its stage, so that a failing line is looked for in the piece around
+
+
+class _BodyRecorder(Recorder):
+    """A tensor that the body has not made comes from the forward around it."""
+
+    def node(self, value: Tensor) -> fx.Node:
+        known = self._node_of.get(id(value))
+        return known if known is not None else self.stranger(value, "outer")
+
+
+def trace(
+    capture: Capture,
+    body: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+) -> tuple[Body, list[Tensor]]:
+    """Trace a body on tensors like `inputs`.
+
+    Returns: the body, and the tensors of the forward around it that it takes behind its inputs
+    """
+    block = capture.block
+    with suspended() as fake, fake:
+        recorder = _BodyRecorder(capture.describe)
+        given = [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) for v in inputs]
+        for position, value in enumerate(given):
+            recorder.placeholder(f"input_{position}", value, role="input", key=str(position))
+        with recorder:
+            outputs = list(body(given))
+        nodes = [recorder.node(value) for value in outputs]
+        capture.block = block
+        recorder.graph.output(tuple(nodes))
+        graph, outer = recorder.graph, recorder.constants
+        if is_mutable(graph):
+            with torch._C.DisableTorchFunction():
+                graph = functionalized(graph, {}, fake).graph
+    drop_what_does_nothing(graph)
+    return _packed(graph, [*map(str, range(len(inputs))), *outer]), list(outer.values())
+
+
+def _packed(graph: fx.Graph, inputs: Sequence[str]) -> Body:
+    placeholders = {node.meta["key"]: node.name for node in graph.nodes if node.op == "placeholder"}
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    draws = any(node.meta.pop("draw", None) is not None for node in calls)
+    reads = [placeholders[key] for key in inputs]
+    results: Any = output.args[0]
+    piece = emit("F", _BODY, reads, [node.name for node in results], calls)
+    return Body(piece, tuple((tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in results), draws)

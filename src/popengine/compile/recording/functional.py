@@ -1,0 +1,188 @@
+"""From what was recorded to a functional graph: nothing in place, nothing idle, draws numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from popengine.errors import CaptureError
+from popengine.ir import Block, Graph, Key, Result, Slot
+
+from .graph_recorder import Recorder
+
+aten = torch.ops.aten
+_KEPT = (
+    "phase",
+    "block",
+    "where",
+    "scope",
+    "attributes",
+    "group",
+    "numbers",
+)  # of a node's meta, when it's replayed
+_OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
+_NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+def is_mutable(graph: fx.Graph) -> bool:
+    """Whether an operation in it writes into one of its operands."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in graph.nodes
+    )
+
+
+def functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
+    """The same graph without operations in place: replayed through torch's functionalization."""
+    meta: dict[str, Any] = {}
+    recorder = Recorder(lambda func: {**meta, "replay": True})
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+
+    def replay(*values: Tensor) -> Any:
+        env: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                meta.clear()
+                meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+                env[node] = node.target(*args, **kwargs)
+        return tuple(env[node] for node in output.args[0])
+
+    values = []
+    with fake:
+        for node in placeholders:
+            like = node.meta["val"]
+            values.append(
+                torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+            )
+    for node, value in zip(placeholders, values, strict=True):
+        recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
+    recorder.constants.update(constants)
+    with fake, recorder, torch.no_grad():
+        outputs = torch.func.functionalize(replay, remove="mutations")(*values)
+    recorder.graph.output(tuple(recorder.node(value) for value in outputs))
+    return recorder
+
+
+def drop_what_does_nothing(graph: fx.Graph) -> None:
+    """Removes aliases and what no result needs, and numbers the draws of random numbers."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _NOTHING_DONE:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])  # backward transposes what forward transposed
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):
+            graph.erase_node(node)
+    draws: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and _draws(node):
+            # Recomputing a part of the forward draws the numbers that it drew first: see `Capture.describe`.
+            node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
+    graph.lint()
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0)
+            return bool(given)
+    return True
+
+
+def as_graph(
+    recorder: Recorder,
+    results: Sequence[tuple[Key, str, fx.Node]],
+    fake: FakeTensorMode,
+    visits: tuple[Block, ...],
+    trained: set[str],
+) -> Graph:
+    """What was recorded as the value that the passes take.
+
+    Args:
+        results: kind, key and node of the graph's results but for what is changed in place
+        trained: the parameters that an optimizer updates
+    """
+    graph = recorder.graph
+    graph.output(tuple(node for _, _, node in results))
+    kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
+    constants = recorder.constants
+    if is_mutable(graph):
+        functional = functionalized(graph, constants, fake)
+        for node, value in functional.written.items():
+            kind = _kind_of_written(node, value, trained)
+            if kind is not None:
+                kinds.append((kind, node.meta["key"]))
+                (output,) = (n for n in functional.graph.nodes if n.op == "output")
+                output.args = ((*output.args[0], value),)  # type: ignore[misc]
+        graph, constants = functional.graph, functional.constants
+        lost = {n: value for n, value in functional.written.items() if n.meta["key"] not in recorder.fresh}
+        drop_what_does_nothing(graph)
+        _check_lost(lost)
+    else:
+        drop_what_does_nothing(graph)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    slots = tuple(
+        Slot(
+            node.name,
+            node.meta["role"],
+            node.meta["key"],
+            tuple(node.meta["val"].shape),
+            node.meta["val"].dtype,
+        )
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+    return Graph(
+        slots,
+        tuple(
+            Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            for (kind, key), node in zip(kinds, output.args[0], strict=True)
+        ),
+        {slot.key: _kept(slot.key, constants, recorder.fresh) for slot in slots if slot.role == "constant"},
+        visits,
+        graph,
+    )
+
+
+def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
+    """The value that a constant had at the capture: what is not the forward's own may be written to later."""
+    return constants[key] if key in fresh else constants[key].detach().clone()
+
+
+def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
+    """What the new value of something that forward writes into is for the graph."""
+    role, key = node.meta["role"], node.meta["key"]
+    if role == "parameter":
+        if key in trained:
+            raise CaptureError(
+                f"Parameter {key} is changed in place by the forward, at {value.meta.get('where', '?')}\n"
+                "  why: its value belongs to the optimizer while the model trains\n"
+                f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
+                " out of the training with `requires_grad_(False)`"
+            )
+        node.meta["role"] = role = "buffer"  # nobody else changes it
+    return role if role in ("buffer", "input") else None
+
+
+def _check_lost(written: dict[fx.Node, fx.Node]) -> None:
+    """Refuse state that is kept in a constant. One that is only written over is no state."""
+    for node, value in written.items():
+        read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
+        if node.meta["role"] == "constant" and read:
+            raise CaptureError(
+                f"a tensor of shape {tuple(node.meta['val'].shape)} is changed in place by the forward, at"
+                f" {value.meta.get('where', '?')}, and is neither a buffer nor made by forward\n"
+                "  why: a compiled model starts with the same value at every micro-batch; what was written is lost\n"
+                "  fix: `self.register_buffer(name, tensor)`, which makes it a part of the model's state"
+            )

@@ -1,0 +1,191 @@
+"""What is known while a forward is captured: the values of what it computes from constants alone.
+
+Nothing is computed until somebody asks, with `.item()`, a boolean mask or a shape that depends on a value; then
+what was recorded is run, on the real constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from popengine.errors import CaptureError
+
+from .graph_recorder import Recorder, line_of
+
+aten = torch.ops.aten
+_READS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)  # what torch says where a value is missing
+
+
+class CaptureRecorder(Recorder):
+    """The recorder of a forward: what asks for a value gets it, where it is known.
+
+    Args: adopted: what to use instead of a tensor that comes from outside (see `standins.py`)
+    """
+
+    def __init__(
+        self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        super().__init__(describe)
+        self.adopted = adopted
+        self._constant_of: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not aten.lift_fresh.default:
+            with self:  # a view that is made now is recorded
+                args, kwargs = tree_map(self._from_outside, (args, kwargs or {}))
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except _READS as error:
+            with self:
+                return self._from_constants(func, args, kwargs, error)
+
+    def _from_outside(self, value: Any) -> Any:
+        """What a real tensor is to the graph: the module's, a view of the module's, or a constant."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        found = self.adopted(value)
+        if (
+            found is value and value.dim()
+        ):  # without dimensions it may be a number, which torch tells from a tensor
+            if id(value) not in self._constant_of:
+                node = self.node(value)
+                node.meta["val"] = self._constant_of[id(value)] = torch.empty_strided(
+                    value.size(), value.stride(), dtype=value.dtype
+                )
+                self.bind(node.meta["val"], node)
+            found = self._constant_of[id(value)]
+        return found
+
+    def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(*(value.shape for value in args))
+            value, mask = (value.expand(shape) for value in args)
+            return aten.index.Tensor(value, self._without_masks([mask], error))
+        if func is aten.index.Tensor:
+            value, indices = args
+            return aten.index.Tensor(value, self._without_masks(indices, error))
+        known = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
+        with _disable_current_modes():
+            result = func(*known[0], **known[1])
+        return tree_map(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+    def _known(self, value: Any, error: Exception) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        known = value_of(self, value)
+        if known is None:
+            raise error
+        return known
+
+    def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
+        """A boolean mask as what it selects, which has a shape."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                with _disable_current_modes():
+                    places = self._known(index, error).nonzero().unbind(1)
+                found += [self.constant(place) for place in places]
+            else:
+                found.append(index)
+        return found
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """torch's own words about missing values, said in ours."""
+    try:
+        yield
+    except _READS as error:
+        raise CaptureError(
+            "the forward reads a value out of a tensor, which has none while the model is compiled\n"
+            f"  {error.func} at {line_of(error)}\n"
+            "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
+            " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled"
+            " graph, unless the value comes from constants alone\n"
+            "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
+            " pass the number as a Python argument of forward"
+        ) from None
+
+
+def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
+    """The real value of a tensor that was made under `recorder`; None if it depends on what isn't constant."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        needed = _behind(recorder, recorder.node(value))
+        if needed is None:
+            return None
+        copied = any(_is_write(node) for node in needed)
+        values: dict[fx.Node, Any] = {}
+        for node in (node for node in recorder.graph.nodes if node in needed):
+            if node.op == "placeholder":
+                constant = recorder.constants[node.meta["key"]].detach()
+                values[node] = constant.clone() if copied else constant
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+                values[node] = node.target(*args, **kwargs)
+        return values[recorder.node(value)]
+
+
+def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
+    """All that a node's value comes from, writes into its memory included; None if that isn't constant."""
+    needed: set[fx.Node] = set()
+    stack, memory = [node], set()
+    writes = [node for node in recorder.graph.nodes if _is_write(node)]
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        if not _is_constant(node):
+            return None
+        needed.add(node)
+        stack += node.all_input_nodes
+        memory.add(_memory(node))
+        memory.discard(None)
+        if not stack:
+            stack = [write for write in writes if write not in needed and memory & _written(write)]
+    return needed
+
+
+def _is_constant(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return node.meta["role"] == "constant"
+    if node.target is operator.getitem:
+        return True
+    target: Any = node.target
+    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _written(node: fx.Node) -> set[int | None]:
+    target: Any = node.target
+    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
+    given.update(node.kwargs)
+    written = [
+        given.get(argument.name)
+        for argument in target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return {_memory(operand) for operand in written if isinstance(operand, fx.Node)}
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if value is not None else None

@@ -1,0 +1,151 @@
+"""Leftovers: tensors of a capture that its forward put where they outlive it.
+
+They have no values: whoever finds one in a list of losses or in a metric after the call would compute with nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from popengine.errors import CaptureError
+
+logger = logging.getLogger("poptorch::python")
+
+_SHELVES = ("_parameters", "_buffers", "_modules")
+_CLOSED = (type, types.ModuleType, types.GeneratorType, types.CodeType, str, bytes, int, float, Tensor)
+_MOST = 300_000  # objects that a search looks at
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A fake tensor: where it is, as one would write it, and how to put another value there."""
+
+    path: str
+    value: Tensor
+    put: Callable[[Any], None]
+
+
+def left_behind(module: nn.Module) -> list[Leftover]:
+    """The fake tensors in what a module, its parts and their functions can reach: attributes, containers, objects,
+    and the variables around a function. Parameters and buffers are not looked at."""
+    found: list[Leftover] = []
+    seen: set[int] = set()
+    stack: list[tuple[Any, str, Callable[[Any], None]]] = [(module, "model", _nowhere)]
+    while stack and len(seen) < _MOST:
+        value, path, put = stack.pop()
+        if isinstance(value, FakeTensor):
+            found.append(Leftover(path, value, put))
+        elif id(value) not in seen and value is not None and not isinstance(value, _CLOSED):
+            seen.add(id(value))
+            stack += _inside(value, path, put)
+    return found
+
+
+def _nowhere(value: Any) -> None:
+    raise AssertionError("nothing holds the model")
+
+
+def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[Any, str, Any]]:
+    if isinstance(value, (dict, list, deque)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from [(item, f"{path}[{key!r}]", _setter(value, key)) for key, item in items]
+    elif isinstance(value, (tuple, set, frozenset)):  # only as a whole can they be replaced
+        yield from [(item, f"{path}[...]", put) for item in value]
+    elif isinstance(value, types.MethodType):
+        yield from [(value.__self__, path, put), (value.__func__, path, put)]
+    elif isinstance(value, types.FunctionType):
+        yield from _around(value)
+    else:
+        try:
+            own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
+        except AttributeError:
+            return
+        hidden = _SHELVES if isinstance(value, nn.Module) else ()
+        yield from [(own[name], f"{path}.{name}", _setter(own, name)) for name in own if name not in hidden]
+        if isinstance(value, nn.Module):
+            yield from [(child, f"{path}.{name}", _nowhere) for name, child in value.named_children()]
+            own_kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("torch.")]
+            yield from [
+                (function, path, put)
+                for kind in own_kinds
+                for function in vars(kind).values()
+                if isinstance(function, types.FunctionType)
+            ]
+
+
+def _around(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """The variables of a function that lie outside of it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, name, _cell_setter(cell)
+        except ValueError:  # not bound yet
+            continue
+    for name in function.__code__.co_names:
+        if name in function.__globals__ and not callable(function.__globals__[name]):
+            yield function.__globals__[name], name, _setter(function.__globals__, name)
+
+
+def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
+    return lambda value: holder.__setitem__(key, value)
+
+
+def _cell_setter(cell: types.CellType) -> Callable[[Any], None]:
+    return lambda value: setattr(cell, "cell_contents", value)
+
+
+class Attributes:
+    """The plain attributes of a module and its parts, as they were before a forward ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = [(child, dict(vars(child))) for child in module.modules()]
+
+    def put_back(self, was_read: Callable[[Tensor], bool]) -> None:
+        """Undo what the forward did to attributes that it only writes: those it has made, tensors that it has
+        replaced without reading them (as weight normalization does), and, with a warning, None and containers."""
+        undone = []
+        for child, before in self._before:
+            for name, value in list(vars(child).items()):
+                old = before.get(name)
+                if old is value or not _holds(value):
+                    continue
+                if name not in before:
+                    del vars(child)[name]
+                elif isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old):
+                    vars(child)[name] = old
+                elif old is None or (isinstance(old, (list, tuple, dict)) and not _holds(old)):
+                    vars(child)[name] = old
+                    undone.append(f"{type(child).__name__}.{name}")
+        if undone:
+            logger.warning(
+                "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
+                " is as it was before; return the tensor from forward, if the program needs it",
+                ", ".join(undone),
+            )
+
+    def check(self) -> None:
+        """Raises CaptureError, where a tensor is left behind."""
+        paths = sorted({leftover.path for leftover in left_behind(self._module)})
+        if paths:
+            raise CaptureError(
+                f"the forward leaves tensors behind in {', '.join(paths)}\n"
+                "  why: it runs once, to be compiled; a tensor that it keeps outside has no value then, or later\n"
+                "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
+                " write into it; or forget it at the end of forward (`self.name = None`)"
+            )
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    if isinstance(value, dict):
+        value = value.values()
+    return isinstance(value, (list, tuple, type({}.values()))) and any(_holds(item) for item in value)

@@ -1,0 +1,265 @@
+"""Stand-ins: the fake tensors that a forward finds in place of its module's parameters and buffers.
+
+They stand in the module's attributes. A weight that the forward reaches in another way, through a list, a
+closure or a view made earlier, is recognised by its identity or its memory, and replaced where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from popengine.errors import CaptureError
+
+from .graph_recorder import user_line
+
+
+class _Member(NamedTuple):
+    """A parameter or buffer of the module: the user's tensor, and what stands in for it."""
+
+    name: str
+    real: Tensor
+    fake: Tensor
+
+
+class StandIns:
+    """The fake tensors of one capture, by canonical name."""
+
+    def __init__(self, module: nn.Module, pretend: Callable[[Tensor], Tensor]) -> None:
+        self.parameters = {
+            name: nn.Parameter(pretend(real), requires_grad=real.requires_grad)
+            for name, real in module.named_parameters()
+        }
+        self.buffers = {name: pretend(real) for name, real in module.named_buffers()}
+        self._module = module
+        self._members = [
+            _Member(name, real, fake)
+            for given, fakes in (
+                (module.named_parameters(), self.parameters),
+                (module.named_buffers(), self.buffers),
+            )
+            for (name, real), fake in zip(given, fakes.values(), strict=True)
+        ]
+        self._by_id = {id(member.real): member for member in self._members}
+        self._by_memory: dict[int, list[_Member]] = {}
+        for member in self._members:
+            memory = _memory(member.real)
+            if memory is not None:
+                self._by_memory.setdefault(memory, []).append(member)
+        self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
+        self.orphans: list[tuple[Tensor, str]] = []  # want a gradient, and are nobody's; with the user's line
+
+    def members(self) -> list[tuple[str, Tensor]]:
+        """The user's own tensors, by name."""
+        return [(member.name, member.real) for member in self._members]
+
+    def of(self, value: Any) -> Any:
+        """What stands in for a tensor of the module, or for a view of one; anything else as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        member = self._by_id.get(id(value))
+        if member is not None:
+            return member.fake
+        key = id(value), torch.is_grad_enabled()
+        if key not in self._views:
+            self._views[key] = value, self._view(value)
+        return self._views[key][1]
+
+    def of_operand(self, value: Any) -> Any:
+        """As `of`, for an operand of what runs below autograd, which can't be given another one any more."""
+        real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        if real and value.requires_grad and not any(known is value for known, _ in self.orphans):
+            self.orphans.append((value, user_line()))
+        return self.of(value)
+
+    def has_met(self, value: Tensor) -> bool:
+        """Whether a view of one of them was asked for."""
+        return any((id(value), enabled) in self._views for enabled in (True, False))
+
+    def _view(self, value: Tensor) -> Tensor:
+        """The same view of the stand-in that `value` is of a member; itself, if it shares nobody's memory."""
+        sharing = self._by_memory.get(_memory(value) or 0, [])
+        touched = [member for member in sharing if _overlap(member.real, value)]
+        if not touched:
+            return value
+        first, last = _extent(value)
+        member = touched[0]
+        begin, end = _extent(member.real)
+        replays = value._base is member.real
+        if len(touched) > 1 or not (begin <= first and last <= end) or not (replays or _alike(value, member)):
+            raise CaptureError(
+                f"a tensor of shape {tuple(value.shape)}, used at {user_line()}, shares its memory with"
+                f" {', '.join(member.name for member in touched)}\n"
+                "  why: while a model is compiled its weights are elsewhere; a tensor made earlier over the same"
+                " memory can't follow them, unless it is a view of one of them\n"
+                "  fix: make the tensor in forward, from the parameters: `torch.cat([p.flatten() for p in ...])`"
+            )
+        # A leaf over a member's memory is another parameter, in no module: one of the orphans.
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad and not value.is_leaf),
+        ):
+            if replays:
+                view = value._view_func_unsafe(member.fake)  # pyright: ignore
+            else:
+                offset = value.storage_offset() - member.real.storage_offset()
+                view = member.fake.as_strided(value.size(), value.stride(), offset)
+        if value.requires_grad and value.is_leaf:
+            self.orphans.append((view.requires_grad_(), user_line()))
+        return view
+
+    # ---- in the module -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """They stand in the module while its forward runs; then the user's are put back."""
+        shelves = [
+            (child, attribute, dict(getattr(child, attribute)))
+            for child in self._module.modules()
+            for attribute in ("_parameters", "_buffers")
+        ]
+        try:
+            for child, attribute, before in shelves:
+                shelf = getattr(child, attribute)
+                shelf.update(
+                    {name: self._by_id[id(real)].fake for name, real in before.items() if real is not None}
+                )
+            _refresh_flat_weights(self._module)
+            yield
+            self._check_rebound(shelves)
+        finally:
+            for child, attribute, before in shelves:
+                shelf = getattr(child, attribute)
+                shelf.clear()
+                shelf.update(before)
+            _refresh_flat_weights(self._module)
+
+    def _check_rebound(self, shelves: list[Any]) -> None:
+        prefix = {id(child): name + "." if name else "" for name, child in self._module.named_modules()}
+        for child, attribute, before in shelves:
+            kind = "Buffer" if attribute == "_buffers" else "Parameter"
+            shelf = getattr(child, attribute)
+            for name, real in before.items():
+                full = prefix[id(child)] + name
+                if name not in shelf:
+                    raise CaptureError(
+                        f"{kind} {full} is removed from the model by its forward\n"
+                        "  fix: keep it; a compiled model's state has a fixed set of names"
+                    )
+                if real is None or shelf[name] is self._by_id[id(real)].fake:
+                    continue
+                if name == "num_batches_tracked" and shelf[name] is not None:
+                    self._by_id[id(real)].fake.copy_(
+                        shelf[name]
+                    )  # BatchNorm's counter is exempt from the rule
+                    continue
+                raise CaptureError(
+                    f"{kind} {full} is reassigned within the model\n"
+                    "  why: a compiled model keeps its state in place; a new tensor under the old name is lost\n"
+                    f"  fix: write into it with `self.{name}.copy_(src)`"
+                )
+
+    # ---- afterwards --------------------------------------------------------------------------------------
+
+    def check_shared(self, changed: set[str]) -> None:
+        """Two names over the same memory would drift apart, if one of them changes.
+
+        Raises:
+            CaptureError: naming both
+        """
+        for sharing in self._by_memory.values():
+            for position, one in enumerate(sharing):
+                for other in sharing[position + 1 :]:
+                    if {one.name, other.name} & changed and _overlap(one.real, other.real):
+                        raise CaptureError(
+                            f"{one.name} and {other.name} share their memory, but are two tensors; a compiled"
+                            " model keeps each of them, and only one would change\n"
+                            "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`,"
+                            " or make the other one in forward"
+                        )
+
+
+@contextlib.contextmanager
+def adoption(stand_ins: StandIns) -> Iterator[None]:
+    """While it is on, stand-ins are what torch's functions are given, and functions with a backward of their own."""
+    own, thread = Function.__dict__["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = tuple(map(stand_ins.of, args))
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with _Adoption(stand_ins):
+            yield
+    finally:
+        Function.apply = own
+
+
+class _Adoption(TorchFunctionMode):
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._stand_ins.of, (args, kwargs or {}))
+        if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
+            return _write(*args)
+        return func(*args, **kwargs)
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    """`target.data = value`, as the write into memory that it is to everybody who holds the tensor."""
+    if target.shape != value.shape or target.dtype != value.dtype:
+        raise CaptureError(
+            f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"
+            f" shape {tuple(value.shape)}, at {user_line()}\n"
+            "  fix: keep shape and type: a compiled model's tensors have fixed ones"
+        )
+    target.detach().copy_(value)
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent layers read their weights from a list of their own."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
+
+
+def _memory(value: Tensor) -> int | None:
+    """Which memory a tensor lies in; None if that can't be said, or it has none."""
+    with torch._C.DisableTorchFunction():
+        if value.layout is not torch.strided or value.is_meta or not value.numel():
+            return None
+        try:
+            return value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a tensor subclass without memory of its own
+            return None
+
+
+def _extent(value: Tensor) -> tuple[int, int]:
+    """The first byte of its memory that a tensor may touch, and the one behind the last."""
+    with torch._C.DisableTorchFunction():
+        last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+        first, size = value.storage_offset(), value.element_size()
+    return int(first * size), int((first + last + 1) * size)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (first, last) = _extent(one), _extent(other)
+    return first < end and begin < last
+
+
+def _alike(value: Tensor, member: _Member) -> bool:
+    """Whether strides alone say where a view's elements are."""
+    return value.dtype == member.real.dtype and member.fake.storage_offset() == 0

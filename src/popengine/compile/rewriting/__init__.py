@@ -1,0 +1,1 @@
+"""Graph to graph: float types, partial sums, memory layout."""

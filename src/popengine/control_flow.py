@@ -1,0 +1,83 @@
+"""Bodies: graphs inside a graph, and the two operations that run them, a branch and a loop.
+
+A body travels as text in an argument of the operation, since those are all that an operation can be given. This
+file says what the operations look like; `compile/recording/branches_and_loops.py` makes bodies, and
+`run/backends/run_branches_and_loops.py` runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .piece import Line, Piece, Value
+
+
+@dataclass(frozen=True)
+class Body:
+    """A function from tensors to tensors, and the shape and type of each that it returns."""
+
+    piece: Piece
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    draws: bool  # somewhere in it random numbers are drawn
+
+    def packed(self) -> str:
+        """As text: the Python that makes it."""
+        return repr(self)
+
+    @staticmethod
+    @functools.cache
+    def unpacked(text: str) -> Body:
+        return eval(text, dict(_NAMES))
+
+
+_NAMES = {
+    **{kind.__name__: kind for kind in (Body, Piece, Line, Value)},
+    **{"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan},
+}
+
+
+def calls_within(piece: Piece) -> Iterator[str]:
+    """All that a piece calls, also in the bodies of its branches and loops."""
+    yield from piece.calls
+    for line in piece.lines:
+        if line.call.startswith("popengine."):
+            for argument in line.arguments:
+                if isinstance(argument, str):
+                    yield from calls_within(Body.unpacked(argument).piece)
+
+
+LIBRARY = torch.library.Library("popengine", "DEF")
+_COND = (
+    "(Tensor condition, str then_body, Tensor[] then_inputs, str else_body, Tensor[] else_inputs) -> Tensor[]"
+)
+_LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
+# A second name for bodies that draw random numbers: the tag has them drawn as those of any operation are.
+LIBRARY.define("cond" + _COND)
+LIBRARY.define("loop" + _LOOP)
+LIBRARY.define("cond_that_draws" + _COND, tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.define("loop_that_draws" + _LOOP, tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def _like(body: str, device: torch.device) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
+
+
+def _pretend_cond(
+    condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
+) -> list[Tensor]:
+    return _like(then_body, condition.device)
+
+
+def _pretend_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return _like(body, state[0].device)
+
+
+for _suffix in ("", "_that_draws"):
+    torch.library.register_fake(f"popengine::cond{_suffix}", _pretend_cond, lib=LIBRARY)
+    torch.library.register_fake(f"popengine::loop{_suffix}", _pretend_loop, lib=LIBRARY)

@@ -1,0 +1,92 @@
+"""Makes a piece callable: the eager backend runs its source as it is.
+
+A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for another device, its
+operations are those of that device.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.ir import Piece
+
+from ..state.random_draws import draw, drawing_on
+from .direct_calls import direct
+
+Code = Callable[[list[Any]], tuple[Tensor, ...]]
+
+# Kernels that make the workspace of their backward only where gradients are on.
+NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
+
+
+CPU = torch.device("cpu")
+
+
+def build(
+    piece: Piece,
+    call: Callable[[Any], Callable[..., Any]] = direct,
+    device: torch.device = CPU,
+    after_each: str = "",
+    **more: Any,
+) -> Code:
+    """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
+
+    Args:
+        call: from an operation of torch.ops to what the source calls for it
+        device: where what it reads is, and all that it makes
+        after_each: a statement after each line of its body, and before the first
+        more: other names that its source may use
+    """
+    names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    names |= {"draw": draw if device.type == "cpu" else drawing_on(device), **more}
+    for (name, is_drawn), written in piece.functions.items():
+        operation = operation_of(name)
+        # Draws look at what they are given to draw.
+        function = operation if is_drawn else _there(operation, call, device)
+        names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
+    exec(compile(piece.written(after_each), _file(piece), "exec"), names)
+    return names["piece"]
+
+
+def operation_of(name: str) -> Any:
+    """`torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
+    namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _there(
+    operation: Any, call: Callable[[Any], Callable[..., Any]], device: torch.device
+) -> Callable[..., Any]:
+    if device.type != "cpu":
+        from ..devices import operations  # nobody else needs it
+
+        function = operations.for_device(operation, device)
+        if function is not direct(operation):  # it stands in for the operation there
+            return function
+    return call(operation)
+
+
+def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch.enable_grad():  # within inference mode nothing is recorded
+            return function(*args)
+
+    return call
+
+
+def user_line(piece: Piece, error: BaseException) -> str:
+    """The line of the user's code behind the operation that failed."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == _file(piece) and frame.lineno is not None:
+            return piece.where(frame.lineno)
+    return "?"
+
+
+def _file(piece: Piece) -> str:
+    return f"<piece {piece}>"

@@ -1,0 +1,1 @@
+"""Who runs what when: tasks, the ready queue, workers, replays."""

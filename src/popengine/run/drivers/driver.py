@@ -1,0 +1,244 @@
+"""The driver: threads that take the tasks of a step from one ready queue, in the order of the schedule.
+
+    the host's cores    any core takes any task, depth first: it mostly stays with a micro-batch, whose values are in
+                        its cache, and nobody is idle while there is something to do
+    lanes               each ipu does one thing at a time, in the order of its program: several GPUs, and profiles
+    one thread          on one GPU, where kernels run by themselves; the order is that of the schedule, exactly
+
+What waits for what says `tasks.py`. Tasks too short to be shared are left to one core.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from popengine import ir
+from popengine.settings import Settings
+
+from .tasks import Task, tasks
+from .worker import Run, Worker
+
+WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
+_JUDGED = 32  # tasks, after as many that warm up
+
+
+def tasks_of(plan: ir.Plan, settings: Settings, threads: int, lanes: bool) -> list[Task]:
+    """The tasks of a step of each replica, in the order in which `threads` threads take them."""
+    schedule = plan.schedule
+    return tasks(
+        plan,
+        max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight,
+        adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
+        in_order=settings.finite_checks,
+        lanes=lanes,
+    )
+
+
+class _Node(NamedTuple):
+    """A task of one replica."""
+
+    worker: Worker
+    start: int  # its first instruction's place in the program of its ipu
+    body: list[tuple[Callable[[Any], Any], Any]]
+    is_update: bool
+
+
+class Driver:
+    """Runs calls of all workers on `threads` threads, one of them the caller's.
+
+    Args:
+        lanes:  each ipu does one thing at a time, in the order of its program
+        inside: threads within an operation
+    """
+
+    def __init__(self, workers: Sequence[Worker], threads: int, lanes: bool, inside: int = 1) -> None:
+        plan, settings = workers[0].plan, workers[0].settings
+        self._workers, self.inside = workers, inside
+        self._run: Run
+        self._lay_out(tasks_of(plan, settings, threads, lanes), plan, settings.counts.replicas)
+        # Updates that wait for a channel, and those that need not any more: their work, and its name.
+        self._paused: dict[int, tuple[Any, Any]] = {}
+        self._resumed: dict[int, tuple[Any, Any]] = {}
+        self._changed = threading.Condition(threading.Lock())
+        self._ready: list[int] = []
+        self._missing: list[int] = []
+        self._left = self._running = self._idle = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        # Several instances wait for each other within updates, which so have to go on at the same time; and what is
+        # started on a device takes as long there, however short it is here.
+        self._is_shared = threads > 1 and (settings.counts.instances > 1 or workers[0].device.is_remote)
+        self._judged, self._spent = 2 * _JUDGED if self._is_shared or threads == 1 else 0, 0.0
+        for number in range(1, threads):
+            threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True).start()
+
+    def _lay_out(self, found: Sequence[Task], plan: ir.Plan, replicas: int) -> None:
+        """Number the tasks of all replicas: what is ready is taken in the order of these numbers."""
+        of_ipu = {ipu: [worker for worker in self._workers if worker.ipu == ipu] for ipu in plan.programs}
+        place = {id(task): index * replicas for index, task in enumerate(found)}
+        size = len(found) * replicas
+        nodes: list[Any] = [None] * size
+        self._followers: list[list[int]] = [[] for _ in range(size)]
+        self._waits_for = [0] * size
+        for task in found:
+            is_update = isinstance(plan.programs[task.ipu][task.start], ir.Update)
+            for worker in of_ipu[task.ipu]:
+                node = place[id(task)] + worker.replica
+                nodes[node] = _Node(worker, task.start, worker.program[task.start : task.stop], is_update)
+                self._waits_for[node] = len(task.after)
+                for other in task.after:
+                    self._followers[place[id(other)] + worker.replica].append(node)
+        self._nodes: list[_Node] = nodes
+
+    # ---- a call ------------------------------------------------------------------------------------------
+
+    def __call__(self, run: Run) -> None:
+        self.begin(run)
+        self.steps(run)
+
+    def begin(self, run: Run) -> None:
+        """Tell all workers of a call."""
+        for worker in self._workers:
+            with worker.device.running():
+                worker.begin(run)
+
+    def steps(self, run: Run) -> None:
+        """All that a call computes, once every worker has begun it."""
+        self._run = run
+        try:
+            for step in range(run.steps):
+                for worker in self._workers:
+                    with worker.device.running():
+                        worker.begin_step(step)
+                if run.recorder is None:
+                    self._step()
+                else:
+                    with run.recorder.recording(self._workers, run.first_step + step):
+                        self._step()
+        finally:
+            del self._run
+        for worker in self._workers:
+            with worker.device.running():
+                worker.finish()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _step(self) -> None:
+        with self._changed:
+            self._missing = self._waits_for.copy()
+            self._left, self._failure = len(self._missing), None
+            self._ready = [node for node, missing in enumerate(self._missing) if not missing]
+        self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
+        if self._failure is not None:
+            raise self._failure
+
+    def _help(self, core: int) -> None:
+        torch.set_num_threads(self.inside)
+        with torch.inference_mode():
+            self._work(lambda: self._closed, core)
+
+    def _work(self, is_over: Callable[[], bool], core: int) -> None:
+        """Do what is ready until it's over."""
+        done: tuple[int, bool] | None = None
+        while (node := self._next(is_over, core == 0, done)) is not None:
+            try:
+                started = perf_counter()
+                done = node, self._perform(node, core)
+                if self._judged < 2 * _JUDGED:
+                    self._judge(perf_counter() - started)
+            except BaseException as error:  # whatever it is, the caller must hear of it
+                done = None
+                self._failed(error)
+
+    def _next(self, is_over: Callable[[], bool], leads: bool, done: tuple[int, bool] | None) -> int | None:
+        """After a task a new one; waits for one. None: there will be none.
+
+        Both at once: so nobody else takes what the task has made ready, whose values are in this core's cache.
+        """
+        with self._changed:
+            if done is not None:
+                self._finished(*done)
+            while not self._ready or not (leads or self._is_shared):
+                if is_over():
+                    return None
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+            self._running += 1
+            node = heappop(self._ready)
+            if self._ready and self._idle and self._is_shared:
+                self._changed.notify()
+            return node
+
+    def _judge(self, seconds: float) -> None:
+        """Look at the first tasks, which one core does, to see whether they are worth more."""
+        self._judged += 1
+        if self._judged > _JUDGED:
+            self._spent += seconds
+        self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
+
+    def _perform(self, node: int, core: int) -> bool:
+        """Do a task; False if it's an update that now waits for another one."""
+        worker, start, body, is_update = self._nodes[node]
+        if is_update:
+            return self._update(node, core)
+        with worker.device.running():
+            if self._run.recorder is None:
+                for handle, instruction in body:
+                    handle(instruction)
+            else:
+                self._run.recorder.perform(worker, start, body, core)
+        return True
+
+    def _update(self, node: int, core: int) -> bool:
+        worker, start, [(updating, instruction)], _ = self._nodes[node]
+        recorder = self._run.recorder
+        begin = recorder.now() if recorder is not None else 0
+        work, name = self._resumed.pop(node, None) or (updating(instruction), None)
+        with worker.device.running():
+            name = worker.go_on(work, name)
+        if recorder is not None:
+            recorder.updated(worker, start, instruction, begin, core)
+        if name is not None:
+            self._paused[node] = work, name
+        return name is None
+
+    def _finished(self, node: int, is_done: bool) -> None:
+        self._running -= 1
+        if is_done:
+            self._left -= 1
+            for follower in self._followers[node]:
+                self._missing[follower] -= 1
+                if not self._missing[follower]:
+                    heappush(self._ready, follower)
+        if self._paused:
+            self._resume()
+        if self._failure is not None:
+            self._ready.clear()
+        if not self._left or self._failure is not None:
+            self._changed.notify_all()
+
+    def _resume(self) -> None:
+        """Updates go on whose channels have something for them."""
+        for node, (_, name) in list(self._paused.items()):
+            if self._run.channels.has(name):
+                self._resumed[node] = self._paused.pop(node)
+                heappush(self._ready, node)
+
+    def _failed(self, error: BaseException) -> None:
+        self._run.tell(self._run, error)  # others may wait for other instances, which wait for this one
+        with self._changed:
+            self._running -= 1
+            self._failure = self._failure or error
+            for waiting in (self._ready, self._paused, self._resumed):
+                waiting.clear()
+            self._changed.notify_all()

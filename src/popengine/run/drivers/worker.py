@@ -1,0 +1,323 @@
+"""One ipu of one replica: runs its instructions, and has the tensors that live there. Who runs which says `driver.py`.
+
+Values of a micro-batch live in a frame, from the instruction that makes them to the last that needs them.
+What lives from step to step is in the `Store`. Workers meet only in channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine import ir
+from popengine.errors import Error, RunError
+from popengine.settings import Hyper, Settings
+
+from ..backends.eager import Code, user_line
+from ..devices.base import Device
+from ..instances.collectives import take_in
+from ..measure.float_exceptions import FiniteCheck
+from ..measure.recorder import Recorder
+from ..state.alignment import check
+from ..state.prepared_weights import Prepared
+from ..state.random_draws import mix
+from ..state.results import Results
+from ..state.store import Store
+from ..updating import Updater
+
+_PATIENCE = 0.2  # seconds
+
+
+class Stopped(Exception):
+    """Another worker failed; this one has nothing to report."""
+
+
+class Channels:
+    """What workers have given each other, by name, until it is taken. Nobody waits: tasks come in an order in which
+    all that they take is there."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+        self.stopped = False
+
+    def reset(self) -> None:
+        """A call starts: nothing has been given yet."""
+        if self.stopped:
+            raise Stopped
+        self._values.clear()
+
+    def put(self, name: Any, value: Any) -> None:
+        self._values[name] = value
+
+    def has(self, name: Any) -> bool:
+        """Whether there is something to take."""
+        return name in self._values
+
+    def receive(self, name: Any) -> Any:
+        return self._values.pop(name)
+
+    def stop(self) -> None:
+        """The call is given up: nothing more is computed."""
+        self.stopped = True
+
+
+@dataclass
+class Run:
+    """One call: what the workers are given, and where they leave what they made."""
+
+    inputs: Sequence[Tensor]  # each [iterations, accumulation, groups, micro-batch, ...]
+    results: Results
+    hyper: Hyper | None
+    steps: int
+    first_step: int
+    seed: int
+    channels: Channels
+    recorder: Recorder | None
+    threads: int  # the caller's number for one operation, to be put back
+    keep: Callable[[Run], None]  # what the call has made, once all of it is done
+    tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
+    name: str  # for messages
+    overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
+    failure: BaseException | None = None
+    is_over: bool = False
+    _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed: keep what was made, or leave no trace."""
+        is_stopped = error is not None
+        if error is not None:
+            self.failure = None if isinstance(error, Stopped) else error
+            self.tell(self, error)
+        torch.set_num_threads(self.threads)
+        try:
+            if not is_stopped:
+                self.keep(self)
+            if self.recorder is not None:
+                self.recorder.end_call(self.steps, failed=is_stopped)
+        except BaseException as failure:  # the caller must hear of it
+            self.failure = self.failure or failure
+        finally:
+            self.is_over = True
+            self._over.put(None)
+
+    def wait(self) -> None:
+        """Wait until the crew has ended."""
+        while not self.is_over:
+            with suppress(Empty):  # an interrupt that comes without a signal wakes nobody who waits
+                self._over.get(timeout=_PATIENCE)
+
+
+class Worker:
+    """Runs one ipu's program. This one is for the host's own memory; `device_worker.py` has the others."""
+
+    def __init__(
+        self,
+        ipu: int,
+        replica: int,
+        plan: ir.Plan,
+        settings: Settings,
+        store: Store,
+        rules: Any,
+        meeting: Any,
+        codes: Sequence[Code],
+        device: Device,
+    ) -> None:
+        self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
+        self.store, self.device = store, device
+        self._remote = device if device.is_remote else None
+        self._updater = Updater(ipu, replica, plan, settings, store, rules, meeting, device)
+        self.frames: dict[int, dict[str, Tensor]] = {}
+        self._prepared = Prepared(plan, ipu, store, device)
+        self._checks = FiniteCheck if settings.finite_checks else nullcontext
+        self.run: Run
+        self.step = 0
+        pieces = plan.partition.pieces
+        self._code = {i: codes[i] for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
+        handlers: dict[type, Callable[[Any], Any]] = {
+            ir.Load: self._load,
+            ir.Receive: self._receive,
+            ir.Send: self._send,
+            ir.Compute: self._compute,
+            ir.Accumulate: self._accumulate,
+            ir.Keep: self._keep,
+            ir.Store: self._store,
+            ir.Free: self._free,
+            ir.Update: self.updating,
+        }
+        self.program = [(handlers[type(instruction)], instruction) for instruction in plan.programs[ipu]]
+        homes: dict[str, int] = {}
+        for other, names in plan.state.items():
+            for name in names:
+                homes.setdefault(name, other)
+        self._weights_asked_for = [
+            anchor
+            for anchor in settings.anchors
+            if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
+        ]
+        self._given = {slot.name for slot in plan.partition.signature.slots}
+        self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
+
+    def begin(self, run: Run) -> None:
+        """A call starts."""
+        self.run = run
+        self._updater.begin(run.hyper)
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self._anchor("weight")
+        if self.run.hyper is not None:
+            scale = self.run.hyper.loss_scaling * self.store.loss_factor
+            self.store.set_loss_scale(scale)
+            self.run.results.loss_scale = scale
+
+    def finish(self) -> None:
+        """The last step of a call is done."""
+
+    def end(self) -> None:
+        """The call is over, or has failed: let go of what was made in it."""
+        self.frames.clear()
+        self._prepared.forget()
+        vars(self).pop("run", None)
+
+    def _anchor(self, source: str) -> None:
+        """Hand out the weights that somebody wants to see at this moment of the step."""
+        for anchor in self._weights_asked_for:
+            if anchor.source == source:
+                value = self.store.state[self.store.slot[anchor.key]]
+                steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
+                for iteration in steps:
+                    self.run.results.put_weight(anchor, iteration, self.replica, value, self._remote)
+
+    # ---- the instructions --------------------------------------------------------------------------------
+
+    def _load(self, instruction: ir.Load) -> None:
+        frame = self.frames.setdefault(instruction.micro_batch, {})
+        place = self._iteration(instruction.micro_batch)
+        group = self.settings.counts.group_of(self.replica)
+        for name, key in zip(instruction.names, instruction.keys, strict=True):
+            started = perf_counter()
+            frame[name] = self.device.upload(self.run.inputs[int(key)][place][group])
+            self.run.results.load(int(key), *place, self.replica, started)
+
+    def _iteration(self, micro_batch: int) -> tuple[int, int]:
+        """Device iteration and accumulation step: in inference a step is the whole call."""
+        return (self.step, micro_batch) if self.settings.training else (micro_batch, 0)
+
+    def _receive(self, instruction: ir.Receive) -> None:
+        values = self.take((instruction.channel, self.replica, instruction.micro_batch))
+        if instruction.micro_batch is None:
+            self.store.state.update(zip(instruction.names, values, strict=True))
+        else:
+            frame = self.frames.setdefault(instruction.micro_batch, {})
+            frame.update(zip(instruction.names, values, strict=True))
+
+    def _send(self, instruction: ir.Send) -> None:
+        if instruction.micro_batch is None:  # weights: a copy, since they change at the end of the step
+            values = [self.store.state[name].clone() for name in instruction.names]
+        else:
+            frame = self.frames[instruction.micro_batch]
+            values = [frame[name] for name in instruction.names]
+        self.give((instruction.channel, self.replica, instruction.micro_batch), values)
+
+    def give(self, name: Any, value: Any) -> None:
+        self.run.channels.put(name, value)
+
+    def take(self, name: Any) -> Any:
+        return self.run.channels.receive(name)
+
+    def _compute(self, instruction: ir.Compute) -> None:
+        if self.run.channels.stopped:
+            raise Stopped
+        piece = self.plan.partition.pieces[instruction.piece]
+        frame = self.frames.setdefault(instruction.micro_batch, {})
+        prepared = self._prepared.take(instruction.piece)
+        state, held = {**self.store.state, **prepared} if prepared else self.store.state, instruction.held
+        values: list[Any] = [state[name] if name in held else frame[name] for name in piece.reads]
+        if self.settings.check_alignment:
+            reads = dict(zip(piece.reads, values, strict=True))
+            given = {name: value for name, value in reads.items() if name in self._given}
+            check(given, {name: value for name, value in reads.items() if name not in given}, str(piece))
+            del reads, given
+        del prepared, state  # tensors die in the piece
+        for name in instruction.last:
+            del frame[name]
+        if piece.draws:
+            step, counts = self.run.first_step + self.step, self.settings.counts
+            replica = counts.instance * counts.replicas + self.replica
+            values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
+        try:
+            with self._checks():
+                made = self._code[instruction.piece](values)
+        except Exception as error:
+            raise self._explained(error, piece, instruction.micro_batch) from error
+        frame.update(zip(piece.writes, made, strict=True))
+
+    def _explained(self, error: Exception, piece: ir.Piece, micro_batch: int) -> Error:
+        phase = "forward" if piece.phase == "F" else "backward"
+        return RunError(
+            f"{phase} of stage {piece.stage} (blocks {self.plan.partition.names[piece.stage]}) failed on ipu"
+            f" {self.ipu}, micro-batch {micro_batch}, replica {self.replica}: {type(error).__name__}: {error}\n"
+            f"  at {user_line(piece, error)}\n"
+            "  the weights are as they were before the call; the executor can be called again"
+        )
+
+    def _accumulate(self, instruction: ir.Accumulate) -> None:
+        frame = self.frames[instruction.micro_batch]
+        gradients = [frame[name] for name in instruction.names]
+        sums = [self.store.sums[key] for key in instruction.keys]
+        if instruction.micro_batch == 0:
+            torch._foreach_copy_(sums, gradients)
+        elif self.settings.reduction == "running":
+            take_in(sums, gradients, instruction.micro_batch + 1)
+        else:
+            torch._foreach_add_(sums, gradients)
+
+    def _keep(self, instruction: ir.Keep) -> None:
+        frame = self.frames[instruction.micro_batch]
+        for name, key in zip(instruction.names, instruction.keys, strict=True):
+            # A new tensor: backwards that are still to come read the old one.
+            self.store.state[self.store.slot[key]] = frame[name].clone()
+
+    def _store(self, instruction: ir.Store) -> None:
+        frame = self.frames[instruction.micro_batch]
+        iteration, accumulation = self._iteration(instruction.micro_batch)
+        for name, position in zip(instruction.names, instruction.positions, strict=True):
+            value = frame[name]
+            if position in self._scaled and self.run.hyper is not None:
+                value = value / (self.run.hyper.loss_scaling * self.store.loss_factor)
+            self.run.results.put(position, iteration, accumulation, self.replica, value, self._remote)
+
+    def _free(self, instruction: ir.Free) -> None:
+        frame = self.frames[instruction.micro_batch]
+        for name in instruction.names:
+            del frame[name]
+
+    def go_on(self, work: Any, name: Any) -> Any:
+        """Go on with an update that waits for a channel (None: it has not begun), as far as there is no wait.
+
+        Returns: the channel that it waits for now; None at its end
+        """
+        try:
+            if name is None:
+                name = next(work)
+            while self.run.channels.has(name):
+                name = work.send(self.take(name))
+        except StopIteration:
+            return None
+        return name
+
+    def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
+        """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
+        assert self.run.hyper is not None
+        key = mix(self.run.seed, self.run.first_step + self.step)
+        scale = self.run.hyper.loss_scaling * self.store.loss_factor
+        if not (yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give)):
+            self.run.overflows.append((self.run.first_step + self.step, scale))
+        self._anchor("updated")

@@ -1,0 +1,1 @@
+"""Several processes: how they meet, what they agree on, how they add up."""

@@ -1,0 +1,160 @@
+"""What instances say of themselves when they meet, and how a difference is told: what, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from popengine.ir import Plan
+from popengine.settings import Hyper, Settings
+
+Facts = Mapping[str, Mapping[str, str]]  # by section and name
+
+HEADER = 256  # bytes: a digest, the size of the facts, and the place in the program as text
+_SHOWN = 6  # differences
+_WIDTH = 60  # letters of a value
+# What follows from earlier sections says nothing new where those differ.
+_FOLLOW = {"plan": ("versions", "options", "shape"), "first value": ("options", "shape")}
+
+
+class Header(NamedTuple):
+    size: int
+    what: str
+
+
+def header(what: str, facts: Facts) -> Tensor:
+    """What each instance sends first, in a fixed number of bytes."""
+    text = json.dumps(facts).encode()
+    words = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + what.encode()[: HEADER - 40]
+    return torch.frombuffer(bytearray(words.ljust(HEADER, b"\0")), dtype=torch.uint8)
+
+
+def read_header(value: Tensor) -> Header:
+    words = bytes(value.numpy())
+    return Header(int.from_bytes(words[32:40], "little"), words[40:].rstrip(b"\0").decode(errors="replace"))
+
+
+def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
+    """The message of instances that differ.
+
+    Args:
+        whats: where each is
+        facts: what each says of itself
+        names: the number of each
+    """
+    if len(set(whats)) > 1:
+        return (
+            f"the instances are at different places: {_where(whats, names)}\n"
+            "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
+            "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
+        )
+    found: dict[str, list[str]] = {}
+    for section in dict.fromkeys(section for one in facts for section in one):
+        sections = [one.get(section, {}) for one in facts]
+        for name in dict.fromkeys(name for one in sections for name in one):
+            values = [one.get(name, "none") for one in sections]
+            if len(set(values)) > 1:
+                found.setdefault(section, []).append(f"{_called(section, name)}: {_where(values, names)}")
+    lines = [
+        line
+        for section, lines in found.items()
+        if not any(earlier in found for earlier in _FOLLOW.get(section, ()))
+        for line in lines
+    ]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return (
+        f"the instances differ at {whats[0]}, so they would train apart:\n"
+        + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *more])
+        + "  nothing has changed in any instance\n"
+        "  fix: run the same program with the same options in all; torch.manual_seed(...) before the model is built,"
+        " or popdist.collectives.broadcast(model.state_dict()), makes the first weights equal"
+    )
+
+
+def _called(section: str, name: str) -> str:
+    return name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
+
+
+def _where(values: Sequence[str], names: Sequence[int]) -> str:
+    """Which value each instance has, equal ones together: '3 in instances 0, 1; 4 in instance 2'."""
+    places: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        places.setdefault(value, []).append(str(name))
+    return "; ".join(
+        f"{value if len(value) <= _WIDTH else value[: _WIDTH - 3] + '...'} in"
+        f" instance{'s' if len(found) > 1 else ''} {', '.join(found)}"
+        for value, found in places.items()
+    )
+
+
+# ---- the facts -----------------------------------------------------------------------------------------------
+
+
+def of_a_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
+    """All that has to be equal before the first call."""
+    counts = dataclasses.replace(settings.counts, instance=0)
+    options = _flat(dataclasses.replace(settings, counts=counts))
+    slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
+    programs = {f"ipu {ipu}": _hashed(repr(program)) for ipu, program in plan.programs.items()}
+    pieces = {f"piece {piece}": _hashed(piece.source) for piece in plan.partition.pieces}
+    parameters = {slot.key for slot in slots if slot.role == "parameter"}
+    return {
+        "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
+        "options": options,
+        "shape": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role != "input"},
+        "input": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role == "input"},
+        "plan": programs | pieces,
+        "seed": {"random seed": str(seed)},
+        "first value": of_weights({key: value for key, value in weights.items() if key in parameters}),
+    }
+
+
+def of_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """A short word for each weight's value."""
+    return {key: _hashed_tensor(value) for key, value in sorted(weights.items())}
+
+
+def of_rates(hyper: Hyper) -> dict[str, str]:
+    """The rates of a call."""
+    groups = {
+        f"{name} of parameter group {index}": repr(value)
+        for index, group in enumerate(hyper.groups)
+        for name, value in group.items()
+    }
+    return {**groups, "loss scaling": repr(hyper.loss_scaling)}
+
+
+_NAMES = {
+    "counts.iterations": "device iterations",
+    "counts.accumulation": "gradient accumulation",
+    "counts.replicas": "local replicas",
+    "counts.instances": "instances",
+    "optimizer.kind": "optimizer",
+}
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """The fields of nested dataclasses, one by one."""
+    if not dataclasses.is_dataclass(value):
+        return {_NAMES.get(name, name): repr(value)}
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(value):
+        found |= _flat(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+    return found
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _hashed_tensor(value: Tensor) -> str:
+    with torch.no_grad():
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]

@@ -1,0 +1,91 @@
+"""Sums over replicas, instances and ipus, in a fixed order, so that every run gives the same bits.
+
+What waits for others is a generator: it yields the name of a channel and is sent what came there. So a thread
+of its own may wait, and a thread that drives many workers goes on with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .instance_sums import Instances
+from .tree_sums import Node, add, total
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+Give = Callable[[Any, Any], None]  # put a value into the channel of this name
+Waits = Generator[Any, Any, None]
+
+
+def reduce_over_replicas(
+    sums: list[Tensor],
+    replica: int,
+    members: Sequence[int],
+    name: Any,
+    give: Give,
+    instances: Instances | None = None,
+) -> Waits:
+    """Replace each member's gradient sums by the total, which the first adds up in the order of a tree.
+
+    Args:
+        instances: the way to the same members of other instances, whose sums are added, too
+    """
+    first, *others = members
+    if replica == first:
+        start = 0 if instances is None else instances.place * len(members)
+        nodes: list[Node] = []
+        add(nodes, Node(0, start, sums))
+        for place, other in enumerate(others, start + 1):
+            add(nodes, Node(0, place, (yield name, other)))
+        if instances is not None:
+            instances.sum(nodes)
+        else:
+            total(nodes)
+        # A copy: this replica writes to its sums again at once.
+        result = [value.clone() for value in sums] if others else []
+        for other in others:
+            give((name, "total", other), result)
+    else:
+        give((name, replica), sums)
+        torch._foreach_copy_(sums, (yield name, "total", replica))
+
+
+def take_in(means: list[Tensor], values: list[Tensor], count: int) -> None:
+    """Let means of `count` - 1 values each take in one more: a mean is never larger than what it is of. Each is
+    computed in float32 at least, and rounded once."""
+    for mean, value in zip(means, values, strict=True):
+        wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
+        mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
+
+
+def average(sums: list[Tensor], divisor: float) -> None:
+    """Divide the sums in place; by 1 is no division."""
+    if divisor != 1 and sums:
+        torch._foreach_div_(sums, divisor)
+
+
+def exchange(
+    mine: Mapping[K, V], what: str, ipu: int, replica: int, ipus: Sequence[int], give: Give
+) -> Generator[Any, Any, dict[K, V]]:
+    """Everything that the ipus of one replica have to say, joined."""
+    for other in ipus:
+        if other != ipu:
+            give((what, ipu, other, replica), mine)
+    everything = dict(mine)
+    for other in ipus:
+        if other != ipu:
+            everything |= yield what, other, ipu, replica
+    return everything
+
+
+def total_norm(norms: Mapping[str, Tensor], place: Mapping[str, int]) -> Tensor:
+    """The norm of all gradients from the norm of each, as torch.nn.utils.get_total_norm: the norm of the norms,
+    stacked in the order of the model's parameters, whichever ipus they are on."""
+    ordered = [norms[key] for key in sorted(norms, key=place.__getitem__)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))

@@ -1,0 +1,1 @@
+"""What runs are measured by: the recorder, memory, costs of pieces, floating point exceptions."""

@@ -1,0 +1,198 @@
+"""Measures while tasks run: one clock reading an instruction. Without a recorder the driver measures nothing.
+
+The first two steps are looked at closer: pieces read the clock after every operation, and what each ipu holds
+between instructions is written down (the second step replaces the first, in which memory is cold). Of long
+trainings the first and the last steps are kept, so that a profile stays bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter_ns
+from typing import Any
+
+from popengine.ir import Compute, Piece
+
+from ..backends.eager import build
+from .memory_meter import Meter
+
+DETAILED_STEPS = 2
+Program = Sequence[tuple[Callable[[Any], None], Any]]
+_CALLS = 1000  # first ones, and last ones, whose times are kept
+
+
+class Times:
+    """One step of one ipu: when each instruction of its program began and ended, and on which core."""
+
+    def __init__(self, call: int, step: int, length: int) -> None:
+        self.call, self.step, self.length = call, step, length
+        self.begins, self.ends = (array("q", bytes(8 * length)) for _ in range(2))
+        self.cores = array("h", bytes(2 * length))
+
+    def note(self, index: int, begin: int, end: int, core: int) -> None:
+        """An instruction has run. (Of an update, which may stop and go on, a part.)"""
+        if index < self.length:
+            self.begins[index] = self.begins[index] or begin
+            self.ends[index], self.cores[index] = end, core
+
+
+@dataclass
+class Kept:
+    """The steps of one worker: the first ones and the last ones."""
+
+    most: int  # of either
+    first: list[Times] = field(default_factory=list)
+    last: deque[Times] = field(default_factory=deque)
+    seen: int = 0
+
+    def add(self, times: Times) -> None:
+        self.seen += 1
+        if len(self.first) < self.most:
+            self.first.append(times)
+            return
+        if len(self.last) == self.most:
+            self.last.popleft()
+        self.last.append(times)
+
+
+@dataclass
+class Detail:
+    """The step that was looked at closer, of one ipu of replica 0."""
+
+    call: int
+    step: int
+    meter: Meter
+    lines: dict[int, list[int]] = field(default_factory=dict)  # piece -> ns of each of its lines
+    runs: dict[int, int] = field(default_factory=dict)  # piece -> how often it ran
+
+    def after(self, index: int, instruction: Any, ticks: list[int]) -> None:
+        """An instruction has run; `ticks`: the clock, before its first operation and after each."""
+        self.meter.after(index, instruction)
+        if ticks and isinstance(instruction, Compute):
+            self._add(instruction.piece, ticks)
+
+    def _add(self, piece: int, ticks: list[int]) -> None:
+        spent = [end - start for start, end in pairwise(ticks)]
+        before = self.lines.get(piece)
+        self.lines[piece] = spent if before is None else [a + b for a, b in zip(before, spent, strict=True)]
+        self.runs[piece] = self.runs.get(piece, 0) + 1
+
+
+class Recorder:
+    """What was measured in the calls it was passed to.
+
+    Args:
+        budget: instructions to keep, over all ipus and replicas. At least two steps are kept; of a program too
+            long for that, the beginning.
+    """
+
+    def __init__(self, budget: int = 120_000) -> None:
+        self.budget, self.origin = budget, perf_counter_ns()
+        self.kept: dict[tuple[int, int], Kept] = {}  # by replica and ipu
+        self.details: dict[int, Detail] = {}  # by ipu
+        self.first_calls: list[tuple[int, int, int, int]] = []  # call, start, end, steps
+        self.last_calls: deque[tuple[int, int, int, int]] = deque(maxlen=_CALLS)
+        self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
+        self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
+        self._call, self._started = -1, 0
+        self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
+        self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
+        self._ticks = _Ticks()
+
+    # ---- the host's side ---------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        self._call += 1
+        self._started = perf_counter_ns()
+
+    def end_call(self, steps: int, failed: bool = False) -> None:
+        end = perf_counter_ns()
+        if failed:
+            self.failed_calls += 1
+            return
+        entry = (self._call, self._started, end, steps)
+        self.calls, self.steps = self.calls + 1, self.steps + steps
+        self.ns_in_calls += end - self._started
+        if len(self.first_calls) < _CALLS:
+            self.first_calls.append(entry)
+        else:
+            self.last_calls.append(entry)
+
+    def note(self, kind: str, start: int, size: int = 0) -> None:
+        """Something that the host did or waited for, from `start` (perf_counter_ns) until now."""
+        self.host.append((kind, start, perf_counter_ns(), size))
+
+    # ---- the driver's side -------------------------------------------------------------------------------
+
+    now = staticmethod(perf_counter_ns)
+
+    @contextmanager
+    def recording(self, workers: Sequence[Any], number: int) -> Iterator[None]:
+        """A step runs inside; if it comes to its end, its times are kept."""
+        programs = workers[0].plan.programs
+        length = sum(map(len, programs.values())) * workers[0].settings.counts.replicas
+        most = max(1, self.budget // (2 * len(workers)))
+        plain = {worker.ipu: worker._code for worker in workers if worker.replica == 0}
+        self._times, self._looking = {}, {}
+        for worker in workers:
+            place = worker.replica, worker.ipu
+            kept = self.kept.setdefault(place, Kept(max(1, self.budget // max(1, 2 * length))))
+            self._times[place] = Times(self._call, number, min(most, len(worker.program)))
+            if kept.seen < DETAILED_STEPS and worker.replica == 0:
+                self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
+                if worker.settings.backend == "eager":  # compiled pieces have no operations any more
+                    worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                if worker.replica == 0:
+                    worker._code = plain[worker.ipu]
+        self.details.update(self._looking)
+        for place, times in self._times.items():
+            self.kept[place].add(times)
+
+    def perform(self, worker: Any, start: int, body: Program, core: int) -> None:
+        """Run instructions `start` ... of a worker's program. What a device has begun is waited for, so that the time
+        is that of the work and not of starting it."""
+        times = self._times[worker.replica, worker.ipu]
+        detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
+        begin = perf_counter_ns()
+        for index, (handle, instruction) in enumerate(body, start):
+            self._ticks.read.clear()
+            handle(instruction)
+            worker.device.settle()
+            end = perf_counter_ns()
+            times.note(index, begin, end, core)
+            if detail is not None and index < times.length:
+                detail.after(index, instruction, self._ticks.read)
+                end = perf_counter_ns()
+            begin = end
+
+    def updated(self, worker: Any, index: int, instruction: Any, begin: int, core: int) -> None:
+        """An update has run, as far as it could."""
+        worker.device.settle()
+        self._times[worker.replica, worker.ipu].note(index, begin, perf_counter_ns(), core)
+        if worker.replica == 0 and worker.ipu in self._looking:
+            self._looking[worker.ipu].after(index, instruction, [])
+
+
+class _Ticks(threading.local):
+    """The clock readings of the piece that a thread runs."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def note(self) -> None:
+        self.read.append(perf_counter_ns())
+
+
+def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
+    """The same pieces, reading the clock before their first line and after each."""
+    return {i: build(pieces[i], after_each="; tick()", tick=ticks.note) for i in codes}

@@ -1,0 +1,1 @@
+"""What an engine keeps, and where it lies: stores, results, random numbers."""

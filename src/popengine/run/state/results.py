@@ -1,0 +1,219 @@
+"""Where outputs are put: only the micro-batches that the output mode asks for, in the contract's order.
+
+For each output tensor the chosen (iteration, accumulation, replica) stand after one another in dimension 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from popengine.ir import Result, Signature
+from popengine.settings import Anchor, Counts, Outputs, Settings
+
+from ..devices.base import Device
+
+logger = logging.getLogger("popengine")
+
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+# Devices have no 64-bit types in this model; what returns to the user is narrower, where it fits.
+_RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
+
+
+class Rows:
+    """The values of one tensor that a mode asks for, and when each began and ended to arrive."""
+
+    def __init__(
+        self,
+        counts: Counts,
+        mode: Outputs,
+        period: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        empty: Empty,
+    ) -> None:
+        self._counts, self._mode, self._period = counts, mode, period
+        copies = {
+            "all": counts.iterations * counts.accumulation * counts.replicas,
+            "final": counts.replicas,
+            "sum": counts.replicas,
+            "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
+        }[mode]
+        self.values = empty((copies, *shape), dtype)
+        if mode == "sum":
+            self.values.zero_()
+        self._totals: dict[int, tuple[Device, Tensor]] = {}  # sums that are still on their device
+        self.started, self.finished = [0.0] * copies, [0.0] * copies
+
+    def put(
+        self, iteration: int, accumulation: int, replica: int, value: Tensor, device: Device | None
+    ) -> None:
+        """Copy one micro-batch's value to its row, if the mode wants it. `device`: where it is, if not here."""
+        row = self._row(iteration, accumulation, replica)
+        if row is None:
+            return
+        self.started[row] = perf_counter()
+        if device is not None:
+            self._take_from(device, row, value)
+        elif self._mode == "sum":
+            self.values[row].add_(value)
+        else:
+            self.values[row].copy_(value)
+        self.finished[row] = perf_counter()
+
+    def _take_from(self, device: Device, row: int, value: Tensor) -> None:
+        if self._mode != "sum":
+            device.download(self.values[row], value)
+            return
+        if row not in self._totals:
+            self._totals[row] = device, torch.zeros_like(value, dtype=self.values.dtype)
+        self._totals[row][1].add_(value)
+
+    def finish(self, device: Device) -> None:
+        """The device's last value has been put."""
+        for row, (home, total) in list(self._totals.items()):
+            if home is device:
+                device.download(self.values[row], total)
+                del self._totals[row]
+
+    def copied(self) -> Rows:
+        """The values as they are, with the present as the time at which they came."""
+        rows, now = copy.copy(self), perf_counter()
+        rows.values = self.values.clone()
+        rows.started, rows.finished = [now] * len(self.started), [now] * len(self.finished)
+        return rows
+
+    def _row(self, iteration: int, accumulation: int, replica: int) -> int | None:
+        counts = self._counts
+        if self._mode == "sum":
+            return replica
+        if self._mode == "final":
+            last = (counts.iterations - 1, counts.accumulation - 1)
+            return replica if (iteration, accumulation) == last else None
+        if self._mode == "every_n":
+            if (iteration + 1) % self._period:
+                return None
+            iteration //= self._period
+        return (iteration * counts.accumulation + accumulation) * counts.replicas + replica
+
+    @property
+    def joined(self) -> Tensor:
+        """[copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
+        values = _narrowed(self.values)
+        if values.dim() == 1:
+            return values.reshape(()) if len(values) == 1 else values
+        return values.flatten(0, 1)
+
+
+def _narrowed(values: Tensor) -> Tensor:
+    """64-bit values as 32-bit ones; as they are, with a warning, where one of them is too large for that."""
+    narrow = _RETURNED.get(values.dtype)
+    if narrow is None:
+        return values
+    if values.numel():
+        bounds = (torch.finfo if narrow.is_floating_point else torch.iinfo)(narrow)
+        low, high = values.nan_to_num(0, 0, 0).aminmax()
+        if low < bounds.min or high > bounds.max:
+            dtype = values.dtype
+            logger.warning("an output has values too large for %s, and is returned as %s", narrow, dtype)
+            return values
+    return values.to(narrow)
+
+
+class Results:
+    """Result tensors of one call, allocated before it.
+
+    Args:
+        empty: makes a tensor in the host's memory
+    """
+
+    def __init__(self, signature: Signature, settings: Settings, empty: Empty) -> None:
+        counts = self._counts = settings.counts
+        self.loss_scale = 1.0  # in the latest step
+        self._results: Sequence[Result] = signature.results
+        self._rows: dict[int, Rows] = {}  # of outputs, by position
+        self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
+        self._anchors: dict[Anchor, Rows] = {}  # of weights
+        modes: dict[int, tuple[Outputs, int]] = {
+            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
+        }
+        for position, result in enumerate(signature.results):
+            if result.kind == "output":
+                mode, period = modes.get(position, (settings.outputs, settings.return_period))
+                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, empty)
+            elif result.kind == "input":  # every micro-batch's value goes back
+                every = (counts.iterations, counts.accumulation, counts.groups)
+                self._written[position] = empty((*every, *result.shape), result.dtype)
+        weights = {slot.key: slot for slot in signature.slots if slot.role in ("parameter", "buffer")}
+        for anchor in settings.anchors:
+            if anchor.is_weight:
+                slot, once = weights[anchor.key], replace(counts, accumulation=1)
+                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, empty)
+                self._anchors[anchor] = rows
+        start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
+        inputs = sum(slot.role == "input" for slot in signature.slots)
+        self.loaded = [[start] * loads for _ in range(inputs)]  # by input: when each micro-batch was staged
+        self.load_started = [[start] * loads for _ in range(inputs)]
+
+    def load(self, key: int, iteration: int, accumulation: int, replica: int, started: float) -> None:
+        """Note that an input's micro-batch has been staged."""
+        counts = self._counts
+        row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
+        self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
+
+    def put(
+        self,
+        position: int,
+        iteration: int,
+        accumulation: int,
+        replica: int,
+        value: Tensor,
+        device: Device | None = None,
+    ) -> None:
+        """Take one micro-batch's value of a result, from a device that is not the host or from here."""
+        if position in self._written:
+            group = self._counts.group_of(replica)
+            target = self._written[position][iteration, accumulation, group]
+            target.copy_(value) if device is None else device.download(target, value)
+        else:
+            self._rows[position].put(iteration, accumulation, replica, value, device)
+
+    def put_weight(
+        self, anchor: Anchor, iteration: int, replica: int, value: Tensor, device: Device | None = None
+    ) -> None:
+        """Take a weight's value that somebody asked for."""
+        self._anchors[anchor].put(iteration, 0, replica, value, device)
+
+    def finish(self, device: Device) -> None:
+        """The device has no more values: what it has summed up goes to the host."""
+        for rows in (*self._rows.values(), *self._anchors.values()):
+            rows.finish(device)
+
+    def copied(self) -> Results:
+        """The results as they are now, in memory of their own."""
+        results = copy.copy(self)
+        results._rows = {position: rows.copied() for position, rows in self._rows.items()}
+        results._anchors = {anchor: rows.copied() for anchor, rows in self._anchors.items()}
+        return results
+
+    def anchored(self, anchor: Anchor) -> Tensor:
+        """What an anchor has kept, joined as outputs are."""
+        return (self._anchors[anchor] if anchor.is_weight else self._rows[int(anchor.key)]).joined
+
+    def outputs(self) -> list[Tensor]:
+        """The outputs in the forward's order, then those made for anchors."""
+        return [rows.joined for rows in self._rows.values()]
+
+    def arrivals(self) -> list[tuple[list[float], list[float]]]:
+        """For each output, when its values began to arrive and when they were there (host clock, seconds)."""
+        return [(rows.started, rows.finished) for rows in self._rows.values()]
+
+    def inputs(self) -> dict[int, Tensor]:
+        """The new values of inputs that the forward wrote into, by position of the result."""
+        return {position: rows.flatten(0, 3) for position, rows in self._written.items()}

@@ -1,0 +1,1 @@
+"""The weight update: rules, their kernels, clipping, rounding."""

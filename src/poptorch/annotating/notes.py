@@ -1,0 +1,77 @@
+"""Notes: values that a forward keeps for the host, beside what it returns.
+
+A forward is captured once, so what it does in Python with a value (to log it, to put it into a list) can't be a part
+of the graph. It may note the value instead: each call then has it for every micro-batch, whatever the output mode.
+
+    >>> note("accuracy", accuracy)         # in forward, while it is captured; elsewhere it does nothing
+    >>> executor.notes                     # after a call of n micro-batches
+    [("accuracy", tensor of shape [n])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.compile.capture import current, is_traced, paused
+from popengine.run.state.results import Results
+from popengine.settings import Anchor, Counts
+
+from ..nested_values import tensors_of, with_tensors
+
+
+def note(what: Any, value: Any) -> None:
+    """Have every call give `value` to the host.
+
+    Args:
+        what:  tells notes apart; it must pickle, since it becomes a part of the compiled model
+        value: a tensor, or tensors in containers. What is not computed by the forward stays as it is.
+    """
+    capture = current()
+    if capture is not None:
+        capture.note(what, value)
+
+
+@dataclass(frozen=True)
+class Note:
+    """One note of a compiled model: where each call keeps its tensors."""
+
+    what: Any
+    template: Any  # the value, with empty tensors on "meta" where the call's are put
+    anchors: tuple[Anchor, ...]
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
+
+    def value(self, results: Results, counts: Counts) -> Any:
+        """[n, *shape] for each tensor, in the order of (iteration, accumulation, replica)."""
+        n = counts.iterations * counts.accumulation * counts.replicas
+        columns = iter(
+            results.anchored(anchor).reshape(n, *shape).to(dtype)
+            for anchor, (shape, dtype) in zip(self.anchors, self.shapes, strict=True)
+        )
+        tensors = [next(columns) if tensor.is_meta else tensor for tensor in tensors_of(self.template)]
+        return with_tensors(self.template, iter(tensors))
+
+
+def without_values(value: Any) -> tuple[Any, list[Tensor]]:
+    """A nested value with marks in place of the tensors that a capture has made, and these tensors."""
+    capture = current()
+    tensors = [capture.adopted(t) if capture is not None else t for t in tensors_of(value)]
+    with paused():
+        marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
+    return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
+
+
+def kept(notes: Sequence[tuple[Any, Any]], outputs: list[Tensor]) -> tuple[Note, ...]:
+    """The notes of a capture; their tensors are appended to the outputs of the graph."""
+    found = []
+    for what, value in notes:
+        template, tensors = without_values(value)
+        places = range(len(outputs), len(outputs) + len(tensors))
+        anchors = tuple(Anchor("output", str(place), "all") for place in places)
+        found.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        outputs += tensors
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""Per-replica parameters: on the host one row for each group of replicas, on a replica its group's row.
+
+executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
+                                poptorch.VariableRetrievalMode.OnePerGroup)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from popengine.errors import Error
+from popengine.settings import ReplicaGroups
+
+from ..enums import CommGroupType, VariableRetrievalMode
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The arguments of one `replicaGrouping`."""
+
+    kind: CommGroupType
+    shards: int
+    retrieval: VariableRetrievalMode
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, CommGroupType) or not isinstance(self.retrieval, VariableRetrievalMode):
+            raise Error(
+                "replicaGrouping takes a poptorch.CommGroupType, a number of replicas and a "
+                f"poptorch.VariableRetrievalMode; found {self.kind!r}, {self.shards!r}, {self.retrieval!r}"
+            )
+
+    def groups(self, replicas: int) -> ReplicaGroups:
+        """Which replica belongs to which group.
+
+        Raises:
+            Error: the size of a group does not divide the replicas
+        """
+        size = self.shards
+        if self.kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (
+            size < 1 or replicas % size
+        ):
+            raise Error(
+                f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
+            )
+        of = {
+            CommGroupType.All: lambda replica: 0,
+            CommGroupType.Consecutive: lambda replica: replica // size,
+            CommGroupType.Orthogonal: lambda replica: replica % (replicas // size),
+            CommGroupType.NoGrouping: lambda replica: replica,
+        }[self.kind]
+        all_rows = self.retrieval is VariableRetrievalMode.AllReplicas
+        return ReplicaGroups(tuple(map(of, range(replicas))), all_rows)
+
+
+class GroupableParameter(nn.Parameter):
+    """A parameter as an executor shows it: the same values, and `replicaGrouping`."""
+
+    _set: Any
+
+    @staticmethod
+    def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
+        """A view of a parameter. `groupings`: where its grouping is noted; None once that is too late."""
+        with torch._C.DisableTorchFunctionSubclass():
+            view = torch.Tensor._make_subclass(
+                GroupableParameter, parameter.detach(), parameter.requires_grad
+            )
+        vars(view).update(vars(parameter))
+        view.grad = parameter.grad
+        view._set = (name, groupings)
+        return view  # type: ignore[return-value]
+
+    def replicaGrouping(
+        self,
+        comm_group_type: CommGroupType,
+        shards: int,
+        variable_retrieval_mode: VariableRetrievalMode,
+    ) -> None:
+        """Give each group of replicas a value of its own, a row of the parameter's first dimension.
+
+        Args:
+            shards: replicas in a group (Consecutive, Orthogonal)
+        Raises:
+            Error: the model is compiled already
+        """
+        name, groupings = self._set
+        if groupings is None:
+            raise Error(
+                f"replicaGrouping of {name!r} comes after compilation, which has fixed the groups\n"
+                "  fix: call it before the first call of the model, or call destroy() first"
+            )
+        groupings[name] = Grouping(comm_group_type, shards, variable_retrieval_mode)
+
+
+def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
+    """The engine's groups, checked against the parameters.
+
+    Raises:
+        Error: a parameter without dimensions, or with another number of rows than there are groups
+    """
+    found = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
+    for name, groups in found.items():
+        parameter = model._parameters[name]
+        assert parameter is not None
+        if parameter.dim() == 0:
+            raise Error(
+                f"Scalars cannot be passed as per-replica weight tensor values: {name} has no dimensions\n"
+                "  fix: give it a first dimension with one row a group"
+            )
+        rows = {max(groups.of) + 1, len(groups.rows)}
+        if len(parameter) not in rows:
+            raise Error(
+                f"parameter {name} has {len(parameter)} rows, but its replicaGrouping makes"
+                f" {max(groups.of) + 1} groups of {replicas} replicas\n"
+                "  fix: its first dimension has one row a group"
+            )
+    return found
+
+
+@contextlib.contextmanager
+def one_row_each(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
+    """While a model is captured its per-replica parameters are one row, as a replica sees them."""
+    before = model._parameters
+    rows = {
+        name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)
+        for name in names
+        if (parameter := before[name]) is not None
+    }
+    model.__dict__["_parameters"] = {**before, **rows}
+    try:
+        yield
+    finally:
+        model.__dict__["_parameters"] = before

@@ -1,0 +1,77 @@
+"""`AutoBalance`: measures the blocks of a captured model and turns the rule into explicit stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from popengine.compile.balance import Cost, balance, explain
+from popengine.compile.partition import partition, used_visits
+from popengine.compile.placement import place
+from popengine.compile.stage_memory import held_bytes
+from popengine.errors import PartitionError
+from popengine.ir import Graph
+from popengine.run.measure.piece_costs import measure
+from popengine.settings import Settings, StagePlan, Strategy
+
+from ..reporting.logs import logger
+
+_EACH_ALONE = Strategy("pipelined", "auto_increment")
+_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "lars": 1, "rmsprop": 1}
+
+
+def balanced(
+    graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> Settings:
+    """Settings with the stages that `AutoBalance` chose for this model.
+
+    Args:
+        weights: parameters and buffers by canonical name
+        inputs:  one micro-batch
+    Raises:
+        PartitionError: fewer blocks than ipus, or they don't fit the capacity
+    """
+    costs = block_costs(graph, settings, weights, inputs)
+    cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
+    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
+    stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
+    return replace(settings, strategy=Strategy("pipelined", None, stages))
+
+
+def block_costs(
+    graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> list[Cost]:
+    """What each block takes, in the order they first run; what runs before any counts for the first."""
+    used = used_visits(graph)
+    placement = place(graph.visits, used, _EACH_ALONE)
+    names = {
+        placement.stage_of[i]: visit.name for i, visit in enumerate(graph.visits) if i in used and visit.name
+    }
+    if not names:
+        raise PartitionError(
+            "AutoBalance has no blocks to place\n"
+            '  fix: mark the parts of the model: poptorch.BeginBlock(layer, "name")'
+        )
+    parts = partition(graph, _EACH_ALONE, settings.recompute)
+    seconds = [0.0] * parts.stages
+    for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
+        seconds[piece.stage] += spent
+    # Of activations as many micro-batches wait as there are ipus; of weights there are copies for the update.
+    size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
+    optimizer = settings.optimizer
+    copies = 1 if optimizer is None else 2 + _STATES.get(optimizer.kind, len(optimizer.state_types))
+    for slot in graph.slots:
+        if slot.name in parts.home:
+            value = weights[slot.key]
+            size[parts.home[slot.name]] += value.numel() * value.element_size() * copies
+    first = min(names)
+    return [
+        Cost(
+            str(name),
+            sum(seconds[: stage + 1]) if stage == first else seconds[stage],
+            sum(size[: stage + 1]) if stage == first else size[stage],
+        )
+        for stage, name in sorted(names.items())
+    ]

@@ -1,0 +1,95 @@
+"""What the log says of a compilation: its passes and their times, the map of blocks to devices, the schedule.
+
+Passes and the schedule at DEBUG, the map at INFO. The rules of real hardware about numbers of ipus are checked here
+too, where somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import torch
+
+from popengine.compile import schedule as schedules
+from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
+from popengine.ir import Plan
+from popengine.settings import Settings
+
+from ..reporting.logs import logger
+
+HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that asks for them
+_LARGEST_SYSTEM = 64
+_DRAWN = 64  # micro-batches; a wider drawing is no use in a log
+
+
+class Passes:
+    """Follows the passes of one compilation: logs the time of each, and tells an error where it arose."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._left = list(names)
+        self._since = time.perf_counter()
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - self._since))
+        self._since = now
+        del self._left[: self._left.index(name) + 1]
+
+    def locate(self, error: Error) -> None:
+        """Say in an error of the engine's which pass it is from; its message stays as it is."""
+        if isinstance(error, CaptureError | PartitionError | ScheduleError):
+            error.raised_by_engine(f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile")
+
+
+def announce(plan: Plan, settings: Settings) -> None:
+    """Say which block is where, and in what order stages run."""
+    partition, counts = plan.partition, settings.counts
+    for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
+        logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
+    ipus = len(set(partition.ipus))
+    logger.info(
+        "%d logical ipu%s × %d replica%s, run by %s",
+        ipus,
+        "" if ipus == 1 else "s",
+        counts.replicas,
+        "" if counts.replicas == 1 else "s",
+        f"{torch.get_num_threads()} threads of this process" if settings.device == "cpu" else settings.device,
+    )
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    if plan.schedule.micro_batches <= _DRAWN:
+        order = schedules.as_run(plan.schedule, settings.device, torch.get_num_threads())
+        logger.debug("schedule (%s):\n%s", order.name, schedules.draw(order).rstrip())
+    else:
+        logger.debug("schedule of %d micro-batches, too many to draw", plan.schedule.micro_batches)
+
+
+def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
+    """On request (POPTORCH_CHECK_HARDWARE_RULES=1): would a real system have these ipus?
+
+    Args: rounds: `autoRoundNumIPUs` is set
+    Raises: Error, for more than 64, or for a number that is no power of two and may not be rounded up
+    """
+    if os.environ.get(HARDWARE_RULES, "0") == "0":
+        return
+    used = (max(plan.partition.ipus) + 1) * settings.counts.replicas
+    if used > _LARGEST_SYSTEM:
+        raise Error(
+            f"Too many IPUs requested ({used})\n"
+            f"  why: one process has at most {_LARGEST_SYSTEM} on real hardware\n"
+            "  fix: distributed execution: several processes, each with some of the replicas (popdist, poprun);"
+            f" here there is no such limit: unset {HARDWARE_RULES}"
+        )
+    reserved = 1 << (used - 1).bit_length()
+    if reserved == used:
+        return
+    text = (
+        f"{used} IPUs are used, but real hardware reserves a power of two: {reserved} must be reserved, and"
+        f" {reserved - used} would be idle"
+    )
+    if rounds:
+        logger.warning("%s (autoRoundNumIPUs(True) allows it)", text)
+        return
+    raise Error(f"{text}\n  fix: options.autoRoundNumIPUs(True)")

@@ -1,0 +1,160 @@
+"""Compilation of a model for the arguments of one call, and what it gives: a value that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from popengine.compile import compile_graph, with_work_enough
+from popengine.compile.capture import capture, current
+from popengine.compile.rewriting.partials import products_in_float32
+from popengine.errors import Error
+from popengine.ir import Graph, Plan
+from popengine.run.backends.half import faster_in_float32
+from popengine.settings import Settings
+
+from ..annotating.notes import Note, kept
+from ..annotating.replica_groups import one_row_each
+from ..autocasting import following
+from ..enums import OutputMode
+from ..executor.arguments import Call, Compiled, is_wide, narrowed, sample, traced_outputs
+from ..options import Options
+from ..options.freeze_options import OUTPUTS
+from . import compilation_hooks, compilation_log
+from .anchors import Anchors, Request, resolve
+from .auto_balance import balanced
+from .memory_format import laid_out
+from .overlap_rules import check_overlap
+from .traced_functions import Traced
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled model, without weights and state.
+
+    `template` is what forward returned, with marks where tensors were; `outputs` how many of those the
+    graph computes; `notes` what it keeps for the host beside them. `graph` is what was captured: profiles
+    read it, and a file can't hold it.
+    """
+
+    plan: Plan
+    settings: Settings
+    inputs: Compiled
+    template: Any
+    outputs: int
+    anchors: Anchors
+    notes: tuple[Note, ...] = ()
+    graph: Graph | None = None
+    memory_format: str = "preserve"  # "auto" has become what was faster
+
+    def without_graph(self) -> Executable:
+        """The part that runs, and that a file can hold."""
+        return replace(self, graph=None)
+
+
+def compile_model(
+    model: nn.Module, call: Call, options: Options, settings: Settings, done: Callable[[str], None]
+) -> Executable:
+    """Capture and lower a model; `done` is told the name of each finished pass.
+
+    Raises:
+        Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
+    """
+    requests = _requests(options)
+    asked = {request.long_name for request in requests.values()}
+    wide = is_wide(model)
+    samples = [narrowed(sample(tensor, settings.counts), wide) for tensor in call.tensors]
+    precision = options.Precision
+    policy = precision.autocast_policy if precision.autocast_enabled else None
+    template: Any = None
+    returned, traced = 0, {}
+    notes: list[Note] = []
+
+    def forward(tensors: list[Tensor]) -> list[Tensor]:
+        nonlocal template, returned
+        with following(policy), Traced() as traced_functions:
+            value = call.given_to(model, tensors)
+        template, outputs = traced_outputs(value)
+        returned = len(outputs)
+        if settings.training:
+            traced_functions.warn_about(outputs)
+        for name, value in {**dict(zip(call.paths, tensors, strict=True)), **_losses()}.items():
+            traced[name] = len(outputs) if name in asked else -1
+            outputs += [value] if name in asked else []
+        state = current()
+        assert state is not None
+        notes.extend(kept(state.notes, outputs))
+        return outputs
+
+    compilation_hooks.before_compilation()
+    options._execution_strategy.onStartTracing()
+    try:
+        with one_row_each(model, settings.replica_groups):
+            graph = capture(model, forward, samples, training=settings.training, device=settings.device)
+    finally:
+        options._execution_strategy.onEndTracing()
+        compilation_hooks.after_compilation()
+    done("capture")
+    if settings.counts.replicas > 1 and options.broadcast_buffers:
+        _check_buffers(graph, settings.counts.replicas)
+    check_overlap(graph, options)
+    graph, anchors = resolve(graph, traced, requests, settings.training)
+    anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
+    settings = replace(settings, anchors=anchors.wanted)
+    if settings.device == "cpu" and precision.half_kernels != "native":
+        auto = precision.half_kernels == "auto"
+        graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
+    with one_row_each(model, settings.replica_groups):
+        wanted = options.memory_format if options.exists("memory_format") else "preserve"
+        graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
+    if settings.strategy.auto == "balance":
+        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        settings = balanced(graph, settings, weights, samples)
+    settings = with_work_enough(graph, settings)
+    plan = compile_graph(graph, settings, done)
+    compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
+    inputs = Compiled(call, settings.counts, wide)
+    return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph, memory_format)
+
+
+def _losses() -> dict[str, Tensor]:
+    """The losses that the forward has computed so far, by the names that anchors have for them."""
+    state = current()
+    assert state is not None
+    losses = {f"loss:{index}": value for index, (value, *_) in enumerate(state.losses)}
+    return {**losses, "loss": state.losses[-1][0]} if losses else {}
+
+
+def _requests(options: Options) -> dict[str, Request]:
+    """What `Options.anchorTensor` asked for."""
+    found = {}
+    for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
+        if use_default:
+            mode, period = options.output_mode, options.output_return_period
+        if mode == OutputMode.EveryN and period > options.device_iterations:
+            raise Error(
+                f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
+                f" a call, which are {options.device_iterations}: nothing would be kept"
+            )
+        found[short] = Request(long_name, OUTPUTS[OutputMode(mode)], period)
+    return found
+
+
+def _check_buffers(graph: Graph, replicas: int) -> None:
+    """Replicas whose buffers drift apart can't be meant to be equal."""
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    changed = [
+        result.key
+        for result in graph.results
+        if result.kind == "buffer" and result.key.rsplit(".", 1)[-1] not in statistics
+    ]
+    if changed:
+        raise Error(
+            f"PopTorch does not support broadcasting buffers that forward updates ({', '.join(changed)})"
+            f" on {replicas} replicas\n"
+            "  why: each replica sees other data, so its buffers become its own\n"
+            "  fix: options.broadcastBuffers(False), if the model tolerates that; the host gets replica 0's"
+        )

@@ -1,0 +1,186 @@
+"""What a forward sees of torch while it is traced: functions that would look at data, in a form that does not.
+
+Some of torch's functions read values only to check them, or to choose how to compute: they are replaced by ones
+that give the same result without reading. What can't be replaced is refused in our own words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules import transformer
+from torch.nn.modules.transformer import _detect_is_causal_mask
+from torch.overrides import TorchFunctionMode
+
+from popengine.compile.capture import current, is_traced, paused
+from popengine.errors import CaptureError
+
+from ..ops.ctc import ctc_loss
+from ..reporting.logs import logger
+
+
+class Traced(TorchFunctionMode):
+    """On while a forward runs; also follows what is computed from the latest loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loss: Tensor | None = None
+        self._after: dict[int, Tensor] = {}  # what is computed from it; kept, so that no id is used twice
+        self._validates = True
+
+    def __enter__(self) -> Any:
+        # Distributions check their parameters by reading them.
+        self._validates = torch.distributions.Distribution._validate_args
+        torch.distributions.Distribution.set_default_validate_args(False)
+        transformer._detect_is_causal_mask = _is_causal_mask
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        torch.distributions.Distribution.set_default_validate_args(self._validates)
+        transformer._detect_is_causal_mask = _detect_is_causal_mask
+        super().__exit__(*details)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = _replacement(func)(*args, **kwargs)
+        capture = current()
+        if capture is not None and capture.losses:
+            self._follow(capture.losses[-1][0], (*args, *kwargs.values()), result)
+        return result
+
+    def _follow(self, loss: Tensor, operands: tuple[Any, ...], result: Any) -> None:
+        if loss is not self._loss:
+            self._loss, self._after = loss, {}
+        read = any(operand is loss or id(operand) in self._after for operand in operands)
+        if read and isinstance(result, Tensor) and result is not loss:
+            self._after[id(result)] = result
+
+    def warn_about(self, outputs: list[Tensor]) -> None:
+        """Tell which outputs look like a loss, and aren't differentiated."""
+        capture = current()
+        if capture is None or capture.chosen is not None:
+            return
+        if not capture.losses or capture.losses[-1][0] is not self._loss:
+            return
+        for position, value in enumerate(outputs):
+            if id(value) in self._after and value.numel() == 1 and value.is_floating_point():
+                logger.warning(
+                    "output %d is computed from the loss, but only the loss itself is differentiated: mark the"
+                    ' sum or product you mean with poptorch.identity_loss(x, reduction="none")',
+                    position,
+                )
+
+
+def _replacement(func: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        found = _REPLACEMENTS.get(func)
+    except TypeError:  # not hashable
+        found = None
+    return func if found is None else found
+
+
+def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    loss = ctc_loss(*args, **kwargs)
+    capture = current()
+    assert capture is not None
+    capture.mark_loss(loss)
+    return loss
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """torch's, without its check that no variance is negative."""
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    elif var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    clamped = var.clone()
+    with torch.no_grad():
+        clamped.clamp_(min=eps)
+    loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    loss = {"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]()
+    capture = current()
+    assert capture is not None
+    capture.mark_loss(loss)
+    return loss
+
+
+def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+    """What `print` shows of a tensor that has no values yet."""
+    if not is_traced(tensor.data):
+        with torch._C.DisableTorchFunction():
+            return Tensor.__repr__(tensor)
+    kind = "Parameter containing: tensor" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    return f"{kind}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    return format(_text(tensor), spec)
+
+
+def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    capture = current()
+    value = capture.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
+    if value is not None:  # computed from constants alone
+        with torch._C.DisableTorchFunction(), paused():
+            return Tensor.numpy(value, *args, **kwargs)
+    raise CaptureError(
+        "the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
+        "  fix: compute with torch, or run this part on the host: poptorch.CPU(function, name)"
+    )
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """torch's, for values below `minlength`: a count for each of them is the shape that a graph can have.
+
+    A value that isn't below fails when the graph runs.
+    """
+    if minlength < 1 or not is_traced(input):
+        return torch.bincount(input, weights, minlength)
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return torch.zeros(minlength, dtype=weights.dtype).scatter_add(0, input.long(), weights)
+
+
+def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """torch's own, which compares a mask with the causal one; one whose values aren't known is used as it is."""
+    if is_causal is None and mask is not None and is_traced(mask):
+        capture = current()
+        if capture is None or capture.value_of(mask) is None:
+            return False
+    return _detect_is_causal_mask(mask, is_causal, size)
+
+
+def _backward(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        "backward() can't be called inside a forward: the executor differentiates the model's loss by itself\n"
+        "  fix: return the loss from forward, and leave backward() out"
+    )
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    functional.ctc_loss: _ctc_loss,
+    functional.gaussian_nll_loss: _gaussian_nll_loss,
+    Tensor.__repr__: _text,
+    Tensor.__format__: _format,
+    Tensor.numpy: _to_numpy,
+    Tensor.__array__: _to_numpy,
+    Tensor.backward: _backward,
+    Tensor.bincount: _bincount,
+    torch.bincount: _bincount,
+}

@@ -1,0 +1,69 @@
+"""Rows: batches put together, or cut, along dimension 0 of every tensor in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from popengine.errors import DataError
+from poptorch.nested_values import describe, tensors_of, with_tensors
+
+
+def concatenated(batches: Sequence[Any]) -> Any:
+    """One batch with the rows of all. Raises: DataError, if anything but the tensors differs."""
+    if len(batches) == 1:
+        return batches[0]
+    if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
+        raise DataError(
+            f"batches that differ in more than their tensors can't be concatenated: "
+            f"{describe(batches[0])} and others\n"
+            f"  fix: return tensors only, in the same containers, from the dataset or from collate_fn"
+        )
+    columns = zip(*map(tensors_of, batches), strict=True)
+    return with_tensors(batches[0], (torch.cat(column) for column in columns))
+
+
+def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
+    """Every `size` consecutive batches as one; fewer at the end only with `keep_tail`."""
+    source = iter(batches)
+    while group := list(islice(source, size)):
+        if len(group) == size or keep_tail:
+            yield concatenated(group)
+
+
+def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
+    """The same rows in the same order but for `head` at the beginning, `size` at a time; fewer at the end only with
+    `keep_tail`."""
+    parts: list[Any] = []
+    missing = size
+    for batch in batches:
+        start, rows = head, rows_of(batch)
+        head = 0
+        while start < rows:
+            taken = min(rows - start, missing)
+            parts.append(_cut(batch, start, taken) if taken < rows else batch)
+            start, missing = start + taken, missing - taken
+            if not missing:
+                yield concatenated(parts)
+                parts, missing = [], size
+    if keep_tail and parts:
+        yield concatenated(parts)
+
+
+def rows_of(batch: Any) -> int:
+    """Dimension 0 of the tensors in `batch`. Raises: DataError, unless all have the same."""
+    counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
+    if len(counts) != 1 or None in counts:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"
+        raise DataError(
+            f"a batch can't be cut into rows: dimension 0 must be the same in all tensors, found {shapes}\n"
+            f"  fix: give every tensor a batch dimension, or load without AsyncRebatched / rebatched_size"
+        )
+    return counts.pop()  # type: ignore[return-value]
+
+
+def _cut(batch: Any, start: int, rows: int) -> Any:
+    return with_tensors(batch, (tensor.narrow(0, start, rows) for tensor in tensors_of(batch)))

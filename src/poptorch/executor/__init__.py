@@ -1,0 +1,1 @@
+"""The executor: a wrapped model, its devices, its weights, its files."""

@@ -1,0 +1,281 @@
+"""What a model is called with: bound to its forward's signature, and held to what was compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.errors import BatchError, Error
+from popengine.ir import Signature
+from popengine.settings import Counts
+from poptorch.annotating.notes import without_values
+from poptorch.nested_values import Spec, describe, paths_of, tensors_of, with_tensors
+from poptorch.reporting.logs import logger
+
+_HINT = (
+    "\n  why: a compiled model has fixed inputs\n"
+    "  fix: wrap the model once more for these inputs, or call destroy() on this one first"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, by the parameter of forward they are bound to, defaults included."""
+
+    bound: inspect.BoundArguments
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(list(self.bound.arguments.values()))
+
+    @property
+    def paths(self) -> list[str]:
+        """Where each is: `x`, `b[0]`, `x["k"]`; what **kwargs holds has its own name."""
+        named: dict[str, Any] = {}
+        for name, value in self.bound.arguments.items():
+            keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
+        return [path for name, value in named.items() for path in paths_of(value, name)]
+
+    def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        """Call `forward` with these tensors in place of the call's own."""
+        names = list(self.bound.arguments)
+        values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
+        bound = inspect.BoundArguments(self.bound.signature, dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+        return forward(*bound.args, **bound.kwargs)
+
+
+class MissingArgument(Error, TypeError):
+    """As Python's own error, which programs catch where forward takes *args; and one of ours."""
+
+
+def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind arguments as Python does.
+
+    Raises:
+        MissingArgument: a mandatory parameter is missing
+        AssertionError: too many arguments, an unknown one, or one given twice
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = signature.parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        partial = set(list(signature.parameters)[: len(args)]) | set(kwargs)
+        missing = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.name not in partial
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
+        unknown = not takes_any and set(kwargs) - set(signature.parameters)
+        if missing and not unknown and str(error).startswith("missing"):
+            raise MissingArgument(
+                f"Mandatory parameter {missing[0]} missing in the call of the model\n"
+                f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
+            ) from None
+        what = f"unknown arguments {', '.join(sorted(unknown))}" if unknown else error
+        raise AssertionError(
+            f"the model can't be called like this: {what}; forward is forward{signature}"
+        ) from None
+    bound.apply_defaults()
+    return Call(bound)
+
+
+def check_kinds(call: Call) -> None:
+    """Raises Error for an input whose values do not lie in memory one beside the other."""
+    if not any(t.is_meta or t.is_nested or t.layout is not torch.strided for t in call.tensors):
+        return
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.is_meta:
+            kind, fix = (
+                "on the meta device, and has no values",
+                f"torch.empty_like({path}, device='cpu'), filled",
+            )
+        elif tensor.is_nested:
+            kind, fix = "a nested tensor", f"pad it: {path}.to_padded_tensor(0)"
+        elif tensor.layout is not torch.strided:
+            kind, fix = f"sparse ({tensor.layout})", f"pass {path}.to_dense()"
+        else:
+            continue
+        raise Error(f"input {path} is {kind}\n  why: the device's inputs are dense tensors\n  fix: {fix}")
+
+
+@contextlib.contextmanager
+def telling_of_rows(call: Call) -> Iterator[None]:
+    """What fails inside also says that the inputs have different numbers of rows, where that is so."""
+    try:
+        yield
+    except Exception as error:
+        rows = {path: t.shape[0] for t, path in zip(call.tensors, call.paths, strict=True) if t.dim()}
+        if len(set(rows.values())) > 1:
+            listed = ", ".join(f"{path} has {count}" for path, count in rows.items())
+            error.add_note(f"The inputs have different numbers of rows: {listed}")
+        raise
+
+
+def check_batch(call: Call, counts: Counts) -> None:
+    """Every tensor holds whole micro-batches.
+
+    Raises:
+        Error: an empty tensor
+        AssertionError: dimension 0 is not a multiple of iterations, accumulation and input groups
+    """
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.numel() == 0:
+            raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
+        rows = tensor.shape[0] if tensor.dim() else 1
+        assert rows % counts.product == 0, (
+            f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
+            f" multiple of {counts.product} = {factors(counts)}\n"
+            "  fix: load such batches with poptorch.DataLoader(options, dataset, batch_size=<micro-batch>)"
+        )
+
+
+def warn_about(call: Call, wide: bool) -> None:
+    """Tell, once a compilation, what is surprising about the arguments; `wide` as for `narrowed`."""
+    for name, value in call.bound.arguments.items():
+        kind = call.bound.signature.parameters[name].kind
+        if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
+            logger.warning(
+                "argument %s is a dictionary: its keys are fixed by the compilation, their order is irrelevant",
+                name,
+            )
+            break
+    paths = [path for t, path in zip(call.tensors, call.paths, strict=True) if narrowed(t, wide) is not t]
+    if paths:
+        logger.warning("inputs become float32, since the model has no float64 weights: %s", ", ".join(paths))
+    for tensor, path in zip(call.tensors, call.paths, strict=True):
+        if tensor.requires_grad:
+            logger.warning(
+                "Input tensor has requires_grad=True set: %s is detached, since no gradient flows to a model's inputs",
+                path,
+            )
+        if not tensor.is_contiguous():
+            logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
+
+
+def narrowed(tensor: Tensor, wide: bool) -> Tensor:
+    """float64 as float32, unless the model is `wide`: has weights or buffers of float64 itself."""
+    return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
+
+
+def is_wide(model: torch.nn.Module) -> bool:
+    state = [*model.parameters(), *model.buffers()]
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(value.dtype == torch.float64 for value in state)
+
+
+def prepared(call: Call, wide: bool) -> list[Tensor]:
+    """The tensors as the engine takes them: contiguous, without gradients, narrowed."""
+    return [narrowed(tensor.detach(), wide).contiguous() for tensor in call.tensors]
+
+
+def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> None:
+    """Give the caller's tensors what forward wrote into them; `values` by position of the graph's result."""
+    with torch.no_grad():
+        for position, value in values.items():
+            tensor = call.tensors[int(signature.results[position].key)]
+            tensor.copy_(value.reshape(tensor.shape))
+
+
+class Compiled:
+    """What the executor was compiled for, to which later calls are held."""
+
+    def __init__(self, call: Call, counts: Counts, wide: bool) -> None:
+        self._counts = counts
+        self.wide = wide  # see `narrowed`
+        self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
+        self._positional = len(call.bound.args)
+        self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
+
+    def check(self, call: Call) -> None:
+        """Raises BatchError unless a call has the structure, constants, dtypes and shapes that were compiled."""
+        if len(call.bound.args) != self._positional:  # only `*args` can differ
+            raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))
+        for name, value in call.bound.arguments.items():
+            kind = call.bound.signature.parameters[name].kind
+            _compare(self._spec[name], describe(value), name, kind is inspect.Parameter.VAR_KEYWORD)
+        for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
+            if tensor.dtype != dtype:
+                raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
+            if tensor.shape != shape:
+                explained = self._explained(shape, tensor.shape)
+                raise _differs(f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}")
+
+    def _explained(self, expected: torch.Size, found: torch.Size) -> str:
+        """What to say to somebody who passes micro-batches, as torch's own loader makes them."""
+        whole = self._counts.product
+        if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
+            return ""
+        return (
+            f"\n  {expected[0]} = micro-batch {found[0]} x {factors(self._counts)}\n"
+            f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={found[0]})"
+        )
+
+
+def factors(counts: Counts) -> str:
+    """What the rows of a micro-batch are multiplied with in a combined batch, in the options' words."""
+    return (
+        f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
+        f" x Training.gradientAccumulation {counts.accumulation}"
+    )
+
+
+def _compare(expected: Spec, found: Spec, path: str, keywords: bool = False) -> None:
+    """Raise unless both are equal; `keywords`: what is compared are the parts of **kwargs, which have names."""
+    if expected == found:
+        return
+    if expected.type is not found.type:
+        raise _differs(f"Type mismatch for {path}", expected.type, found.type)
+    if expected.keys != found.keys:
+        missing = [str(key) for key in expected.keys if key not in found.keys]
+        unexpected = [str(key) for key in found.keys if key not in expected.keys]
+        words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
+        words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
+        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
+    if len(expected.children) != len(found.children):
+        raise _differs(f"Length mismatch for {path}", len(expected.children), len(found.children))
+    if expected.constant != found.constant:
+        raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
+    names = expected.keys or range(len(expected.children))
+    for name, one, other in zip(names, expected.children, found.children, strict=True):
+        step = f"[{name!r}]".replace("'", '"')
+        _compare(one, other, str(name) if keywords else path + step)
+
+
+def _differs(what: str, expected: Any, found: Any) -> BatchError:
+    return BatchError(f"{what}: expected {expected} but got {found}{_HINT}")
+
+
+def sample(tensor: Tensor, counts: Counts) -> Tensor:
+    """One micro-batch of a combined batch; only its shape, strides and dtype are used."""
+    return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
+
+
+def returned(template: Any, outputs: list[Tensor]) -> Any:
+    """The forward's output structure with these tensors."""
+    values = iter(outputs)
+    filled = [next(values) if tensor.is_meta else tensor for tensor in tensors_of(template)]
+    return with_tensors(template, iter(filled))
+
+
+def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
+    """What forward returned, as a structure without contents and the tensors that the graph computes.
+
+    A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
+    """
+    template, traced = without_values(value)
+    if len(traced) < len(tensors_of(template)):
+        warnings.warn(
+            "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
+        )
+    return template, traced

@@ -1,0 +1,33 @@
+"""The environment variables of the original that have no effect here: known, and said so in the log.
+
+Those with an effect are read where they belong: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
+POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_ENGINE_OPTIONS in
+`options/reporting.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .reporting.logs import logger
+
+RECORDED = {
+    "POPTORCH_IPU_MODEL": "all ipus are models here",
+    "POPTORCH_SMALL_IPU_MODEL": "ipus have no size here",
+    "POPTORCH_IPU_MODEL_VERSION": "ipus have no version here",
+    "POPTORCH_WAIT_FOR_IPU": "there is always an ipu: they are logical devices",
+    "POPTORCH_EXPORT_PROTO_FILE": "there is no ONNX graph; a compiled model is written by save()",
+    "POPTORCH_EXPORT_PROTO_AS_BINARY": "there is no ONNX graph; a compiled model is written by save()",
+    "POPTORCH_MAX_GRAPH_LEN": "there is no ONNX graph",
+    "PVTI_OPTIONS": "profiles are asked for with options.enableProfiling() or POPLAR_ENGINE_OPTIONS",
+    "POPART_LOG_LEVEL": "there is one log: POPTORCH_LOG_LEVEL",
+    "POPLAR_LOG_LEVEL": "there is one log: POPTORCH_LOG_LEVEL",
+}
+
+
+def log_recorded(environment: Mapping[str, str] = os.environ) -> None:
+    """Tell, at INFO, which of them are set."""
+    for name, why in RECORDED.items():
+        if name in environment:
+            logger.info("%s=%s has no effect: %s", name, environment[name], why)

@@ -1,0 +1,241 @@
+"""Optimizer -> settings: the rule and its rates as the engine knows them, read once and checked."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine import settings
+from popengine.errors import Error
+from poptorch.optim.lamb import LAMB, MAX_WEIGHT_NORM
+from poptorch.optim.lars import LARS
+from poptorch.optim.optimizer_base import Optimizer
+from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
+
+logger = logging.getLogger("poptorch::python")
+
+SUPPORTED = (
+    *(SGD, Adam, AdamW, RMSprop, LAMB, LARS),
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
+)
+
+# What every group of a rule holds, as the user names it.
+GROUP_ATTRIBUTES: dict[settings.OptimizerKind, tuple[str, ...]] = {
+    "sgd": SGD._attributes[:-1],  # velocity_scaling: only with combined accumulators, and never read
+    "adam": Adam._attributes,
+    "adamw": AdamW._attributes,
+    "rmsprop": RMSprop._attributes,
+    "lamb": LAMB._attributes,
+    "lars": LARS._attributes,
+}
+
+# The attribute that holds the dtype of each state.
+_TYPE_ATTRIBUTES: dict[settings.OptimizerKind, dict[str, str]] = {
+    "sgd": {"velocity": "velocity_accum_type"},
+    "lars": {"velocity": "velocity_accum_type"},
+    "rmsprop": {
+        "square_avg": "second_order_momentum_accum_type",
+        "momentum_buffer": "first_order_momentum_accum_type",
+        "grad_avg": "first_order_momentum_accum_type",
+    },
+}
+_MOMENT_TYPES = {
+    "exp_avg": "first_order_momentum_accum_type",
+    "exp_avg_sq": "second_order_momentum_accum_type",
+}
+
+
+class UnknownParameterError(Error, KeyError):
+    """The optimizer holds parameters that aren't the model's."""
+
+
+def freeze_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    warn: Callable[[str], None] = logger.warning,
+) -> tuple[settings.Optimizer, settings.Hyper]:
+    """Check an optimizer and take a snapshot of it.
+
+    Args:   names: id(parameter) -> canonical name, for every parameter of the model
+            warn: told that a subclass's own Python code won't run
+    Raises: AssertionError for an unsupported type or a bad attribute, ValueError for amsgrad,
+            UnknownParameterError for parameters that aren't the model's
+    """
+    kind = kind_of(optimizer)
+    if type(optimizer) not in SUPPORTED:
+        warn(
+            "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
+            "poptorch.optim or torch.optim are unlikely to behave as intended; "
+            f"the engine runs the update, not the Python of {type(optimizer).__name__}"
+        )
+    _check_presence(optimizer, kind)
+    groups = tuple(_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
+    frozen = settings.Optimizer(
+        kind=kind,
+        group_of=_group_of(optimizer, names),
+        state_types=_state_types(optimizer, kind),
+        accumulator_type=getattr(optimizer, "accum_type", torch.float32),
+        max_grad_norm=_limit(optimizer, "max_grad_norm"),
+        max_grad_value=_limit(optimizer, "max_grad_value"),
+        centered=kind == "rmsprop" and _centered(optimizer),
+        tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
+        bias_correction=bool(getattr(optimizer, "bias_correction", True)),
+        torch_dampening=kind == "sgd" and _is_dampened_as_torch_does(optimizer),
+    )
+    scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
+    return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
+
+
+def kind_of(optimizer: Any) -> settings.OptimizerKind:
+    """The rule an optimizer stands for, whichever library it's from."""
+    # AdamW first: torch derives it from Adam.
+    if isinstance(optimizer, torch.optim.AdamW):
+        return "adamw"
+    if isinstance(optimizer, torch.optim.Adam):
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+        if len(decoupled) > 1:
+            raise AssertionError("decoupled_weight_decay must be equal in all parameter groups of Adam")
+        return "adamw" if decoupled == {True} else "adam"
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd"
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return "rmsprop"
+    if isinstance(optimizer, LAMB):
+        return "lamb"
+    if isinstance(optimizer, LARS):
+        return "lars"
+    supported = ", ".join(
+        f"{'poptorch' if issubclass(t, Optimizer) else 'torch'}.optim.{t.__name__}" for t in SUPPORTED
+    )
+    raise AssertionError(
+        f"Unsupported optimizer type. Types supported: {supported}; "
+        f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    )
+
+
+def label_of(optimizer: torch.optim.Optimizer) -> str:
+    """The rule's name in warnings and errors: what of it is compiled in."""
+    kind = kind_of(optimizer)
+    if kind == "sgd":
+        return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
+    if kind == "rmsprop":
+        return "RMSPROP_CENTERED" if _centered(optimizer) else "RMSPROP"
+    if kind in ("adamw", "lamb") and not getattr(optimizer, "bias_correction", True):
+        return f"{kind.upper()}_NO_BIAS"
+    return kind.upper()
+
+
+def _check_presence(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        for name in GROUP_ATTRIBUTES[kind]:
+            if name not in group:
+                raise AssertionError(
+                    f"Mandatory attribute {name} not found in parameter group {index} of "
+                    f"the {kind} optimizer; fix: optimizer.param_groups[{index}][{name!r}] = ..."
+                )
+
+
+def _rates(kind: settings.OptimizerKind, group: dict[str, Any], index: int) -> dict[str, float]:
+    where = f"parameter group {index}"
+    rates = {}
+    for name in (*GROUP_ATTRIBUTES[kind], "maximize"):
+        if name == "betas":
+            rates["beta1"], rates["beta2"] = _betas(group["betas"], where)
+        elif name == "max_weight_norm" and group[name] is None:
+            rates[name] = MAX_WEIGHT_NORM
+        elif name not in ("amsgrad", "centered"):  # those aren't rates
+            rates[name] = _number(group.get(name, False), name, where)
+    return rates
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        if isinstance(value, (str, bytes, Tensor)) or math.isnan(value):
+            raise TypeError
+        return float(value)
+    except TypeError:
+        raise AssertionError(f"Expected a number for {name} in {where}, but found {value!r}") from None
+
+
+def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
+    """A bound on gradients, which any optimizer may have as an attribute."""
+    return _number(getattr(optimizer, name, math.inf), name, "the optimizer")
+
+
+def _betas(betas: Any, where: str) -> tuple[float, float]:
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        raise AssertionError(
+            f"Expected a pair of numbers, a tuple, for betas in {where}, but found {betas!r}"
+        )
+    return _number(betas[0], "betas[0]", where), _number(betas[1], "betas[1]", where)
+
+
+def _centered(optimizer: torch.optim.Optimizer) -> bool:
+    values = {bool(group["centered"]) for group in optimizer.param_groups}
+    if len(values) > 1:
+        raise AssertionError(
+            "centered must be equal in all parameter groups of RMSprop, but some have True, some False"
+        )
+    return values == {True}
+
+
+def _state_types(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind) -> dict[str, torch.dtype]:
+    """The dtype of each state the rule keeps; a momentum that is and stays zero keeps none."""
+    unused = set() if kind != "rmsprop" or _centered(optimizer) else {"grad_avg"}
+    if kind in ("sgd", "rmsprop") and not _has_momentum(optimizer):
+        unused |= {"velocity", "momentum_buffer"}
+    return {
+        state: getattr(optimizer, attribute, torch.float32)
+        for state, attribute in _TYPE_ATTRIBUTES.get(kind, _MOMENT_TYPES).items()
+        if state not in unused
+    }
+
+
+def _is_dampened_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the first step is not dampened: so in torch's own SGD, which poptorch's is not in this."""
+    dampened = any(group["dampening"] for group in optimizer.param_groups)
+    return dampened and not isinstance(optimizer, Optimizer)
+
+
+def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is momentum, or can be one day."""
+    marks = getattr(optimizer, "variable_attrs", None)
+    may_change = marks is not None and not marks.isConstant("momentum")
+    return may_change or any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
+    members = [
+        (parameter, index, place)
+        for index, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+    # Nothing of a parameter but its identity is read: any other look at one that trains copies all weights to the host.
+    unknown = [
+        f"group {index}, parameter {place}, shape {list(parameter.shape)}"
+        for parameter, index, place in members
+        if id(parameter) not in names
+    ]
+    if unknown:
+        raise UnknownParameterError(
+            "the optimizer holds parameters that aren't parameters of the model:\n"
+            f"{_lines(unknown)}\n"
+            "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
+            "change of its layers"
+        )
+    return {names[id(parameter)]: index for parameter, index, _ in members}
+
+
+def _lines(texts: Iterable[str], limit: int = 8) -> str:
+    texts = list(texts)
+    more = [f"... and {len(texts) - limit} more"] if len(texts) > limit else []
+    return "\n".join(f"  {text}" for text in [*texts[:limit], *more])

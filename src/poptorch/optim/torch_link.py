@@ -1,0 +1,104 @@
+"""The link of a torch optimizer to the executor it belongs to: its state, in torch's own format.
+
+The state lives on the devices, and `optimizer.state` is empty while they have it. Whoever asks for `state_dict()` gets
+it from there; what `load_state_dict()` brings is uploaded before the next call. So a checkpoint goes from here to
+plain PyTorch, and back. (poptorch's optimizers have a format of their own: `state_names.py`.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from popengine import settings
+from poptorch.optim.state_names import State
+
+# Where the engine's names differ from torch's.
+_TORCH_NAMES: dict[settings.OptimizerKind, dict[str, str]] = {"sgd": {"velocity": "momentum_buffer"}}
+
+
+def torch_state(kind: settings.OptimizerKind, state: Mapping[str, Tensor], steps: int) -> State:
+    """One parameter's state after so many updates, as torch's optimizer of this kind has it."""
+    names = _TORCH_NAMES.get(kind, {})
+    found = {names.get(name, name): value for name, value in state.items()}
+    if kind == "sgd":
+        found.pop("step", None)
+    else:
+        found.setdefault("step", torch.tensor(float(steps)))
+    return found
+
+
+def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
+    """Undo `torch_state`; what this rule doesn't keep is left out."""
+    names = {theirs: ours for ours, theirs in _TORCH_NAMES.get(optimizer.kind, {}).items()}
+    found = {names.get(name, name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if optimizer.kind in ("adam", "adamw"):
+        return found
+    found.pop("step", None)
+    if optimizer.torch_dampening and found:
+        found["step"] = torch.ones(())  # there was a first update
+    return found
+
+
+class Owner(Protocol):
+    """An executor, as the link sees it."""
+
+    _optimizer_settings: settings.Optimizer
+
+    def _torch_states(self) -> dict[str, State]: ...
+    def _load_states(self, states: dict[str, State]) -> None: ...
+
+
+class Link:
+    """Hooks of one optimizer; they do nothing once its executor is gone.
+
+    Args:
+        names: id(parameter) -> canonical name
+        take:  hand over the state that the optimizer has
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: Owner, take: bool
+    ) -> None:
+        self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._take()),
+        ]
+        if take:
+            self._take()
+
+    def _take(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._load_states(
+                {
+                    self._names[id(parameter)]: engine_state(owner._optimizer_settings, state)
+                    for parameter, state in self._optimizer.state.items()
+                    if id(parameter) in self._names
+                }
+            )
+        self._empty()
+
+    def _fill(self) -> None:
+        owner = self._owner()
+        states = owner._torch_states() if owner is not None else {}
+        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+            state = states.get(self._names.get(id(parameter), ""))
+            if state:
+                self._optimizer.state[parameter] = state
+
+    def _empty(self) -> None:
+        if self._owner() is not None:
+            self._optimizer.state.clear()
+
+    def release(self) -> None:
+        """Leave the optimizer with its state, as an ordinary one."""
+        self._fill()
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,164 @@
+"""Options -> Settings: the user's words become the engine's values; words that clash are refused here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal
+
+from popengine.errors import Error
+from popengine.run import devices
+from popengine.settings import Backend, Counts, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from poptorch.annotating.strategies import PipelinedExecution
+from poptorch.enums import CommGroupType, ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.options.device import DEVICES
+from poptorch.options.execution import BACKENDS
+from poptorch.options.options import Options
+
+logger = logging.getLogger("poptorch::python")
+
+OUTPUTS: dict[OutputMode, Outputs] = {
+    OutputMode.Final: "final",
+    OutputMode.EveryN: "every_n",
+    OutputMode.All: "all",
+    OutputMode.Sum: "sum",
+}
+
+
+def resolved(options: Options, training: bool) -> Options:
+    """The executor's own frozen copy, with an output mode picked.
+
+    Raises:
+        Error: gradient accumulation in inference
+    """
+    own = options.clone()
+    if own.defaultOutputMode():
+        own.outputMode(OutputMode.Final if training else OutputMode.All)
+    accumulation = own.Training.gradient_accumulation
+    if not training and accumulation != 1:
+        pipelined = isinstance(own._execution_strategy, PipelinedExecution)
+        more = ", and raise deviceIterations instead to fill the pipeline" if pipelined else ""
+        raise Error(
+            f"Options().Training.gradientAccumulation is {accumulation}: it must be 1, or left alone, for"
+            " poptorch.inferenceModel()\n"
+            "  why: inference has no gradients to accumulate\n"
+            f"  fix: use options without it{more}"
+        )
+    own._freeze()
+    return own
+
+
+def freeze(
+    options: Options,
+    training: bool,
+    optimizer: Optimizer | None,
+    groups: dict[str, ReplicaGroups] | None = None,
+) -> Settings:
+    """The engine's settings.
+
+    Raises:
+        Error: OutputMode.EveryN with a period that does not divide the device iterations; a device that is not there
+    """
+    group, popart = options.input_group_size, options._Popart.options
+    counts = Counts(
+        iterations=options.device_iterations,
+        accumulation=options.Training.gradient_accumulation,
+        replicas=options.replication_factor,
+        groups=options.replication_factor // group,
+        grouping="orthogonal" if options.input_cgt == CommGroupType.Orthogonal else "consecutive",
+        instances=options.Distributed.numProcesses,
+        instance=options.Distributed.processId,
+    )
+    mode, period = OutputMode(options.output_mode), options.output_return_period
+    if mode == OutputMode.EveryN and counts.iterations % period:
+        raise Error(
+            f"OutputMode.EveryN: output_return_period is {period} and must divide deviceIterations, which is"
+            f" {counts.iterations}\n"
+            f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
+        )
+    return Settings(
+        training=training,
+        counts=counts,
+        strategy=options._execution_strategy.freeze(),
+        outputs=OUTPUTS[mode],
+        return_period=period,
+        optimizer=optimizer,
+        reduction=_reduction(options),
+        replica_groups=groups or {},
+        automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
+        stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
+        finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
+        shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
+        off_device=_off_device(options, device_of(options)),
+        recompute=training and bool(popart.get("autoRecomputation", 0)),
+        check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",
+        device=device_of(options),
+        backend=_backend(options),
+    )
+
+
+def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
+    training = options.Training
+    if ReductionType(training.accumulation_and_replication_reduction_type) != ReductionType.Mean:
+        return "sum"
+    strategy = MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
+    return "running" if strategy == MeanReductionStrategy.Running else "mean"
+
+
+def device_of(options: Options) -> DeviceKind:
+    """What the ipus are: as the options say, else the environment.
+
+    Raises:
+        Error: POPTORCH_DEVICE names no kind of device, or there is no such device to attach to
+    """
+    kind = (
+        options("device_kind") if options.exists("device_kind") else os.environ.get("POPTORCH_DEVICE", "cpu")
+    )
+    if kind not in DEVICES:
+        raise Error(
+            f"POPTORCH_DEVICE is {kind!r}, which is no kind of device\n  fix: one of {', '.join(map(repr, DEVICES))}"
+        )
+    if options.connection_type != ConnectionType.Never:
+        devices.check(kind)
+    return kind
+
+
+def _backend(options: Options) -> Backend:
+    """What runs the pieces: as the options say, else the environment.
+
+    Raises:
+        Error: POPTORCH_BACKEND names none
+    """
+    name = options("backend") if options.exists("backend") else os.environ.get("POPTORCH_BACKEND", "eager")
+    if name not in BACKENDS:
+        raise Error(
+            f"POPTORCH_BACKEND is {name!r}, which is no backend\n  fix: one of {', '.join(map(repr, BACKENDS))}"
+        )
+    return name
+
+
+def _least_shared(options: Options) -> int | None:
+    """From how many elements on a parameter has one replica that keeps its optimizer state; None: replicas have all."""
+    values = options.TensorLocations.location_optimizer.toDict()
+    if not values.get("replicated_tensor_sharding", False):
+        return None
+    return values.get("min_elements_for_replicated_tensor_sharding", 0)
+
+
+def _off_device(options: Options, device: DeviceKind) -> tuple[str, ...]:
+    """The kinds of tensors that the user allows to be kept in the host's memory."""
+    kinds = ("activation", "weight", "optimizer", "accumulator")
+    locations = options.TensorLocations.toDict()
+    found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
+    if found and device == "cpu":
+        logger.info(
+            "useOnChipStorage(False) for %s: the devices are CPUs, whose memory is the host's, so nothing moves",
+            ", ".join(found),
+        )
+    elif others := [kind for kind in found if kind != "optimizer"]:
+        logger.warning(
+            "useOnChipStorage(False) for %s: on a GPU only the optimizer's state can be in the host's memory; these"
+            " stay on the GPU",
+            ", ".join(others),
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What users are told: logs, errors, profiles, counters, what will run."""

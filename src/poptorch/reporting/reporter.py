@@ -1,0 +1,242 @@
+"""Profiles of one executor: what its recorder measured and its plan says, written when it lets go of its devices.
+
+Into `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page `report.html` over all
+that lie side by side. A program that never lets go has them written when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from popengine import profile
+from popengine.compile.describe import Description
+from popengine.ir import Graph
+from popengine.run.engine import Engine
+from popengine.run.measure.memory_meter import memory
+from popengine.run.measure.recorder import Recorder
+from popengine.settings import Settings
+
+from ..data.batch_waits import listeners
+from ..options import Options
+from ..options.freeze_options import resolved
+from ..options.option_base import OptionsDict
+from ..version import __version__
+from .logs import logger
+
+
+class Reporter:
+    """Collects what a profile needs, and saves it.
+
+    Args:
+        path: of the profile
+    """
+
+    def __init__(self, path: Path, options: Options, training: bool) -> None:
+        self.path, self.options, self.training = path, options, training
+        self.recorder = Recorder()
+        self.passes: list[profile.Pass] = []
+        self._engine: Engine | None = None
+        self._graph: Graph | None = None
+        self._memory: list[profile.Memory] = []
+        self._since = time.perf_counter()
+
+    def compiling(self) -> None:
+        """Compilation starts."""
+        self.passes, self._since = [], time.perf_counter()
+
+    def passed(self, name: str) -> None:
+        """A pass of the compiler is done."""
+        now = time.perf_counter()
+        self.passes.append(profile.Pass(name, round(now - self._since, 6)))
+        self._since = now
+
+    def attached(self, engine: Engine, graph: Graph | None) -> None:
+        self._engine, self._graph = engine, graph
+
+    def released(self) -> None:
+        """The executor lets its devices go: save, and keep nothing of them alive."""
+        self.save()
+        self._engine = self._graph = None
+
+    def save(self) -> None:
+        """Write the profile, and the page. A run is not lost for its profile: what fails here is logged."""
+        engine, settings = self._engine, self._engine.settings if self._engine else None
+        if engine is None or settings is None or settings.counts.instance != 0:
+            return
+        try:
+            description = Description(engine.plan, self._graph)
+            made(self.recorder, description, settings, engine, self.passes, self.options).save(self.path)
+            from popvision import html  # the page is made of files: no profile, no page, no import
+
+            html.write_report(self.path.parent.parent)
+        except OSError as error:
+            logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
+
+
+def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
+    """The reporter of an executor whose options ask for a profile. It saves when the executor is gone, too."""
+    directory = options._profile_directory(training)
+    if directory is None:
+        return None
+    reporter = Reporter(directory / "profile.pop", options, training)
+    weakref.finalize(executor, reporter.released)
+    listeners.add(reporter.recorder)
+    return reporter
+
+
+def made(
+    recorder: Recorder,
+    described: Description,
+    settings: Settings,
+    engine: Engine,
+    passes: list[profile.Pass],
+    options: Options,
+) -> profile.Profile:
+    """The profile as a value."""
+    plan, counts, origin = engine.plan, settings.counts, recorder.origin
+    partition = plan.partition
+    kind = "training" if settings.training else "inference"
+    roles = {slot.name: slot.role for slot in partition.signature.slots}
+    inputs = [slot for slot in partition.signature.slots if slot.role == "input"]
+    return profile.Profile(
+        options("model_name") if options.exists("model_name") else kind,
+        settings.training,
+        partition.names,
+        partition.ipus,
+        {
+            "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
+            "iterations": counts.iterations,
+            "accumulation": counts.accumulation,
+            "replicas": counts.replicas,
+            "groups": counts.groups,
+            "instances": counts.instances,
+        },
+        {
+            "mode": settings.strategy.mode,
+            "schedule_length": described.length,
+            "schedule_actions": described.actions,
+            "schedule_micro_batches": plan.schedule.micro_batches,
+            "in_flight": plan.schedule.in_flight,
+            "calls": recorder.calls,
+            "failed_calls": recorder.failed_calls,
+            "steps": recorder.steps,
+            "ns_in_calls": recorder.ns_in_calls,
+            "detailed_step": _detailed_step(recorder),
+            "capacity": _capacity(),
+            "cores": os.cpu_count() or 1,
+            "device": settings.device,
+            "versions": {
+                "pando": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        },
+        described.programs,
+        tuple(passes),
+        tuple(described.blocks),
+        tuple(described.pieces),
+        tuple(_timed(described, recorder)),
+        tuple(described.parts),
+        tuple(_tracks(recorder)),
+        tuple(
+            profile.Call(call, start - origin, end - origin, steps)
+            for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
+        ),
+        tuple(
+            profile.HostEvent(kind, start - origin, end - origin, size)
+            for kind, start, end, size in recorder.host
+        ),
+        tuple(memory(store, replica, ipu, roles) for (replica, ipu), store in engine.stores.items()),
+        tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
+        tuple(described.schedule),
+        tuple(changed_options(options, settings.training)),
+    )
+
+
+def _tracks(recorder: Recorder) -> list[profile.Track]:
+    """Steps in order of their start. A step of a call that failed half-way is not there on all ipus."""
+    found = []
+    for (replica, ipu), kept in recorder.kept.items():
+        for times in [*kept.first, *kept.last]:
+            durations = [end - begin for begin, end in zip(times.begins, times.ends, strict=True)]
+            gaps = [0, *(begin - end for end, begin in zip(times.ends, times.begins[1:], strict=False))]
+            start = times.begins[0] - recorder.origin
+            found.append(
+                profile.Track(times.call, times.step, replica, ipu, start, durations, gaps, list(times.cores))
+            )
+    return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
+
+
+def _timed(described: Description, recorder: Recorder) -> list[profile.Operation]:
+    """The operations with their times in the detailed step."""
+    lines, runs = {}, {}
+    for detail in recorder.details.values():
+        lines.update(detail.lines)
+        runs.update(detail.runs)
+    return [
+        operation._replace(calls=runs[operation.piece], ns=lines[operation.piece][line])
+        if operation.piece in runs
+        else operation
+        for line, operation in described.operations
+    ]
+
+
+def _detailed_step(recorder: Recorder) -> list[int] | None:
+    """Call and step that were looked at closer."""
+    details = list(recorder.details.values())
+    return [details[0].call, details[0].step] if details else None
+
+
+def _capacity() -> dict[str, Any]:
+    """What the memory of the ipus is held against."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {"bytes": pages * size, "of": "this machine's memory", "shared": True}
+
+
+def changed_options(options: Options, training: bool) -> list[profile.Option]:
+    """The options that differ from their defaults, in words."""
+    mine, default = _flat(options), _flat(resolved(Options(), training))
+    return [
+        profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
+        for name in sorted(mine.keys() | default.keys())
+        if mine.get(name) != default.get(name)
+    ]
+
+
+def _flat(options: Options) -> dict[str, str]:
+    """Every value by its dotted name."""
+    found: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        values = value.toDict() if isinstance(value, OptionsDict) else value
+        if isinstance(values, dict) and all(isinstance(key, str) for key in values):
+            for name, inner in values.items():
+                walk(f"{prefix}.{name}" if prefix else name, inner)
+        elif prefix.rpartition(".")[2] not in found:  # what the top level repeats is shown once
+            found[prefix] = str(value)
+
+    walk("", options)
+    for name, nested in vars(options).items():
+        if isinstance(nested, OptionsDict):
+            walk(name.lstrip("_"), nested)
+    found["execution_strategy"] = type(options._execution_strategy).__name__
+    return found
+
+
+@contextlib.contextmanager
+def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
+    """What runs inside is noted as the host's work."""
+    start = time.perf_counter_ns()
+    yield
+    if reporter is not None:
+        reporter.recorder.note(kind, start)

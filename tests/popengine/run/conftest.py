@@ -1,0 +1,1 @@
+"""Being here, it lets the folders below import what stands in for devices."""

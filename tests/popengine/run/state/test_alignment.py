@@ -1,0 +1,60 @@
+"""Whatever a piece reads begins at a multiple of 64 bytes, so that bits don't depend on where rows lie in a batch."""
+
+import pytest
+import torch
+from engine_models import net
+from test_engine_runs import HYPER, batch, engine_for
+
+from popengine.errors import Error
+from popengine.run.state.alignment import aligned, begins_well, check
+
+
+def odd(value):
+    """The same values, 4 bytes after a multiple of 64."""
+    room = torch.empty(value.numel() + 1, dtype=value.dtype)
+    return room[1:].view_as(value).copy_(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(2, 3, 1, 2, 5), (1, 2, 2, 3), (2, 2, 1, 2, 3, 3, 2)])
+def test_each_micro_batch_begins_at_a_multiple_of_64_bytes_and_has_its_values(shape, dtype):
+    values = torch.randint(0, 2, shape).to(dtype)
+    for given in (values, odd(values)):
+        found = aligned(given)
+        assert torch.equal(found, values)
+        slices = [group for iteration in found for step in iteration for group in step]
+        assert {each.data_ptr() % 64 for each in slices} == {0}
+        assert found[0, 0, 0].is_contiguous()
+
+
+def test_a_batch_that_begins_well_is_not_copied():
+    values = torch.zeros(2, 3, 1, 4, 16)
+    assert aligned(values) is values
+    assert aligned(torch.zeros(1, 1, 1, 3)).shape == (1, 1, 1, 3)
+    assert begins_well(values) is values
+
+
+def test_channels_last_stays_what_it_is():
+    values = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last).reshape(1, 3, 1, 2, 3, 5, 5)
+    found = aligned(values)
+    assert torch.equal(found, values)
+    assert found[0, 1, 0].is_contiguous(memory_format=torch.channels_last)
+    assert found[0, 1, 0].data_ptr() % 64 == 0
+
+
+def test_the_check_names_what_begins_elsewhere():
+    with pytest.raises(Error, match="x begins at no multiple of 64 bytes, and piece F0 reads it"):
+        check({"x": odd(torch.zeros(4))}, {}, "F0")
+    check({"x": torch.zeros(4)}, {"view": torch.zeros(4)[1:]}, "F0")
+
+
+@pytest.mark.parametrize("ipus", [(0, 0, 0, 0), (0, 1, 2, 3)])
+def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
+    """Micro-batches of 2 x 4 numbers lie 32 bytes apart: half of them began in the middle."""
+    engine, twin = (engine_for(ipus, check_alignment=True, replicas=2) for _ in range(2))
+    x, y = batch(32)
+    engine.write({name: odd(value) for name, value in net().state_dict().items()})
+    for _ in range(2):
+        engine.run([odd(x), odd(y)], HYPER)
+        twin.run([x, y], HYPER)
+    assert all(torch.equal(value, twin.read()[name]) for name, value in engine.read().items())

@@ -1,0 +1,94 @@
+"""Fused kernels update as the rules do, but for rounding. Those of CPUs stand in for those of GPUs."""
+
+import pytest
+import torch
+
+from popengine.settings import Optimizer
+from popengine.update import fused_kernels, group_update
+
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+SGD = {"lr": 0.1}
+CASES = {
+    "adam": ("adam", {**ADAM, "weight_decay": 0.0}),
+    "adam with decay": ("adam", {**ADAM, "weight_decay": 0.1}),
+    "adamw": ("adamw", {**ADAM, "weight_decay": 0.1}),
+    "adamw that maximizes": ("adamw", {**ADAM, "weight_decay": 0.1, "maximize": True}),
+    "sgd": ("sgd", {**SGD, "momentum": 0.0, "weight_decay": 0.1}),
+    "sgd, dampened": ("sgd", {**SGD, "momentum": 0.0, "dampening": 0.3, "weight_decay": 0.1}),
+    "momentum": ("sgd", {**SGD, "momentum": 0.9, "weight_decay": 0.1}),
+    "momentum, dampened": ("sgd", {**SGD, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "nesterov": ("sgd", {**SGD, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "sgd that maximizes": ("sgd", {**SGD, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+}
+
+
+def trained(optimizer, rates, steps=5):
+    torch.manual_seed(0)
+    weights = [torch.randn(17, 5), torch.randn(3)]
+    states = [group_update.init_state(optimizer, weight) for weight in weights]
+    for _ in range(steps):
+        gradients = [torch.randn_like(weight) for weight in weights]
+        group_update.update(optimizer, rates, weights, gradients, states)
+    return weights, states
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
+    kind, rates = CASES[case]
+    optimizer = Optimizer(kind, {})
+    weights, states = trained(optimizer, rates)
+    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    calls = []
+    real = fused_kernels.update
+    monkeypatch.setattr(fused_kernels, "update", lambda *given: (calls.append(1), real(*given)))
+    found, found_states = trained(optimizer, {**rates, "lr_tensor": torch.tensor(rates["lr"])})
+    assert len(calls) == 5
+    for one, two in zip(weights, found, strict=True):
+        torch.testing.assert_close(one, two)
+    for one, two in zip(states, found_states, strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], two[name])
+
+
+def test_a_group_may_hold_both_kinds_of_parameters(monkeypatch):
+    optimizer, rates = Optimizer("adamw", {}), {**ADAM, "weight_decay": 0.1}
+    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    torch.manual_seed(0)
+    weights = [torch.randn(5), torch.randn(5).half(), torch.randn(5)]
+    states = [group_update.init_state(optimizer, weight) for weight in weights]
+    before = [weight.clone() for weight in weights]
+    group_update.update(optimizer, rates, weights, [torch.ones(5) for _ in weights], states)
+    for weight, old, state in zip(weights, before, states, strict=True):
+        torch.testing.assert_close(weight, (old * (1 - 0.001) - 0.01).to(weight.dtype), atol=2e-3, rtol=0)
+        assert state["step"] == 1
+
+
+def test_cpus_keep_the_rules_with_torchs_bits():
+    assert not group_update.takes_tensors(Optimizer("adamw", {}), torch.zeros(3))
+    assert group_update.reads_numbers(Optimizer("adamw", {}), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "fits"),
+    [
+        (Optimizer("adamw", {}), torch.float32, True),
+        (Optimizer("adamw", {}), torch.float16, False),
+        (Optimizer("adamw", {}, {"exp_avg": torch.float16}), torch.float32, False),
+        (Optimizer("adamw", {}, accumulator_type=torch.float16), torch.float32, False),
+        (Optimizer("adamw", {}, bias_correction=False), torch.float32, False),
+        (Optimizer("sgd", {}, torch_dampening=True), torch.float32, False),
+        (Optimizer("lamb", {}), torch.float32, False),
+        (Optimizer("rmsprop", {}), torch.float32, False),
+    ],
+)
+def test_what_has_no_kernel_is_updated_by_its_rule(optimizer, dtype, fits, monkeypatch):
+    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    assert group_update.takes_tensors(optimizer, torch.zeros(3, dtype=dtype)) is fits
+
+
+def test_rules_read_steps_as_numbers_only_to_correct_a_bias():
+    one = torch.zeros(3)
+    assert group_update.reads_numbers(Optimizer("lamb", {}), one)
+    assert not group_update.reads_numbers(Optimizer("lamb", {}, bias_correction=False), one)
+    assert not group_update.reads_numbers(Optimizer("rmsprop", {}), one)

@@ -1,0 +1,37 @@
+"""Stochastic rounding goes to one of the two neighbours, and is right on average."""
+
+import math
+
+import pytest
+import torch
+
+from popengine.update.stochastic_rounding import stochastic_round_
+
+
+def rounded(value, dtype, count=1 << 16):
+    source = torch.full((count,), value)
+    return stochastic_round_(torch.empty(count, dtype=dtype), source, torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [1.0003, -1.0003, 1000.4, 3e-5, -2.5e-6, 0.1])
+def test_the_mean_is_the_value(value, dtype):
+    results = rounded(value, dtype)
+    low, high = results.double().min().item(), results.double().max().item()
+    assert low <= value <= high
+    assert results.unique().numel() == 2
+    spread = (high - low) / 2 / math.sqrt(results.numel())
+    assert results.double().mean().item() == pytest.approx(float(torch.tensor(value)), abs=5 * spread)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 65504.0, 2.0**-24, -(2.0**-14), math.inf, -math.inf])
+def test_what_half_precision_can_hold_is_left_alone(value):
+    assert rounded(value, torch.float16, 100).unique().tolist() == [value]
+
+
+def test_nan_stays_nan():
+    assert rounded(math.nan, torch.float16, 10).isnan().all()
+
+
+def test_a_float32_target_is_copied_to():
+    assert torch.equal(rounded(0.1, torch.float32, 10), torch.full((10,), 0.1))

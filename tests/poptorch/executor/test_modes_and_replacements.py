@@ -1,0 +1,163 @@
+"""The mode of a wrapped model, and parameters that take the place of others after wrapping."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from poptorch.optim.freeze_optimizer import UnknownParameterError
+
+X = torch.ones(1, 2)
+
+
+class Modal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Dropout(1.0)
+
+    def forward(self, x):
+        return self.part(x) + (10 if self.training else 20)
+
+
+@pytest.mark.parametrize("change", [lambda e: e.eval(), lambda e: e.model.eval(), lambda e: e.train().eval()])
+def test_the_mode_of_an_inference_executor_is_what_forward_finds(change):
+    model = Modal()
+    executor = poptorch.inferenceModel(model)
+    change(executor)
+    assert torch.equal(executor(X), X + 20)
+    assert model.training
+
+
+def test_eval_gives_the_executor():
+    executor = poptorch.inferenceModel(Modal()).eval()
+    assert isinstance(executor, poptorch.PoplarExecutor)
+    assert torch.equal(executor(X), X + 20)
+
+
+def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
+    executor = poptorch.inferenceModel(Modal().eval())
+    executor(X)
+    with caplog.at_level(logging.WARNING):
+        executor.train()
+    assert "come too late" in caplog.text
+    assert torch.equal(executor(X), X + 20)
+    executor.destroy()
+    assert torch.equal(executor(X), X * 0 + 10)
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.a(x).sum() * self.scale, "none")
+
+
+def trained(model):
+    return poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_a_parameter_that_replaces_another_is_read_with_its_newest_value():
+    model = Loss()
+    executor = trained(model)
+    executor(X)
+    model.a.weight = nn.Parameter(torch.full((2, 2), 5.0))
+    executor.copyWeightsToDevice()
+    assert executor(X).item() == 20
+    assert torch.equal(model.a.weight, torch.full((2, 2), 4.0))
+    assert type(model.a.weight).__name__ == "PoptorchParameter"
+
+
+def test_load_state_dict_by_assignment_is_taken_over():
+    model = Loss()
+    executor = trained(model)
+    executor(X)
+    model.load_state_dict({"a.weight": torch.full((2, 2), 5.0), "scale": torch.tensor(2.0)}, assign=True)
+    executor.copyWeightsToDevice()
+    assert executor(X).item() == 40
+    assert torch.equal(model.a.weight, torch.full((2, 2), 3.0))
+    assert torch.equal(model.state_dict()["a.weight"], torch.full((2, 2), 3.0))
+
+
+def test_a_replacement_before_the_compilation_is_what_is_trained():
+    model = Loss()
+    executor = trained(model)
+    model.a.weight = nn.Parameter(torch.full((2, 2), 5.0))
+    assert executor(X).item() == 20
+    assert torch.equal(model.a.weight, torch.full((2, 2), 4.0))
+
+
+def test_a_replacement_pulls_what_was_trained_first():
+    model = Loss()
+    executor = trained(model)
+    with torch.no_grad():
+        model.a.weight.zero_()
+    executor(X)
+    model.scale = torch.tensor(3.0)
+    assert model.scale.item() == 3
+    assert torch.equal(model.a.weight, torch.full((2, 2), -1.0))
+
+
+def test_a_parameter_that_is_gone_is_an_error_that_keeps_the_weights():
+    model = Loss()
+    executor = trained(model)
+    executor(X)
+    del model.a.weight
+    with pytest.raises(poptorch.Error, match=r"the model has lost a\.weight since it was compiled"):
+        executor.copyWeightsToHost()
+    model.a.weight = nn.Parameter(torch.zeros(2, 2))
+    executor.copyWeightsToHost()
+    assert not torch.equal(model.a.weight, torch.zeros(2, 2))
+
+
+def test_an_optimizer_with_a_replaced_parameter_is_refused_and_the_one_before_stays():
+    model = Loss()
+    start = model.a.weight.detach().clone()
+    executor = trained(model)
+    executor(X)
+    old = torch.optim.SGD(model.parameters(), lr=100.0)
+    model.a.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(UnknownParameterError, match=r"group 0, parameter \d, shape \[2, 2\]"):
+        executor.setOptimizer(old)
+    executor(X)
+    torch.testing.assert_close(model.a.weight, start - 2)  # two updates of rate 1, none of rate 100
+
+
+def test_the_class_of_a_wrapped_model_makes_new_models():
+    class Sized(Loss):
+        def __init__(self, size=2):
+            super().__init__()
+            self.size = size
+
+    model = Sized()
+    executor = trained(model)
+    twin = type(model)(size=7)
+    assert type(twin) is Sized
+    assert twin.size == 7
+    assert twin(X).shape == ()
+    assert isinstance(model, Sized)
+    executor(X)
+    assert type(model)().state_dict().keys() == model.state_dict().keys()
+
+
+def test_float64_inputs_become_float32_with_one_warning(caplog):
+    model = nn.Linear(2, 2)
+    executor = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(2))
+    x = torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=torch.float64)
+    with caplog.at_level(logging.WARNING):
+        found = executor(x)
+        executor(x)
+    assert torch.equal(found, model(x.float()).detach())
+    assert sum("become float32" in record.message for record in caplog.records) == 1
+
+
+def test_a_model_of_float64_takes_float64():
+    model = nn.Linear(2, 2).double()
+    x = torch.tensor([[0.1, 0.2]], dtype=torch.float64)
+    torch.testing.assert_close(
+        poptorch.inferenceModel(model)(x).double(), model(x).detach(), rtol=1e-6, atol=1e-7
+    )
