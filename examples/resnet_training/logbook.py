@@ -1,0 +1,84 @@
+"""The logbook of a training: numbers over all replicas, in training.csv, validation.csv and app.json."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from typing import Any
+
+from parts import Layout
+
+from popdist import collectives
+
+NAMES = (
+    "loss",
+    "train_accuracy",
+    "classification_loss",
+    "smoothing_loss",
+)  # of the model's outputs, in order
+
+
+class Logbook:
+    """Rows of training.csv; instance 0 writes them to the checkpoints' folder, if there is one."""
+
+    def __init__(self, flags: argparse.Namespace, layout: Layout) -> None:
+        self.flags, self.layout = flags, layout
+        self.rows: list[dict[str, Any]] = []
+        is_first = layout.instance == 0
+        self.folder = flags.checkpoint_output_dir if is_first else None
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "app.json").write_text(json.dumps(vars(flags), indent=2, default=str))
+        self.wandb = _wandb(flags) if flags.wandb and is_first else None
+
+    def add(
+        self, done: float, iteration: int, means: list[list[float]], rates: dict[str, float], rows: float
+    ) -> None:
+        """A row of training.csv.
+
+        Args:
+            done:      epochs
+            iteration: calls
+            means:     of each call of the epoch so far: the model's outputs, over this instance's replicas
+            rates:     learning rate and loss scale
+            rows:      images of this instance a second, since the epoch began
+        """
+        slowest = collectives.all_reduce(rows, "min")
+        row: dict[str, Any] = {"epoch": done, "iteration": iteration}
+        for name, average, batch in zip(NAMES, averages(means), averages(means[-1:]), strict=True):
+            row |= {f"{name}_avg": average, f"{name}_batch": batch}
+        row |= {**rates, "train_img_per_sec": slowest * self.layout.instances, "validation_accuracy": None}
+        self.rows.append(row)
+        if self.wandb is not None:
+            self.wandb.log(row)
+
+    def add_validation(self, epoch: int, accuracy: float) -> None:
+        if self.rows:
+            self.rows[-1]["validation_accuracy"] = accuracy
+        if self.folder is not None:
+            path = self.folder / "validation.csv"
+            head = "" if path.exists() else "epoch,validation_accuracy\n"
+            with path.open("a") as file:
+                file.write(f"{head}{epoch},{accuracy}\n")
+            self.write()
+
+    def write(self) -> None:
+        if self.folder is not None and self.rows:
+            with (self.folder / "training.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(self.rows[0]))
+                writer.writeheader()
+                writer.writerows(self.rows)
+
+
+def averages(means: list[list[float]]) -> list[float]:
+    """Over calls and instances, all of which have as many replicas."""
+    return [collectives.all_reduce(sum(column) / len(column), "mean") for column in zip(*means, strict=True)]
+
+
+def _wandb(flags: argparse.Namespace) -> Any:
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise SystemExit("--wandb needs the package wandb: pip install wandb") from None
+    return wandb.init(project="resnet", config={name: str(value) for name, value in vars(flags).items()})

@@ -1,0 +1,236 @@
+"""From flags to what a training is made of: place among the instances, options, data, model, optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import folders
+import images
+import torch
+from models import SMALL, Classifier, Norm, Normalise, ResNet
+from torch import nn
+
+import popart
+import popdist.poptorch
+import poptorch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who trains: this instance among all, and the replicas."""
+
+    instance: int
+    instances: int
+    replicas: int  # of this instance
+    ipus: int  # of a replica
+    micro: int
+    accumulation: int
+    iterations: int
+
+    @property
+    def total_replicas(self) -> int:
+        return self.replicas * self.instances
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a weight update."""
+        return self.micro * self.accumulation * self.total_replicas
+
+    @property
+    def samples(self) -> int:
+        """Rows of a call of all instances."""
+        return self.global_batch * self.iterations
+
+
+def layout_of(flags: argparse.Namespace) -> Layout:
+    """Meets the other instances, if poprun has started this one."""
+    replicas = flags.replicas
+    if popdist.isPopdistEnvSet():
+        popdist.init()
+        replicas = popdist.getNumLocalReplicas()
+    first = popdist.getInstanceIndex() == 0
+    logging.basicConfig(level=logging.INFO if first else logging.WARNING, format="%(message)s", force=True)
+    for line in flags.warnings:
+        logging.info(line)
+    if replicas != flags.replicas:
+        logging.info(
+            "poprun gives %d replicas to each instance, in place of --replicas %d", replicas, flags.replicas
+        )
+    found = Layout(
+        popdist.getInstanceIndex(),
+        popdist.getNumInstances(),
+        replicas,
+        len(flags.pipeline_splits) + 1,
+        flags.micro_batch_size,
+        flags.gradient_accumulation,
+        flags.device_iterations,
+    )
+    if found.total_replicas % flags.bn_group_size:
+        raise SystemExit(
+            f"--bn-group-size {flags.bn_group_size} does not divide the {found.total_replicas} replicas"
+        )
+    if flags.lr_per_256 is not None:
+        flags.lr = flags.lr_per_256 * found.global_batch / 256
+    if flags.norm_type == "batch" and found.micro * flags.bn_group_size < 4:
+        logging.info(
+            "batch norm over %d rows is noisy, and often fails in validation: a larger --micro-batch-size,"
+            " --bn-group-size, or --norm-type group",
+            found.micro * flags.bn_group_size,
+        )
+    return found
+
+
+# ---- data ------------------------------------------------------------------------------------------------
+
+
+def dataset(flags: argparse.Namespace, layout: Layout, part: str) -> Any:
+    """The images of a part, "train" or "validation", in the form in which they go to the model."""
+    if flags.data == "imagenet":
+        found: Any = folders.open_part(flags.imagenet_data_path, part, augments=part == "train")
+    elif flags.data == "cifar10":
+        found = images.cifar10(flags.data_dir, part)
+    elif flags.data == "fashion-mnist":
+        found = images.fashion(flags.data_dir, "train" if part == "train" else "t10k")
+        if flags.data_dir is None and not images.FASHION.is_dir() and part == "train":
+            logging.info(
+                "%s does not exist: handwritten digits take the place of Fashion-MNIST", images.FASHION
+            )
+    else:
+        shape, classes = ((1, 28, 28), 10) if flags.model in SMALL else ((3, 224, 224), 1000)
+        rows = flags.iterations * layout.samples if part == "train" else layout.samples
+        found = images.generated(shape, classes, rows, flags.seed)
+    found.seed = flags.seed
+    if part != "train":
+        found.shift, found.flips = 0, False
+    found.normalises = flags.normalization_location == "host"
+    half = flags.precision == "16.16"  # autocast takes float32
+    found.form = torch.uint8 if flags.eight_bit_io else torch.float16 if half else torch.float32
+    return found
+
+
+# ---- the model -------------------------------------------------------------------------------------------
+
+
+def model_of(flags: argparse.Namespace, data: Any) -> Classifier:
+    torch.manual_seed(flags.seed)  # weights are not sent to other instances: all begin with the same
+    in_model = flags.normalization_location == "ipu"
+    first = Normalise(data.mean, data.deviation) if in_model else nn.Identity()
+    small = max(data.shape[1:]) <= 64
+    net = ResNet(flags.model, data.classes, data.shape[0], norm_of(flags), flags.width, small)
+    model = Classifier(net, flags.label_smoothing, first, casts=flags.precision == "16.32")
+    if flags.precision == "16.16":
+        model.half()
+    for ipu, path in enumerate(flags.pipeline_splits, 1):
+        poptorch.BeginBlock(layer(model.net, path), ipu_id=ipu)
+    if flags.recompute_mode == "manual":
+        keep_outputs(model.net, flags.recompute_checkpoints)
+    return model
+
+
+def norm_of(flags: argparse.Namespace) -> Norm:
+    if flags.norm_type == "none":
+        return lambda channels: nn.Identity()
+    if flags.norm_type == "group":
+        groups = flags.norm_num_groups
+        return lambda channels: nn.GroupNorm(min(groups, channels), channels, eps=flags.norm_eps)
+    return lambda channels: nn.BatchNorm2d(channels, flags.norm_eps, flags.batchnorm_momentum)
+
+
+def layer(net: nn.Module, path: str) -> nn.Module:
+    """A layer by its path with slashes, as in layer2/0/conv1."""
+    layers = {name.replace(".", "/"): module for name, module in net.named_modules() if name}
+    if path not in layers:
+        near = difflib.get_close_matches(path, layers, n=5, cutoff=0.3)
+        raise SystemExit(f"--pipeline-splits: there is no layer {path}; near it are {', '.join(near)}")
+    return layers[path]
+
+
+def keep_outputs(net: nn.Module, patterns: Iterable[str]) -> None:
+    """Keep the outputs of the layers that match from forward to backward; the rest is computed again."""
+    for pattern in patterns:
+        found = [module for name, module in net.named_modules() if re.search(pattern, name)]
+        if not found:
+            raise SystemExit(f"--recompute-checkpoints: no layer's name matches {pattern!r}")
+        for module in found:
+            module.register_forward_hook(
+                lambda module, inputs, output: poptorch.recomputationCheckpoint(output)
+            )
+
+
+# ---- options and optimizer -------------------------------------------------------------------------------
+
+
+def options(flags: argparse.Namespace, layout: Layout) -> poptorch.Options:
+    """What training and validation have in common."""
+    if popdist.isPopdistEnvSet():
+        opts: poptorch.Options = popdist.poptorch.Options(ipus_per_replica=layout.ipus)
+    else:
+        opts = poptorch.Options().replicationFactor(layout.replicas)
+    opts.randomSeed(flags.seed)
+    opts.autoRoundNumIPUs(True)
+    opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
+    opts.Precision.enableFloatingPointExceptions(flags.enable_fp_exceptions)
+    opts.showCompilationProgressBar(not flags.disable_progress_bar and layout.instance == 0)
+    memory = flags.available_memory_proportion
+    if memory:
+        each = memory * layout.ipus if len(memory) == 1 else memory
+        opts.setAvailableMemoryProportion({f"IPU{ipu}": value for ipu, value in enumerate(each)})
+    if flags.half_partial:
+        opts.Precision.setPartialsType(torch.half)
+    if flags.model_cache_path:
+        opts.enableExecutableCaching(flags.model_cache_path)
+    return opts
+
+
+def training_options(flags: argparse.Namespace, layout: Layout) -> poptorch.Options:
+    opts = options(flags, layout).deviceIterations(layout.iterations)
+    opts.outputMode(poptorch.OutputMode.Sum)
+    opts.Training.gradientAccumulation(layout.accumulation)
+    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
+    opts.Training.setAutomaticLossScaling(flags.auto_loss_scaling)
+    opts.Precision.enableStochasticRounding(flags.enable_stochastic_rounding)
+    opts.enableStableNorm(not flags.disable_stable_batchnorm)
+    opts._Popart.set("groupNormStridedChannelGrouping", flags.enable_fast_groupnorm)
+    if flags.recompute_mode != "none":
+        opts._Popart.set("autoRecomputation", int(popart.RecomputationType.Standard))
+    location = poptorch.TensorLocationSettings().useOnChipStorage(not flags.offload_optimizer)
+    location.useReplicatedTensorSharding(flags.enable_optimizer_rts)
+    opts.TensorLocations.setOptimizerLocation(location)
+    if flags.data == "synthetic":
+        opts.enableSyntheticData(int(popart.SyntheticDataMode.RandomNormal))
+    if flags.profile:
+        opts.enableProfiling(str(flags.profile_dir))
+    return opts
+
+
+def optimizer_of(flags: argparse.Namespace, model: nn.Module, loss_scaling: float) -> Any:
+    """Weight decay is for tensors of two or more dimensions only."""
+    weights = list(model.parameters())
+    groups = [
+        {"params": [w for w in weights if w.dim() >= 2], "weight_decay": flags.weight_decay},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+    ]
+    shared = {"lr": flags.lr, "loss_scaling": loss_scaling}
+    if flags.optimizer in ("sgd", "sgd_combined"):
+        is_combined = flags.optimizer == "sgd_combined"
+        return poptorch.optim.SGD(groups, momentum=flags.momentum, use_combined_accum=is_combined, **shared)
+    if flags.optimizer == "lars":
+        return poptorch.optim.LARS(groups, momentum=flags.momentum, **shared)
+    if flags.optimizer == "adamw":
+        return poptorch.optim.AdamW(groups, eps=flags.optimizer_eps, **shared)
+    if flags.optimizer == "lamb":
+        return poptorch.optim.LAMB(groups, eps=flags.optimizer_eps, **shared)
+    return poptorch.optim.RMSprop(
+        groups,
+        alpha=flags.rmsprop_decay,
+        eps=flags.optimizer_eps,
+        momentum=flags.momentum,
+        use_tf_variant=flags.optimizer == "rmsprop_tf",
+        **shared,
+    )

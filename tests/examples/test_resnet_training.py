@@ -1,0 +1,430 @@
+"""The example of residual networks: its flags, its data, its numbers, and its trainings in all layouts."""
+
+import argparse
+import importlib
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_training"
+MODULES = ("flags", "schedules", "batches", "images", "models", "checkpoints", "train", "validate", "restore")
+TINY = ["--config", "test", "--data", "fashion-mnist", "--disable-progress-bar"]
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The example's modules, which have ordinary names: they are forgotten afterwards."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(EXAMPLE))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in (*MODULES, "train_torch")})
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if str(EXAMPLE.parent) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def log_as_before():
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    """64 images to train on and 27 to test with; a class is a bright row."""
+    folder = tmp_path_factory.mktemp("fashion")
+    for part, count in (("train", 64), ("t10k", 27)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[np.arange(count), 2 * labels + 4] = 255
+        shape = np.array([count, 28, 28], ">i4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + shape + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + shape[:4] + labels.tobytes())
+    return folder
+
+
+@pytest.fixture
+def tiny(data_dir) -> list[str]:
+    return [*TINY, "--data-dir", str(data_dir)]
+
+
+# ---- flags -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation", "replicas", "global_batch"),
+    [("resnet50", 57, 16, 16_416), ("resnet50-pod4", 228, 4, 16_416), ("resnet50-POD64", 14, 64, 16_128)],
+)
+def test_a_named_config_is_complete(program, name, accumulation, replicas, global_batch):
+    flags = program.flags.parse(["--config", name, "--imagenet-data-path", "."])
+    assert (flags.gradient_accumulation, flags.replicas) == (accumulation, replicas)
+    assert flags.micro_batch_size * accumulation * replicas == global_batch
+    assert (flags.model, flags.precision, flags.optimizer, flags.momentum) == (
+        "resnet50",
+        "16.16",
+        "sgd_combined",
+        0.9,
+    )
+    assert (flags.lr, flags.lr_schedule, flags.epoch, flags.warmup_epoch) == (2.0, "cosine", 100, 5)
+    assert (flags.lr_scheduler_freq, flags.weight_decay, flags.label_smoothing) == (16, 1e-4, 0.1)
+    assert (flags.loss_scaling, flags.seed, flags.normalization_location) == (128, 42, "ipu")
+    assert flags.eight_bit_io and flags.half_partial and flags.enable_stochastic_rounding
+
+
+def test_the_command_line_overrides_the_config_and_may_be_cut_short(program):
+    flags = program.flags.parse(
+        ["--config", "resnet50", "--data", "generated", "--micro-batch", "2", "--eight-bit", "0"]
+    )
+    assert (flags.micro_batch_size, flags.eight_bit_io, flags.gradient_accumulation) == (2, False, 57)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "resnet50-pod16"], "near it are resnet50-pod64, resnet50-pod4"),
+        (["--half-partial", "maybe"], "not a valid boolean value"),
+        (["--mixup-alpha", "0.2"], "--mixup-alpha of the original program does not exist here"),
+        (["--data", "imagenet"], "--data imagenet needs --imagenet-data-path DIR"),
+        (
+            ["--initial-loss-scaling", "3", "--loss-scaling", "128"],
+            "--initial-loss-scaling 3 doubled some times",
+        ),
+        (["--recompute-mode", "manual"], "needs --recompute-checkpoints"),
+        (["--bn-group-size", "2", "--norm-type", "group"], "--bn-group-size 2 needs --norm-type batch"),
+        (["--available-memory-proportion", "0.1", "0.2"], "each of the 1 ipus that --pipeline-splits makes"),
+    ],
+)
+def test_flags_that_do_not_fit_are_usage_errors(program, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        program.flags.parse(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mistyped_key_of_a_config_is_an_error(program, capsys, monkeypatch):
+    monkeypatch.setattr(program.flags, "read_configs", lambda: {"mine": {"micro_batch": 4, "lr": 1.0}})
+    with pytest.raises(SystemExit):
+        program.flags.parse(["--config", "mine"])
+    assert "config mine of configs.yml has unknown keys: micro_batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--wandb"], ["--wandb", "True"], ["--wandb", "y"], ["--wandb=1"]])
+def test_a_switch_takes_a_word_or_none(program, words):
+    assert program.flags.parse(words).wandb is True
+
+
+def test_old_names_of_flags_are_accepted_with_a_warning(program):
+    flags = program.flags.parse(["--batch-size", "8", "--checkpoint-path", "here", "--enable-recompute"])
+    assert (flags.micro_batch_size, flags.checkpoint_output_dir, flags.recompute_mode) == (
+        8,
+        Path("here"),
+        "auto",
+    )
+    assert flags.warnings[0] == "--batch-size is now called --micro-batch-size"
+
+
+# ---- schedules -------------------------------------------------------------------------------------------
+
+
+def rates(program, calls: int, **given) -> list[float]:
+    flags = program.flags.parse([])
+    vars(flags).update(given)
+    return [
+        pytest.approx(program.schedules.learning_rate(flags, call / calls, 1 / calls))
+        for call in range(given["epoch"] * calls)
+    ]
+
+
+def test_learning_rates_follow_the_formulas(program):
+    root = 2**0.5
+    assert rates(program, 2, epoch=2, lr=8.0, lr_schedule="cosine") == [8, 4 + 2 * root, 4, 4 - 2 * root]
+    assert rates(program, 2, epoch=3, lr=8.0, lr_decay=0.5, lr_epoch_decay=[1, 2]) == [8, 8, 4, 4, 2, 2]
+    assert rates(program, 2, epoch=2, lr=8.0, lr_schedule="exponential", lr_decay=0.25) == [8, 4, 2, 1]
+    assert rates(program, 2, epoch=2, lr=16.0, lr_schedule="polynomial") == [16, 9, 4, 1]
+
+
+def test_a_schedule_ticks_as_often_as_asked_for(program):
+    given = dict(epoch=2, lr=8.0, lr_schedule="exponential", lr_decay=0.25)
+    assert rates(program, 2, lr_scheduler_freq=1, **given) == [8, 8, 2, 2]
+
+
+def test_the_rate_warms_up_and_the_first_call_trains(program):
+    assert rates(program, 4, epoch=2, lr=8.0, warmup_epoch=1.0) == [2, 2, 4, 6, 8, 8, 8, 8]
+
+
+def test_loss_scaling_doubles_in_equal_shares_of_the_epochs(program):
+    flags = argparse.Namespace(initial_loss_scaling=16.0, loss_scaling=128.0, epoch=100)
+    scales = [program.schedules.loss_scaling(flags, epoch) for epoch in range(100)]
+    assert scales == [16] * 25 + [32] * 25 + [64] * 25 + [128] * 25
+
+
+# ---- data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("replicas", "instances"), [(4, 1), (2, 2), (1, 4), (2, 1), (1, 1)])
+def test_a_weight_update_sees_the_same_micro_batches_in_every_layout(program, replicas, instances):
+    """Four micro-batches of 2 rows: replicas of all instances × accumulation is 4."""
+    accumulation = 4 // (replicas * instances)
+    dealt = [
+        list(program.batches.Dealing(37, 2, accumulation, replicas, instance, instances, seed=5, epoch=1))
+        for instance in range(instances)
+    ]
+    parts = torch.tensor(dealt).view(instances, -1, accumulation, replicas, 2)
+    updates = parts.permute(1, 2, 0, 3, 4).reshape(-1, 4, 2)
+    (alone,) = [list(program.batches.Dealing(37, 2, 4, 1, 0, 1, seed=5, epoch=1))]
+    assert updates.flatten().tolist() == alone
+    assert len(set(alone)) == 32 and all(37 <= key < 74 for key in alone)
+
+
+def test_each_epoch_has_its_own_order(program):
+    dealing = program.batches.Dealing(16, 2, 2, 1, 0, 1, seed=5, epoch=0)
+    first, second = list(dealing), list(dealing)
+    assert [key - 16 for key in second] != first
+    assert sorted(second) == list(range(16, 32))
+
+
+def test_too_few_images_are_an_error_that_names_the_flags(program):
+    with pytest.raises(SystemExit, match="15 images don't fill one call of 16: lower --micro-batch-size"):
+        program.batches.Dealing(15, 2, 4, 2, 0, 1, seed=0, epoch=0)
+
+
+def test_what_augmentation_draws_depends_on_seed_epoch_and_index_alone(program, data_dir):
+    data = program.images.fashion(data_dir, "train")
+    together, labels = data.__getitems__([3, 64 + 3, 7])
+    assert torch.equal(together[0], data[3][0]) and torch.equal(together[2], data[7][0])
+    assert not torch.equal(together[0], together[1])  # another epoch
+    assert labels.tolist() == [3, 3, 7]
+    data.seed = 1
+    assert not torch.equal(together[0], data[3][0])
+
+
+def test_moves_and_mirrors_are_equally_likely(program):
+    keys = list(range(20_000))
+    draws = program.images.draws(0, keys)
+    moves = np.bincount((draws[:, 0] % np.uint64(5)).astype(int)) / len(keys)
+    assert np.abs(moves - 0.2).max() < 0.01
+    assert abs((draws[:, 2] >> np.uint64(63)).mean() - 0.5) < 0.01
+
+
+def test_an_image_is_moved_and_mirrored_as_drawn(program):
+    image = np.arange(1, 10, dtype=np.uint8).reshape(1, 1, 3, 3)
+    down_right = np.array([[0, 1, 0]], np.uint64)  # the crop begins a row above; columns as they are
+    assert program.images.augmented(image, down_right, 1, flips=True).tolist() == [
+        [[[0, 0, 0], [1, 2, 3], [4, 5, 6]]]
+    ]
+    mirrored = np.array([[1, 1, 1 << 63]], np.uint64)
+    assert program.images.augmented(image, mirrored, 1, flips=True).tolist() == [
+        [[[3, 2, 1], [6, 5, 4], [9, 8, 7]]]
+    ]
+
+
+def test_images_of_folders_and_of_tar_files_are_the_same(program, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    folders = importlib.import_module("folders")
+    pixels = np.random.RandomState(0).randint(0, 256, (300, 260, 3), np.uint8)
+    for part in ("train", "validation"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            image.fromarray(pixels).save(tmp_path / part / name / "1.JPEG")
+    found = folders.open_part(tmp_path, "train", augments=True)
+    assert (len(found), found.classes, found.labels.tolist()) == (2, 2, [0, 1])
+    images, _ = found.__getitems__([0, 1, 2])
+    assert images.shape == (3, 3, 224, 224) and not torch.equal(images[0], images[2])
+    (tmp_path / "validation" / "1.cls").write_text("1")
+    (tmp_path / "validation" / "1.jpg").write_bytes((tmp_path / "train" / "cat" / "1.JPEG").read_bytes())
+    subprocess.run(["tar", "-cf", "a.tar", "1.jpg", "1.cls"], cwd=tmp_path / "validation", check=True)
+    shards = folders.open_part(tmp_path, "validation", augments=False)
+    assert (len(shards), shards.labels.tolist()) == (1, [1])
+    assert shards.__getitems__([0])[0].shape == (1, 3, 224, 224)
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "weights"),
+    [
+        ("resnet18", 1000, 11_689_512),
+        ("resnet34", 1000, 21_797_672),
+        ("resnet50", 1000, 25_557_032),
+        ("resnet20", 10, 272_474),  # the paper's 0.27 M, with 1 × 1 convolutions for two shortcuts
+        ("resnet8", 10, 78_042),
+    ],
+)
+def test_networks_have_as_many_weights_as_those_of_the_papers(program, name, classes, weights):
+    with torch.device("meta"):
+        net = program.models.ResNet(name, classes, 3, nn.BatchNorm2d, small=name in program.models.SMALL)
+    assert sum(weight.numel() for weight in net.parameters()) == pytest.approx(weights, rel=0.011)
+    assert "layer2.0.conv1.weight" in dict(net.named_parameters())
+
+
+def test_the_two_parts_of_the_loss_are_cross_entropy_with_label_smoothing(program):
+    torch.manual_seed(0)
+    net = program.models.ResNet("resnet8", 10, 1, nn.BatchNorm2d, width=4)
+    images, labels = torch.randn(6, 1, 28, 28), torch.arange(6)
+    loss, accuracy, classification, smoothing = program.models.Classifier(net, 0.1, nn.Identity())(
+        images, labels
+    )
+    scores = program.models.Classifier(net, 0.1, nn.Identity())(images)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(scores, labels, label_smoothing=0.1))
+    torch.testing.assert_close(loss, classification + smoothing)
+    torch.testing.assert_close(smoothing, -0.1 * scores.log_softmax(1).mean())
+    assert accuracy == (scores.argmax(1) == labels).float().mean()
+
+
+# ---- trainings -------------------------------------------------------------------------------------------
+
+
+def losses(rows) -> list[float]:
+    return [row["loss_batch"] for row in rows]
+
+
+EVERY_CALL = ["--logs-per-epoch", "1000", "--validation-mode", "none"]
+
+
+def test_a_training_says_what_parsers_look_for_and_resumes_to_the_bit(program, tiny, tmp_path, capsys):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    rows = program.train.main(
+        [*tiny, *EVERY_CALL, "--checkpoint-output-dir", str(whole), "--lr-schedule", "cosine"]
+    )
+    said = capsys.readouterr().err
+    for line in (
+        "Total replicas: 2",
+        "Global batch size: 16",
+        "Number of IPUs required: 2",
+        "Epoch 1/2",
+        "Epoch 1",
+    ):
+        assert line in said.splitlines()
+    assert re.search(r"throughput: *(.*?) samples\/sec", said)
+    assert re.search(r"accuracy: *(.*?) \%", said)
+    assert re.search(r"loss: *(\d*\.\d*)", said)
+    assert re.search(r"waiting for data: [\d.]+ % of the time", said)
+    assert f"Checkpoint saved to: {whole}/resnet8_fashion-mnist_1.pt" in said.splitlines()
+    assert (
+        (whole / "training.csv")
+        .read_text()
+        .startswith("epoch,iteration,loss_avg,loss_batch,train_accuracy_avg")
+    )
+    assert (whole / "app.json").exists()
+    halves.mkdir()
+    (halves / "resnet8_fashion-mnist_1.pt").write_bytes((whole / "resnet8_fashion-mnist_1.pt").read_bytes())
+    where = ["--checkpoint-input-path", str(halves), "--checkpoint-output-dir", str(halves)]
+    assert losses(program.restore.main(where)) == losses(rows)[4:]
+    unbroken, resumed = (
+        torch.load(folder / "resnet8_fashion-mnist_2.pt", weights_only=False) for folder in (whole, halves)
+    )
+    for name, value in unbroken["model_state_dict"].items():
+        assert torch.equal(value, resumed["model_state_dict"][name]), name
+    assert {"epoch", "optimizer_state_dict", "loss", "train_accuracy", "args"} < set(unbroken)
+    (first, last) = program.validate.main(["--checkpoint-input-path", str(whole)])
+    assert 0 <= first <= 1 and last * 27 == pytest.approx(round(last * 27))
+    with pytest.raises(SystemExit, match=r"already has resnet8_fashion-mnist_2\.pt: name another folder"):
+        program.train.main([*tiny, "--checkpoint-output-dir", str(whole)])
+
+
+def test_curves_do_not_depend_on_the_number_of_replicas(program, tiny):
+    curves = []
+    for replicas in (1, 2, 4):
+        layout = ["--replicas", str(replicas), "--gradient-accumulation", str(4 // replicas), "--epoch", "1"]
+        curves.append(losses(program.train.main([*tiny, *EVERY_CALL, *layout])))
+    assert len(curves[0]) == 4
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-5)
+
+
+def test_the_twin_in_plain_pytorch_has_the_same_losses(program, tiny):
+    flags = [*tiny, *EVERY_CALL, "--epoch", "1", "--label-smoothing", "0.1", "--warmup-epoch", "0.5"]
+    assert losses(program.train.main(flags)) == pytest.approx(program.train_torch.main(flags), abs=1e-5)
+
+
+def test_a_pipeline_of_three_ipus_with_recomputation_gives_the_same_losses(program, tiny):
+    flags = [*tiny, *EVERY_CALL, "--epoch", "1", "--replicas", "1", "--gradient-accumulation", "5"]
+    split = ["--pipeline-splits", "layer1/0", "layer2/0/conv2", "--recompute-mode", "manual"]
+    cut = program.train.main([*flags, *split, "--recompute-checkpoints", r"layer\d\.\d$"])
+    assert losses(cut) == losses(program.train.main(flags))
+
+
+def test_a_split_at_an_unknown_layer_names_those_near_it(program, tiny):
+    with pytest.raises(SystemExit, match="there is no layer layer2/1; near it are"):
+        program.train.main([*tiny, "--pipeline-splits", "layer2/1"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "16.16", "--enable-stochastic-rounding", "--loss-scaling", "128", "--eight-bit-io"],
+        ["--precision", "16.32", "--optimizer", "lars", "--norm-type", "group", "--auto-loss-scaling"],
+        [
+            "--optimizer",
+            "lamb",
+            "--norm-type",
+            "none",
+            "--normalization-location",
+            "ipu",
+            "--offload-optimizer",
+        ],
+    ],
+)
+def test_other_precisions_optimizers_and_norms_train(program, tiny, flags):
+    rows = program.train.main([*tiny, *EVERY_CALL, "--epoch", "1", *flags])
+    assert len(rows) == 4 and all(0 < loss < 4 for loss in losses(rows))
+
+
+def test_stochastic_rounding_follows_float32_where_nearest_rounding_stands_still(program, tiny, tmp_path):
+    def moved(*flags: str) -> torch.Tensor:
+        """How far the weights went from their first values."""
+        folder = tmp_path / "-".join(flags)
+        words = [*tiny, *EVERY_CALL, "--lr", "4e-4", "--momentum", "0", "--weight-decay", "0", "--epoch", "4"]
+        words += ["--checkpoint-output-dir", str(folder), "--checkpoint-save-freq", "4"]
+        program.train.main([*words, "--precision", *flags])
+        last = torch.load(folder / "resnet8_fashion-mnist_4.pt", weights_only=False)["model_state_dict"]
+        torch.manual_seed(42)
+        first = program.models.ResNet("resnet8", 10, 1, nn.BatchNorm2d, width=4)
+        first = first.half() if flags[0] == "16.16" else first
+        weights = [(name, weight) for name, weight in first.named_parameters() if weight.dim() >= 2]
+        return torch.cat(
+            [(last[f"net.{name}"].double() - weight.double()).flatten() for name, weight in weights]
+        )
+
+    wide, nearest = moved("32.32"), moved("16.16")
+    stochastic = moved("16.16", "--enable-stochastic-rounding")
+    along = wide / wide.norm() ** 2  # the share of a movement in float32's direction
+    assert abs(float(nearest @ along)) < 0.3
+    assert 0.6 < float(stochastic @ along) < 1.5
+
+
+def test_a_loss_that_is_no_number_ends_the_training(program, tiny):
+    with pytest.raises(SystemExit, match=r"the loss is nan at call 2 of epoch 1, with loss scale 1\b"):
+        program.train.main([*tiny, "--lr", "1e30"])
+
+
+def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
+    """4 replicas as 1 × 4 and 2 × 2: weights are equal to the bit, and the running statistics too."""
+    flags = [*tiny, "--replicas", "4", "--gradient-accumulation", "1", "--epoch", "1"]
+    program.train.main([*flags, "--checkpoint-output-dir", str(tmp_path / "one")])
+    poprun = [sys.executable, "-m", "poprun", "--num-replicas=4", "--num-instances=2"]
+    command = [*poprun, sys.executable, str(EXAMPLE / "train.py"), *flags]
+    command += ["--checkpoint-output-dir", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "poprun gives 2 replicas to each instance, in place of --replicas 4" in done.stderr
+    one, two = (
+        torch.load(tmp_path / name / "resnet8_fashion-mnist_1.pt", weights_only=False)
+        for name in ("one", "two")
+    )
+    for name in dict(one["model_state_dict"]):
+        if "running" not in name:
+            assert torch.equal(one["model_state_dict"][name], two["model_state_dict"][name]), name
+    assert len(list((tmp_path / "two").glob("*.pt"))) == 1
+    assert len(re.findall(r"Accuracy on test set: [\d.]+%", done.stderr)) == 1
