@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "popdist.poptorch": {"poptorch", "popdist", "popdist.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives"},
     "poprun": {"popdist", "popdist.environment"},
+    "ipujob": {"popdist", "popdist.environment"},
     "popvision": {"popengine", "popengine.profile"},
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES
@@ -106,7 +107,16 @@ def test_run_and_compile_meet_only_in_the_values():
 
 
 @pytest.mark.parametrize(
-    "module", ["popengine", "popengine.profile", "popdist.environment", "popart", "lightning_ipu.autoload"]
+    "module",
+    [
+        "popengine",
+        "popengine.profile",
+        "popdist.environment",
+        "popart",
+        "lightning_ipu.autoload",
+        "ipujob.cli",
+        "ipujob.files",
+    ],
 )
 def test_what_launchers_and_viewers_import_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -1,0 +1,77 @@
+"""Stand-ins for programs that a script written for a container calls, and that a laptop isn't changed by.
+
+apt, sudo, pip and the like say that they were skipped, and succeed; `git clone` copies a folder. They are found by
+PATH only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+SKIPPED = ("apt", "apt-get", "sudo", "pip", "pip3", "conda")
+PYTHONS = ("python", "python3")
+ALL = (*SKIPPED, *PYTHONS, "git")
+_CLONES = "clones.json"
+
+
+def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
+    """Write the stand-ins into a folder, but for those that stay real."""
+    folder.mkdir(parents=True)
+    (folder / _CLONES).write_text(
+        json.dumps({_plain(url): str(Path(path).resolve()) for url, path in clones.items()})
+    )
+    for name in set(ALL) - set(real):
+        if name in SKIPPED:
+            text = f'echo "skipped: {name} $*"'
+        elif name in PYTHONS:
+            skip = "" if "pip" in real else f'[ "$1 $2" = "-m pip" ] && echo "skipped: {name} $*" && exit 0\n'
+            text = f'{skip}exec "{sys.executable}" "$@"'
+        else:
+            text = f'exec "{sys.executable}" -I -S "{Path(__file__).resolve()}" "{folder}" "$@"'
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
+def git(folder: str, words: list[str]) -> int:
+    """`git clone URL [FOLDER]` copies; every other command is git's own."""
+    if "clone" not in words[:1]:
+        others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
+        program = shutil.which("git", path=os.pathsep.join(others))
+        if program is None:
+            print("git: not found", file=sys.stderr)
+            return 127
+        os.execv(program, ["git", *words])
+    urls = [word for word in words[1:] if "/" in word or ":" in word]
+    url = next(iter(urls), "")
+    source = json.loads((Path(folder) / _CLONES).read_text()).get(_plain(url))
+    if source is None:
+        print(
+            f"ipujob: git clone {url}: nothing is fetched here\n  fix: --clone {url}=FOLDER", file=sys.stderr
+        )
+        return 128
+    after = words[words.index(url) + 1 :]
+    target = Path(after[0] if after else _plain(url).rpartition("/")[2])
+    if target.exists() and any(target.iterdir()):
+        print(
+            f"fatal: destination path '{target}' already exists and is not an empty directory.",
+            file=sys.stderr,
+        )
+        return 128
+    shutil.copytree(
+        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__")
+    )
+    print(f"copied {source} in place of {url}")
+    return 0
+
+
+def _plain(url: str) -> str:
+    return url.rstrip("/").removesuffix(".git")
+
+
+if __name__ == "__main__":
+    sys.exit(git(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,156 @@
+"""Every rule that an IPUJob must follow, as `ipujob check` says it: with file and line, all at once."""
+
+import io
+import sys
+
+import pytest
+import yaml
+from jobs import FILES, job
+
+from ipujob.cli import main
+from ipujob.spec import Shape, parse
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Check a text or an object: the exit code, and what was said."""
+    monkeypatch.chdir(tmp_path)
+
+    def check(content):
+        (tmp_path / "job.yaml").write_text(
+            content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        )
+        code = main(["check", "job.yaml"])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return check
+
+
+def test_the_tutorials_files_have_no_fault(capsys):
+    assert main(["check", str(FILES / "bert.yaml"), str(FILES / "poprun.yaml")]) == 0
+    said = capsys.readouterr()
+    assert "1 instance of 1 worker, in each worker 16 replicas of 4 ipus, mode single" in said.out
+    assert "bert.yaml:13: warning: image graphcore/pytorch:3.3.0 holds Graphcore's PopTorch" in said.err
+
+
+def test_a_shape_shares_out_ipus_over_workers_and_replicas():
+    value = job(ipusPerJobInstance=8, modelReplicasPerWorker="2", workersPerJobInstance="2")
+    parsed, faults = parse(value)
+    assert not faults and parsed.shape == Shape(instances=1, workers=2, replicas=2, ipus=8)
+    assert (parsed.shape.ipus_per_worker, parsed.shape.ipus_per_replica, parsed.mode) == (4, 2, "joined")
+
+
+EXIT = {"type": "ExitCode", "exitCodes": "1,3-5,143"}
+REFUSED = {
+    "ipusPerJobInstance 6 can't be shared out over 2 workers with 2 replicas each": job(
+        ipusPerJobInstance="6", modelReplicasPerWorker="2", workers={"replicas": 2}
+    ),
+    "workers.replicas 2 and workersPerJobInstance 4 differ": job(
+        workersPerJobInstance="4", workers={"replicas": 2}
+    ),
+    "restartPolicy ExitCode needs exitCodes": job(restartPolicy={"type": "ExitCode"}),
+    f'name "{"x" * 61}" has 61 characters: pods are called NAME-worker-0, and a host name holds 63': job(
+        "x" * 61
+    ),
+    'name "4you" must begin with a letter: a Service bears it': job("4you", workers={"replicas": 2}),
+    "name \"Train\" can't be a host's": job("Train"),
+    "an interactive job isn't restarted": job(interactive={"ttl": 60}, restartPolicy={"type": "OnFailure"}),
+    "there is no MPI here: write poprun --num-instances N --num-replicas R ...": job(
+        launcher={"command": ["/usr/bin/mpirun", "x"]}
+    ),
+    "several workers need a command in their template": job(
+        workers={"replicas": 2}, container={"command": []}
+    ),
+    "spec.jobInstances must be of type integer, and is 'one'": job(jobInstances="one"),
+    "spec.jobInstances is 1001, and must be within 0 to 1000": job(jobInstances=1001),
+    "spec.ipusPerJobInstance must be a whole number": job(ipusPerJobInstance="four"),
+    "spec.cleanPodPolicy 'Some' is none of None, Workers, All": job(cleanPodPolicy="Some"),
+    "spec.restartPolicy.type 'Sometimes' is none of Always, OnFailure, Never, ExitCode": job(
+        restartPolicy={"type": "Sometimes"}
+    ),
+    "spec.restartPolicy.exitCodes '1;2' doesn't match": job(restartPolicy={**EXIT, "exitCodes": "1;2"}),
+    "spec.interactive.ttl is missing": job(interactive={}),
+    "spec.launcher.command must not be empty": job(launcher={"command": []}),
+    "containers[0].image is missing": job(container={"image": None}),
+    "containers[0].env must be of type array": job(container={"env": {"A": "b"}}),
+    "annotation pando/device must be cpu or cuda, and is 'ipu'": job(annotations={"pando/device": "ipu"}),
+    "annotation pando/devise is unknown": job(annotations={"pando/devise": "cpu"}),
+    "spec.modelReplicas is no field of an IPUJob\n  fix: use modelReplicasPerWorker, ipusPerJobInstance": job(
+        modelReplicas=2
+    ),
+    "spec.cleanPodPolici is no field of an IPUJob\n  fix: write cleanPodPolicy": job(cleanPodPolici="All"),
+    "apiVersion graphcore.ai/v1 is unknown": {**job(), "apiVersion": "graphcore.ai/v1"},
+    "the job has no name": {**job(), "metadata": {}},
+    "kind Deployment isn't an IPUJob": {"apiVersion": "apps/v1", "kind": "Deployment"},
+    "this is a list, not an IPUJob": [1, 2],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_rule_that_is_broken_is_said_with_its_line(check, message):
+    code, said = check(REFUSED[message])
+    assert code == 2
+    assert message in said
+    assert said.startswith("job.yaml:") and said.split(":")[1].isdecimal()
+
+
+def test_all_faults_of_a_file_are_said_at_once_each_with_its_own_line(check):
+    code, said = check("""\
+apiVersion: graphcore.ai/v1alpha1
+kind: IPUJob
+metadata:
+  name: UPPER
+spec:
+  jobInstances: many
+  ipusPerJobInstance: "6"
+  ipusPerModelReplica: "2"
+  workers:
+    replicas: 4
+    replicas: 4
+    template:
+      spec:
+        containers:
+        - name: a
+  launcher:
+    command: [mpirun, x]
+""")
+    assert code == 2
+    found = [int(line.split(":")[1]) for line in said.splitlines() if line.startswith("job.yaml")]
+    assert sorted(found) == [4, 6, 7, 8, 11, 15, 17]
+    assert "replicas stands twice here, first on line 10" in said
+
+
+def test_what_is_no_power_of_two_is_only_warned_of(check):
+    code, said = check(job(ipusPerJobInstance="6"))
+    assert code == 0 and "warning: 6 ipus are no power of two up to 64" in said
+
+
+def test_names_that_a_cluster_completes_leave_room_for_its_letters(check):
+    value = job()
+    value["metadata"] = {"generateName": "x" * 46}
+    assert check(value)[0] == 2
+    value["metadata"] = {"generateName": "x" * 45}
+    assert check(value)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "job.yaml:1: not YAML"),
+        ("\n\n---\n", "job.yaml:1: the file is empty"),
+        ("a: &x [*x]", "job.yaml:1: not YAML: an alias that holds itself"),
+        ("a: b\n\tc: d", "job.yaml:2: not YAML"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_refused(check, text, message):
+    code, said = check(text)
+    assert code == 2 and message in said
+
+
+def test_a_file_that_is_not_there_and_standard_input(monkeypatch, capsys):
+    assert main(["check", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == "nowhere.yaml: can't be read: No such file or directory\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("--- {kind: Pod}\n"))
+    assert main(["check", "-"]) == 2
+    assert capsys.readouterr().err.startswith("-:1: kind Pod isn't an IPUJob")
