@@ -1,0 +1,211 @@
+"""BERT's pretraining: what users type and see, the same numbers in every layout, and checkpoints that resume."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TINY = ["--config", "unit_test_cpu", "--disable-progress-bar"]
+UNSPLIT = ["--layers-per-ipu", "2", "--ipus-per-replica", "1"]
+
+
+@pytest.fixture(scope="module")
+def bert(program):
+    pytest.importorskip("transformers")
+    with program("bert_pretraining", "run_pretraining") as module:
+        yield module
+
+
+def losses(tracker):
+    return [step["total loss"] for step in tracker.steps]
+
+
+def weights(folder, step):
+    return load_file(folder / f"step_{step}" / "model.safetensors")
+
+
+def assert_equal_weights(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def refused(bert, capsys, *argv):
+    with pytest.raises(SystemExit) as refusal:
+        bert.main([*TINY, *argv])
+    return str(refusal.value) if refusal.value.code != 2 else capsys.readouterr().err
+
+
+# ---- what users see --------------------------------------------------------------------------------------
+
+
+def test_the_lines_are_those_that_parsers_take(bert, caplog, tmp_path):
+    bert.main([*TINY, "--checkpoint-output-dir", str(tmp_path), "--training-steps", "1"])
+    said = caplog.messages
+    expected = [
+        "Using config: unit_test_cpu",
+        "------------------- Data Loading Started ------------------",
+        r"Data loaded in [\d.]+ secs",
+        "-" * 59,
+        "-------------------- Device Allocation --------------------",
+        "Embedding  --> IPU 0",
+        "Encoder 0  --> IPU 1",
+        "Encoder 1  --> IPU 2",
+        "Pooler     --> IPU 0",
+        "Classifier --> IPU 0",
+        "-" * 59,
+        "A step reads 16 samples: 1 weight updates of 16",
+        "This instance: .* GiB of memory, and about .* a step .*",
+        "---------- Compilation/Loading from Cache Started ---------",
+        r"Compiled/Loaded model in [\d.]+ secs",
+        "-" * 59,
+        f"Saving checkpoint for step 0 to: {tmp_path}/step_0",
+        "--------------------- Training Started --------------------",
+        r"Step: 0 / 0 - LR: 3.00e-03 - total loss: \d\.\d{3} - mlm_loss: 6\.\d{3} - nsp_loss: 0\.\d{3} - "
+        r"mlm_acc: 0\.000 % - nsp_acc: [01]\.000 % throughput: [\d.]+ samples/sec",
+        f"Saving checkpoint for step 1 to: {tmp_path}/step_1",
+        "-" * 59,
+        "-------------------- Training Metrics ---------------------",
+        "global_batch_size: 16",
+        "device_iterations: 1",
+        "training_steps: 1",
+        r"Training time: [\d.]+ secs",
+        "-" * 59,
+    ]
+    lines = [line for line in said if "num_workers" not in line]
+    for line, pattern in zip(lines, expected, strict=False):
+        assert re.fullmatch(pattern, line), (pattern, line)
+    step = next(line for line in lines if line.startswith("Step"))
+    assert re.search(r"mlm_acc: *(.*?) \%", step)[1] == "0.000"
+    assert float(re.search(r"throughput: *(.*?) samples/sec", step)[1]) > 0
+    assert re.findall(r"total loss: *(\d*\.\d*)", step) and re.findall(r"mlm_loss: *(\d*\.\d*)", step)
+
+
+def test_the_first_loss_is_that_of_a_guess(bert):
+    first = bert.main([*TINY, "--training-steps", "1"]).steps[0]
+    assert first["mlm_loss"] == pytest.approx(6.24, abs=0.1)  # ln 512
+    assert first["nsp_loss"] == pytest.approx(0.69, abs=0.1)
+
+
+def test_generated_data_is_learnt_by_heart(bert):
+    assert losses(bert.main([*TINY, "--training-steps", "5", "--device-iterations", "20"]))[-1] < 0.1
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "unsplit": UNSPLIT,
+    "other ipus": ["--layers-per-ipu", "1", "1", "--ipus-per-replica", "2"],
+    "recomputed": ["--recompute-checkpoint-every-layer"],
+    "sharded state": ["--replicated-tensor-sharding"],
+}
+
+
+@pytest.fixture(scope="module", params=["32.32", "16.16"])
+def reference(bert, request, tmp_path_factory):
+    """Four steps in the config's own layout, with dropout: flags, losses, weights."""
+    flags = [
+        "--precision",
+        request.param,
+        "--loss-scaling",
+        "64",
+        "--hidden-dropout-prob",
+        "0.1",
+        "--dataset",
+        "random",
+    ]
+    folder = tmp_path_factory.mktemp("reference")
+    tracker = bert.main([*TINY, *flags, "--checkpoint-output-dir", str(folder), "--checkpoint-steps", "2"])
+    return flags, losses(tracker), folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_makes_the_same_bits(bert, reference, layout, tmp_path):
+    flags, expected, folder = reference
+    tracker = bert.main([*TINY, *flags, *LAYOUTS[layout], "--checkpoint-output-dir", str(tmp_path)])
+    assert losses(tracker) == expected
+    assert_equal_weights(weights(tmp_path, 4), weights(folder, 4))
+
+
+def test_a_decoder_in_pieces_differs_by_rounding(bert, reference):
+    flags, expected, _ = reference
+    tracker = bert.main([*TINY, *flags, "--embedding-serialization-factor", "4"])
+    assert losses(tracker) == pytest.approx(expected, abs=2e-3 if "16.16" in flags else 2e-6)
+
+
+def test_as_many_replicas_times_micro_batches_make_the_same_curve(bert):
+    flags = ["--dataset", "random", "--gradient-accumulation"]
+    one = losses(bert.main([*TINY, *flags, "16"]))
+    two = losses(bert.main([*TINY, *flags, "8", "--replication-factor", "2"]))
+    assert two == pytest.approx(one, abs=1e-6)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["same", *LAYOUTS])
+def test_a_resumed_training_is_the_unbroken_one_to_the_last_bit(bert, reference, layout, tmp_path):
+    flags, expected, folder = reference
+    resume = ["--checkpoint-input-dir", str(folder / "step_2"), "--resume-training-from-checkpoint"]
+    tracker = bert.main(
+        [*TINY, *flags, *LAYOUTS.get(layout, []), *resume, "--checkpoint-output-dir", str(tmp_path)]
+    )
+    assert [step["step"] for step in tracker.steps] == [2, 3]
+    assert losses(tracker) == expected[2:]
+    assert_equal_weights(weights(tmp_path, 4), weights(folder, 4))
+
+
+def test_sharded_optimizer_state_resumes_unsharded(bert, tmp_path):
+    flags = ["--dataset", "random", "--replication-factor", "2", "--optimizer", "LAMB"]
+    kept = [
+        *flags,
+        "--enable-rts",
+        "--checkpoint-output-dir",
+        str(tmp_path / "sharded"),
+        "--checkpoint-steps",
+        "2",
+    ]
+    expected = losses(bert.main([*TINY, *kept]))
+    resume = [
+        "--checkpoint-input-dir",
+        str(tmp_path / "sharded" / "step_2"),
+        "--resume-training-from-checkpoint",
+    ]
+    found = losses(bert.main([*TINY, *flags, *resume, "--checkpoint-output-dir", str(tmp_path / "whole")]))
+    assert found == expected[2:]
+    assert_equal_weights(weights(tmp_path / "sharded", 4), weights(tmp_path / "whole", 4))
+
+
+def test_the_library_reads_a_checkpoint(bert, reference):
+    from transformers import BertForPreTraining
+
+    _, _, folder = reference
+    model = BertForPreTraining.from_pretrained(folder / "step_4")
+    stored = weights(folder, 4)["bert.pooler.dense.weight"]
+    assert torch.equal(model.bert.pooler.dense.weight, stored)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def test_flags_that_contradict_each_other_are_named_with_their_origin(bert, capsys):
+    said = refused(bert, capsys, "--layers-per-ipu", "1", "1", "--matmul-proportion", "0.1", "0.2")
+    assert "layers_per_ipu names 2 ipus: --layers-per-ipu 1 1 (command line)" in said
+    assert "--ipus-per-replica 3 (config 'unit_test_cpu')" in said
+    assert "matmul_proportion must be one number, or one for each ipu: --matmul-proportion 0.1 0.2" in said
+
+
+def test_too_few_micro_batches_for_the_pipeline_are_refused(bert, capsys):
+    said = refused(bert, capsys, "--gradient-accumulation", "6")
+    assert "this pipeline needs at least 7 micro-batches: --gradient-accumulation 6 (command line)" in said
+
+
+def test_layers_that_do_not_add_up_are_refused_in_the_originals_words(bert, capsys):
+    said = refused(bert, capsys, "--layers-per-ipu", "0", "1", "2")
+    assert "layers_per_ipu not compatible with number of hidden layers" in said
+
+
+def test_a_mistyped_config_is_answered_with_near_names(bert, capsys):
+    said = refused(bert, capsys, "--config", "pretrain_large_128_pod46")
+    assert "no config 'pretrain_large_128_pod46'" in said
+    assert "pretrain_large_128_pod4" in said
