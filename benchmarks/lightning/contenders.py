@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ways import Unit  # pyright: ignore[reportMissingImports]
 
 import poptorch
+from poptorch.executor.weight_sync import WeightSync
 
 
 class Digits(pl.LightningModule):
@@ -118,15 +119,15 @@ def loop(rank: int, calls: int, replicas: int = 1) -> Unit:
 def weights_to_host(calls: int) -> int:
     """How often a fit of so many calls copies the weights from the ipus to the host."""
     copies: list[None] = []
-    original = poptorch.PoplarExecutor.copyWeightsToHost
+    original = WeightSync.copyWeightsToHost
 
-    def counted(self: poptorch.PoplarExecutor) -> None:
+    def counted(self: WeightSync) -> None:
         copies.append(None)
         original(self)
 
-    poptorch.PoplarExecutor.copyWeightsToHost = counted
+    WeightSync.copyWeightsToHost = counted
     try:
         trainer("ipu", 1, max_epochs=1).fit(Digits(), DataLoader(dataset(calls), TASK.rows))
     finally:
-        poptorch.PoplarExecutor.copyWeightsToHost = original
+        WeightSync.copyWeightsToHost = original
     return len(copies)

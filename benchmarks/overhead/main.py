@@ -36,8 +36,8 @@ def executor(ipus: int, stages: int, micro_batches: int, steps: int) -> poptorch
 
 def without_work(model: poptorch.PoplarExecutor) -> None:
     """From now on each piece returns what it made last, and computes nothing."""
-    assert model._engine is not None
-    for worker in model._engine._workers:
+    assert model._lease.engine is not None
+    for worker in model._lease.engine._workers:
         for index, code in list(worker._code.items()):
 
             def remember(values: list[Any], worker=worker, index=index, code=code) -> tuple[Tensor, ...]:

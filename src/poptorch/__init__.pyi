@@ -51,7 +51,8 @@ from .enums import (
     SyncPattern,
     VariableRetrievalMode,
 )
-from .executor.executor import PoplarExecutor, describe, inferenceModel, load, trainingModel
+from .executor.executor import PoplarExecutor
+from .executor.wrapping import describe, inferenceModel, load, trainingModel
 from .nested_values import ICustomArgParser, registerCustomArgParser
 from .ops import (
     CPU,

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 EVERYWHERE = ("/popengine/", "/poptorch/")
 WEIGHTS = (
-    "/poptorch/executor/host_weights.py",
+    "/poptorch/executor/weight_sync.py",
     "/poptorch/executor/marked_model.py",
     "/state/loaded_tensors.py",
 )

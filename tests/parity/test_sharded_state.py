@@ -34,7 +34,7 @@ def elements(executor, replica):
     """How many elements of state a replica keeps on all its ipus."""
     return sum(
         value.numel()
-        for (owner, _), store in executor._engine.stores.items()
+        for (owner, _), store in executor._lease.engine.stores.items()
         if owner == replica
         for state in store.states.values()
         for value in state.values()
@@ -68,14 +68,16 @@ def test_each_replica_keeps_its_share_of_the_state_and_not_more():
 def test_all_replicas_have_all_new_weights():
     executor = run(True)[2]
     for ipu in (0, 1):
-        stores = [executor._engine.stores[replica, ipu] for replica in range(REPLICAS)]
+        stores = [executor._lease.engine.stores[replica, ipu] for replica in range(REPLICAS)]
         for name, value in stores[0].state.items():
             assert all(torch.equal(value, store.state[name]) for store in stores), name
 
 
 def test_small_parameters_are_kept_whole_on_every_replica():
     executor = run(True, least=100)[2]
-    biases = [store.states["a.0.bias"] for (_, ipu), store in executor._engine.stores.items() if ipu == 0]
+    biases = [
+        store.states["a.0.bias"] for (_, ipu), store in executor._lease.engine.stores.items() if ipu == 0
+    ]
     assert len(biases) == REPLICAS
     assert same(run(True, least=100), run(True))
 
@@ -88,7 +90,7 @@ def test_the_shared_state_is_saved_and_loaded_as_a_whole():
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     again = run(True, replicas=2)[2]
     again._optimizer.load_state_dict(shared.state_dict())
-    again._upload_pending_state()
+    again._optimizer_link.upload()
     read = again._optimizer.state_dict()["ipu_state"]
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 

@@ -215,7 +215,7 @@ def slow_in_the_middle(folder):
     executor(*training.batch(0))
     before = training.weights(model)
     if popdist.getInstanceIndex():
-        work = executor._engine._workers[0]
+        work = executor._lease.engine._workers[0]
         inner = work._updater.update
 
         def slow(*args):

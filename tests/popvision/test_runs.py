@@ -167,7 +167,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference = poptorch.inferenceModel(model, options)
     for _ in range(2):
         inference(torch.randn(3 * ROWS, WIDTH))
-    worker = inference._engine._workers[0]
+    worker = inference._lease.engine._workers[0]
     code = dict(worker._code)
     worker._code = {i: lambda values: 1 / 0 for i in code}
     with pytest.raises(poptorch.Error):

@@ -6,11 +6,14 @@ too, where somebody asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator
 
 import torch
+from tqdm import tqdm
 
 from popengine.compile import schedule as schedules
 from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
@@ -41,6 +44,33 @@ class Passes:
         """Say in an error of the engine's which pass it is from; its message stays as it is."""
         if isinstance(error, CaptureError | PartitionError | ScheduleError):
             error.raised_by_engine(f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile")
+
+
+_PASSES = ("capture", "partition", "schedule", "lower", "load")
+
+
+@contextlib.contextmanager
+def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """A bar over the passes of one compilation. The function it gives is told the name of each that is done.
+
+    Args:
+        passed: told, too
+    """
+    passes = Passes(_PASSES)
+    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+    with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
+
+        def done(name: str) -> None:
+            passes.done(name)
+            bar.update(_PASSES.index(name) + 1 - bar.n)
+            if passed is not None:
+                passed(name)
+
+        try:
+            yield done
+        except Error as error:
+            passes.locate(error)
+            raise
 
 
 def announce(plan: Plan, settings: Settings) -> None:

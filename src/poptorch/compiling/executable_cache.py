@@ -23,7 +23,7 @@ from torch import nn
 from popengine.errors import Error
 from popengine.settings import Settings
 
-from ..executor import saved_file
+from ..executor import executable_file
 from ..executor.arguments import Call
 from ..ops.host import calls_host
 from ..options import Options
@@ -49,7 +49,7 @@ class Cache:
         if self._path is None or not self._path.exists():
             return None
         try:
-            found = saved_file.read(self._path)
+            found = executable_file.read(self._path)
             settings = replace(settings, anchors=found.anchors.wanted)
         except (AssertionError, AttributeError) as error:
             logger.warning("the cached model %s can't be used and is compiled again: %s", self._path, error)
@@ -65,7 +65,7 @@ class Cache:
             )
         elif self._path is not None:
             try:
-                saved_file.write(self._path, executable.without_graph())
+                executable_file.write(self._path, executable.without_graph())
             except (OSError, AssertionError, Error) as error:
                 _warn_unusable(self._path.parent, error)
                 return

@@ -1,126 +1,143 @@
-"""When an executor holds devices: from `attachToDevice` (or the first call) to `detachFromDevice` or `destroy`."""
+"""The lease of devices: what is compiled, the engine that it is loaded into, and what stays when that is let go."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from popengine.errors import Error
 from popengine.run.engine import Engine
 from popengine.update import group_update
 
+from ..compiling.executable import Executable
 from ..enums import ConnectionType
+from ..options import Options
 from ..options.freeze_options import device_of
-from . import marked_model
-from .host_weights import HostWeights
-from .latest_call import LatestCall
-from .optimizer_link import OptimizerOwner
+from ..reporting.reporter import Reporter
 
 
-class DeviceOwner(HostWeights, OptimizerOwner):
-    """The part of an executor that takes and releases devices."""
+@dataclass(frozen=True)
+class KeptState:
+    """What the next devices begin with. None: with what a new executor has."""
 
-    def attachToDevice(self) -> None:
-        """Take the devices: start their threads, upload weights, optimizer state and the random state."""
-        executable = self._need_executable()
-        if self._engine is not None:
+    random: tuple[int, int] | None = None
+    optimizer: Mapping[str, dict[str, Tensor]] | None = None
+    loss_factor: float = 1.0  # of automatic loss scaling
+    buffers: list[dict[str, Tensor]] | None = None  # of each replica; else they have the host's
+
+
+class DeviceLease:
+    """An executable (None: not compiled), and its engine (None: not attached)."""
+
+    def __init__(self, options: Options, reporter: Reporter | None) -> None:
+        self._options, self._reporter = options, reporter
+        self.executable: Executable | None = None
+        self.engine: Engine | None = None
+        self.kept = KeptState()
+        self._process = -1  # that attached: threads do not live on in a fork of it
+
+    def isCompiled(self) -> bool:
+        return self.executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        return self.engine is not None
+
+    def need_executable(self) -> Executable:
+        if self.executable is None:
+            raise Error(
+                "Model has not been compiled or has been destroyed\n  fix: call it, or model.compile(*inputs)"
+            )
+        return self.executable
+
+    def need_engine(self) -> Engine:
+        self.need_executable()
+        if self.engine is None:
+            raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
+        if self.forked:
+            raise Error(
+                f"the model is attached to devices of process {self._process}, and this is a fork of it\n"
+                "  why: os.fork() copies memory, but no threads: nobody would run the model here\n"
+                "  fix: call detachFromDevice() before the fork, or start processes with 'spawn'"
+            )
+        return self.engine
+
+    @property
+    def forked(self) -> bool:
+        """Whether the devices belong to the process that this one is a fork of."""
+        return self.engine is not None and self._process != os.getpid()
+
+    def check_free(self) -> None:
+        """Raises Error or AssertionError, unless devices can be taken."""
+        self.need_executable()
+        if self.engine is not None:
             raise Error("Device is already attached")
         assert self._options.connection_type != ConnectionType.Never, (
             "Trying to attach a model to an offline device (ConnectionType.Never)"
         )
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Start the devices' threads; upload weights, and all that was kept."""
+        executable, kept = self.need_executable(), self.kept
         # What was compiled elsewhere runs on the devices of this program.
         settings = replace(executable.settings, device=device_of(self._options))
         with torch._C.DisableTorchFunctionSubclass():
-            engine = Engine(executable.plan, settings, self._host_weights(), group_update, self._seed())
-        if self._kept_rng is not None:
-            engine.random_state = self._kept_rng
-        if self._kept_state is not None:
-            engine.write_optimizer(self._kept_state, self._kept_factor)
-        if self._kept_buffers is not None:
-            engine.write_buffers(self._kept_buffers)
-            self._kept_buffers = None
+            engine = Engine(executable.plan, settings, weights, group_update, self._seed())
+        if kept.random is not None:
+            engine.random_state = kept.random
+        if kept.optimizer is not None:
+            engine.write_optimizer(kept.optimizer, kept.loss_factor)
+        if kept.buffers is not None:
+            engine.write_buffers(kept.buffers)
         if self._reporter is not None:
             self._reporter.attached(engine, executable.graph)
-        trainer = marked_model.owner_of(self._user_model)
-        self._seen_version = trainer._host_weights_version if trainer is not None else None
-        self._link_optimizer()
         self._process = os.getpid()
-        self._engine = engine  # last: now it has all that was kept
+        self.engine = engine  # last: now it has all that was kept
+        self.kept = replace(kept, buffers=None)
 
-    def detachFromDevice(self) -> None:
-        """Release the devices; weights, optimizer state and the random state stay on the host."""
-        self._need_executable()
-        if self._engine is None:
-            raise Error("Device is not attached")
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._forked:
-            self._engine = None  # its threads are the other process's
+    def let_go(self) -> None:
+        """End the devices' threads, and keep what the next ones begin with. Weights are their owner's matter."""
+        if self.forked:
+            self.engine = None  # its threads are the other process's
             return
-        engine = self._need_engine()
-        if self._training:
-            self.copyWeightsToHostIfNeeded()
-            self._kept_state, self._kept_factor = engine.read_optimizer(), engine.loss_factor
-        self._kept_rng = engine.random_state
+        engine = self.need_engine()
+        self.kept = self.to_keep()
         if self._reporter is not None:
             self._reporter.released()
-        self._engine = None  # before its threads end
+        self.engine = None  # before its threads end
         engine.close()
 
-    def destroy(self) -> None:
-        """Free the devices and the compiled program; the user's model is plain again, with its weights."""
-        if self._executable is None:
-            return
-        if self._engine is not None:
-            self._let_go()
-        self._release_optimizer()  # while it is known what its state is the state of
-        self._forget_executable()
-        self._unmark()
+    def to_keep(self, with_random_state: bool = True) -> KeptState:
+        """What other devices would go on from."""
+        engine, kept = self.engine, self.kept
+        if engine is not None and engine.settings.training:
+            kept = replace(kept, optimizer=engine.read_optimizer(), loss_factor=engine.loss_factor)
+        return replace(kept, random=self.random_state if with_random_state else None)
 
-    def _forget_executable(self) -> None:
-        if self._engine is not None:
-            self._let_go()
-        self._executable = self._synthetic = None
-        self._latest = LatestCall()
+    # ---- what devices have, or the next ones will have -----------------------------------------------------
 
-    def _unmark(self) -> None:
-        # While an executor dies its model sees no owner any more.
-        if self._training and marked_model.owner_of(self._user_model) in (self, None):
-            marked_model.unmark(self._user_model)
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """(seed, steps run)."""
+        return self.engine.random_state if self.engine is not None else self.kept.random or (self._seed(), 0)
 
-    def __del__(self) -> None:
-        # Nobody can ask for newer weights from now on: leave them with the model. At the interpreter's exit
-        # parts of torch may be gone already.
-        with contextlib.suppress(Exception):
-            self.destroy()
-            self._release_optimizer()
-            self._unmark()
-
-    # ---- random numbers ----------------------------------------------------------------------------------
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self.kept = replace(self.kept, random=state)
+        if self.engine is not None:
+            self.engine.random_state = state
 
     def _seed(self) -> int:
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
 
     @property
-    def rng_state(self) -> list[int]:
-        """[seed, steps run]: with the same state a model draws the same random numbers."""
-        self._need_executable()
-        if self._engine is not None:
-            return list(self._engine.random_state)
-        return list(self._kept_rng or (self._seed(), 0))
+    def optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
+        """The state of each parameter; None before there were devices."""
+        return self.engine.read_optimizer() if self.engine is not None else self.kept.optimizer
 
-    @rng_state.setter
-    def rng_state(self, state: list[int]) -> None:
-        self._need_executable()
-        if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
-            raise Error(
-                f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
-                "  fix: state = executor.rng_state; ...; executor.rng_state = state"
-            )
-        self._kept_rng = state[0], state[1]
-        if self._engine is not None:
-            self._engine.random_state = self._kept_rng
+    @property
+    def loss_factor(self) -> float:
+        return self.engine.loss_factor if self.engine is not None else self.kept.loss_factor

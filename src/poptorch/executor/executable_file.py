@@ -1,72 +1,144 @@
-"""An executor's files: `save` and `compileAndExport` write them, `loadExecutable` and `load` read them."""
+"""Files of compiled models: one pickle with what was compiled, the options, and the state.
+
+A pickle runs code when it is read, so a file is to be trusted like a program. It is read only by the version
+that wrote it. Weights are for `torch.save(model.state_dict(), ...)`: here they are inside the pickled model.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from popengine.errors import Error
 
+from ..annotating.replica_groups import Grouping
+from ..compiling.executable import Executable
 from ..enums import ConnectionType
-from . import marked_model, saved_file
-from .device_lease import DeviceOwner
+from ..options import Options
+from ..reporting.logs import logger
+from ..version import __version__
+from .device_lease import KeptState
+from .wrapped_model import WrappedModel
+
+_MARK = b"pando-sha256:"  # before the checksum at the end of a file
+_END = len(_MARK) + hashlib.sha256().digest_size
+DEFAULT_NAME = "model.poptorch"
+_VERSIONS = {"pando": __version__, "torch": torch.__version__}
 
 
-class FileOwner(DeviceOwner):
-    """The part of an executor that saves and restores it."""
+@dataclass(frozen=True)
+class Saved:
+    """What a file holds."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+    executable: Executable
+    options: Options
+    training: bool
+    model: Any  # None: not exported
+    optimizer: Any
+    kept: KeptState
+    per_replica_params: dict[str, Grouping]
 
-    def compileAndExport(self, filename: str, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
-        """`compile` for these arguments, then `save`."""
-        self.compile(*args, **kwargs)
-        self.save(filename, export_model=export_model)
 
-    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the compiled model, its options, its state and (export_model) the model with its optimizer.
+def write(filename: str | os.PathLike[str], saved: Any) -> None:
+    """Write a file, whole or not at all; folders are made as needed.
 
-        Raises:
-            AssertionError: the file's folder is a file
-        """
-        executable = self._need_executable()
-        self.copyWeightsToHostIfNeeded()
-        states, factor = self._kept_state, self._kept_factor
-        if self._engine is not None:
-            states, factor = self._engine.read_optimizer(), self._engine.loss_factor
-        saved = saved_file.Saved(
-            executable.without_graph(),
-            self._options,
-            self._training,
-            self._user_model if export_model else None,
-            self._optimizer if export_model else None,
-            states,
-            factor,
-            (self.rng_state[0], self.rng_state[1]) if save_rng_state else None,
-            self.per_replica_params,
+    Raises:
+        AssertionError: the folder it would be in is a file
+        Error: something in the model can't be pickled
+    """
+    path = Path(filename)
+    if path.is_dir():
+        path = path / DEFAULT_NAME
+        logger.warning("%s is a folder: the model is saved as %s", filename, path)
+    assert not path.parent.exists() or path.parent.is_dir(), (
+        f"can't save to {path}: {path.parent} is a file, and not a folder"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        content = io.BytesIO()
+        # The default is an older protocol, which can't hold a memory format among the arguments of an operation.
+        torch.save({"versions": _VERSIONS, "saved": saved}, content, pickle_protocol=4)
+        unfinished.write_bytes(content.getbuffer())
+        with unfinished.open("ab") as file:
+            file.write(_MARK + hashlib.sha256(content.getbuffer()).digest())
+        unfinished.replace(path)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise Error(
+            f"can't save the model: {error}\n"
+            "  why: the file is a pickle, and something in the model (a lambda, a local class) can't be pickled\n"
+            "  fix: move it to the top level of a module, or save with export_model=False"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read(filename: str | os.PathLike[str]) -> Any:
+    """What `write` was given.
+
+    Raises:
+        AssertionError: there is no such file, or another program or version wrote it
+    """
+    path = Path(filename)
+    path = path / DEFAULT_NAME if path.is_dir() else path
+    try:
+        content = torch.load(io.BytesIO(_whole(path.read_bytes())), weights_only=False)
+        versions, saved = content["versions"], content["saved"]
+    except Exception as error:  # whatever a pickle of somebody else's runs into
+        raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
+    assert versions == _VERSIONS, (
+        f"Invalid file {path}: written by {_listed(versions)}, this is {_listed(_VERSIONS)}\n"
+        "  fix: compile and save the model again"
+    )
+    if isinstance(saved, Saved) and saved.options.connection_type == ConnectionType.Never:
+        saved.options.connectionType(ConnectionType.Always)  # an offline target was for compiling only
+    return saved
+
+
+def _whole(content: bytes) -> memoryview:
+    """What was written, without the checksum at its end. Raises ValueError, unless every bit is as it was."""
+    body, end = memoryview(content)[:-_END], content[-_END:]
+    if not end.startswith(_MARK):
+        raise ValueError("this is no file of a compiled model, or its end is missing")
+    if end != _MARK + hashlib.sha256(body).digest():
+        raise ValueError("its checksum does not match: the file was damaged since it was written")
+    return body
+
+
+def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
+    """Raises Error, unless a file is of this kind of wrapper and of a model with these weights."""
+    if not isinstance(saved, Saved):
+        raise Error(
+            f"Invalid file {filename}: it holds no compiled model; save() and compileAndExport() write one"
         )
-        saved_file.write(filename, saved)
+    kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
+    if saved.training != model.training:
+        raise Error(
+            f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
+            f" {kinds[model.training]}"
+        )
+    groups = saved.executable.settings.replica_groups
+    with torch._C.DisableTorchFunctionSubclass():
+        shapes = {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in model.weights().items()}
+    slots = saved.executable.plan.partition.signature.slots
+    other = [
+        f"{slot.key} {list(slot.shape)}"
+        for slot in slots
+        if slot.role in ("parameter", "buffer") and shapes.get(slot.key) != slot.shape
+    ]
+    if other:
+        raise Error(
+            f"Invalid file {filename}: it is of another model, which has {', '.join(other)}\n"
+            "  fix: wrap the model that was saved, or compile this one"
+        )
 
-    def loadExecutable(self, filename: str) -> None:
-        """Take over what was compiled for the same model and options, and its optimizer and random state.
 
-        Raises:
-            Error: no such file, one of another version, or one of another model
-        """
-        try:
-            saved = saved_file.read(filename)
-        except AssertionError as error:
-            raise Error(str(error)) from error
-        saved_file.check_fits(filename, saved, self._model, self._training)
-        if self._executable is not None:
-            self.destroy()
-        self._restore(saved)
-
-    def _restore(self, saved: saved_file.Saved) -> None:
-        if self._training and marked_model.owner_of(self._user_model) is not self:
-            marked_model.mark(self._user_model, self)
-        self._executable = saved.executable
-        self.per_replica_params = saved.per_replica_params
-        self._kept_state, self._kept_factor = saved.optimizer_state, saved.loss_factor
-        self._kept_rng = saved.rng_state
-        if self._options.connection_type == ConnectionType.Always:
-            self.attachToDevice()
+def _listed(versions: Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in dict(versions).items())

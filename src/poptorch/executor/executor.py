@@ -1,134 +1,57 @@
-"""`trainingModel`, `inferenceModel` and the executor behind both: compiles a model at its first call, runs it.
+"""The executor: a wrapped model that compiles itself at its first call, and runs on its devices.
 
-The executor turns the user's arguments into batches for the engine and its results into the user's outputs.
-Its other concerns have files of their own: weights, optimizing, counters, anchors, saving, caching.
+It turns arguments into batches for the engine and results into outputs. What it has parts for is asked of them: the
+lease of its devices, its weights, its optimizer, its latest call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from popengine.errors import Error
 from popengine.settings import Settings
 
-from ..annotating.replica_groups import groups_of
+from ..annotating.blocks import module_repr
+from ..annotating.replica_groups import GroupableParameter, Grouping, groups_of
 from ..compiling import executable_cache
-from ..compiling.compilation_log import Passes, announce
-from ..compiling.executable import compile_model
+from ..compiling.compilation_log import announce, progress
+from ..compiling.executable import Executable, compile_model
 from ..enums import ConnectionType
 from ..optim import SGD
-from ..optim.guard import OptimizerGuard
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..reporting.logs import logger, repeats
 from ..reporting.overview import Overview, overview
 from ..reporting.reporter import reporter_for
-from ..reporting.tracebacks import face, shown_at_the_users_lines
-from . import arguments, marked_model, saved_file
-from .inquiries import Inquiries
+from ..reporting.tracebacks import face
+from . import arguments, executable_file, marked_model, training_state
+from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
+from .optimizer_link import OptimizerLink
+from .outputs import marked_as_output
 from .synthetic_data import synthetic_inputs
-from .training_state import TrainingStateOwner
+from .weight_sync import WeightSync
+from .wrapped_model import WrappedModel
 
-_PASSES = ("capture", "partition", "schedule", "lower", "load")
-
-
-@shown_at_the_users_lines
-def trainingModel(
-    model: nn.Module | PoplarExecutor, options: Options | None = None, optimizer: Any = None
-) -> PoplarExecutor:
-    """Wrap a model whose forward computes a loss: calling it trains it.
-
-    Args:
-        optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
-    Raises:
-        RuntimeError: the model is wrapped for training already
-    """
-    model = model._user_model if isinstance(model, PoplarExecutor) else model
-    _check_not_wrapped(model)
-    return PoplarExecutor(model, options, training=True, optimizer=optimizer)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@shown_at_the_users_lines
-def inferenceModel(
-    model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
-) -> PoplarExecutor:
-    """Wrap a model, or a function of tensors: calling it runs its forward."""
-    model = model._user_model if isinstance(model, PoplarExecutor) else model
-    return PoplarExecutor(model, options, training=False)
+def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that the executor's part of this name has, as a method of the executor."""
 
+    @functools.wraps(method)
+    def ask(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, name), *args, **kwargs)
 
-@shown_at_the_users_lines
-def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
-    """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
-
-    The file is a pickle: load only files that you trust.
-
-    Args:
-        edit_opts_fn: may change the options before they are used
-    Raises:
-        AssertionError: no such file, one of another version, or one without the model
-    """
-    saved = saved_file.read(filename)
-    assert saved.model is not None, (
-        f"{filename} holds no model (export_model=False)\n"
-        "  fix: wrap the model as it was wrapped then, and call loadExecutable(filename)"
-    )
-    options = saved.options
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    executor = PoplarExecutor(saved.model, options, training=saved.training, optimizer=saved.optimizer)
-    executor._restore(saved)
-    return executor
-
-
-@shown_at_the_users_lines
-def describe(
-    model: nn.Module | PoplarExecutor,
-    options: Options | None = None,
-    batch: Any = (),
-    *,
-    training: bool = True,
-) -> Overview:
-    """What would run: captures and cuts the model as its first call would, and loads nothing. (Not in PopTorch.)
-
-    >>> print(poptorch.describe(model, options, (images, labels)))
-
-    Args:
-        model:    a module, or an executor, which has its own options and whether it trains
-        batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
-        training: for a module: compile what `trainingModel` would, else what `inferenceModel` would
-    Raises:
-        Error: the model can't be compiled for such a batch
-    """
-    owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
-    made = None
-    if owner is None:
-        options = None if options is None else options.clone()
-        owner = made = PoplarExecutor(model, options, training=training)
-    kwargs = batch if isinstance(batch, dict) else {}
-    args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
-    try:
-        return owner._described(arguments.bind(owner._signature, args, kwargs))
-    finally:
-        if made is not None:
-            made._release_optimizer()
-            made._unmark()
-
-
-def _check_not_wrapped(model: Any) -> None:
-    if marked_model.owner_of(model) is not None:
-        raise RuntimeError(
-            "this model has already been wrapped in 'poptorch.trainingModel'\n"
-            "  fix: call model.destroy() to unwrap it first"
-        )
+    return ask
 
 
 class _Function(nn.Module):
@@ -139,8 +62,9 @@ class _Function(nn.Module):
         self.forward = function
 
 
+@final
 @face
-class PoplarExecutor(TrainingStateOwner, Inquiries):
+class PoplarExecutor:
     """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
@@ -149,32 +73,24 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
                 f"Invalid type: 'options' is {type(options)}, expected {Options}\n"
                 "  fix: options = poptorch.Options()"
             )
-        options = Options() if options is None else options
-        self._options = resolved(options, training)
-        repeats.restart(self._options.max_repeat_logs)
+        options = resolved(Options() if options is None else options, training)
+        repeats.restart(options.max_repeat_logs)
         options._freeze()
-        self._training = training
-        self._user_model = model if isinstance(model, nn.Module) else _Function(model)
+        model = model if isinstance(model, nn.Module) else _Function(model)
         # Flags of the top level are fixed now; everything below is shared with the user's model.
-        self._model = marked_model.shallow_copy(self._user_model)
-        self._signature = inspect.signature(self._model.forward)
-        self._executable = self._engine = self._compilation_seconds = None
-        self._host_weights_version, self._seen_version = 0, None
-        self._kept_rng = self._kept_state = self._kept_buffers = None
-        self._kept_factor = 1.0
-        self._optimizer = self._hyper = self._link = None
-        self._loaded_states, self._host_writes = {}, []
-        self._reporter = reporter_for(self, self._options, training)
-        self._latest, self._synthetic = LatestCall(), None
-        self.per_replica_params = {}
+        self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
+        self._signature = self._wrapped.signature()
+        self._reporter = reporter_for(self, options, training)
+        self._lease = DeviceLease(options, self._reporter)
+        self._weights = WeightSync(self._wrapped, self._lease, self._reporter)
+        self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
+        self._latest = LatestCall()
+        self._synthetic: list[Tensor] | None = None
+        self._compilation_seconds: float | None = None
         if training:
-            marked_model.check_buffers(self._user_model)
-            scaling = bool(self._options._Popart.options.get("automaticLossScalingSettings.enabled", False))
-            self._guard = OptimizerGuard(self._options._relax_optimizer_checks, scaling)
-            if optimizer is None:
-                optimizer = SGD(self._user_model.parameters(), lr=0.01)
-            self.setOptimizer(optimizer)
-            marked_model.mark(self._user_model, self)
+            marked_model.check_buffers(model)
+            self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
+            marked_model.mark(model, self)
 
     # ---- calling -----------------------------------------------------------------------------------------
 
@@ -185,25 +101,26 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
             Error: the model can't be compiled, the batch is not what was compiled for, or the run failed;
                 weights are then as before the call, and the model can be called again
         """
-        assert self._options.connection_type != ConnectionType.Never, (
+        assert self.options.connection_type != ConnectionType.Never, (
             "Trying to run a model on an offline device (ConnectionType.Never)\n"
             "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
         )
         call = arguments.bind(self._signature, args, kwargs)
         arguments.check_kinds(call)
-        first = self._executable is None
-        if self._executable is None:
+        lease = self._lease
+        first = lease.executable is None
+        if first:
             self._compile(call)
-        executable = self._need_executable()
+        executable = lease.need_executable()
         executable.inputs.check(call)
-        if self._engine is None:
+        if lease.engine is None:
             self.attachToDevice()
-        if not self._training:
-            self._refresh_from_trainer()
-        self._upload_pending_state()
+        if not self._wrapped.training:
+            self._weights.refresh_from_trainer()
+        self._optimizer_link.upload()
         recorder = self._reporter.recorder if self._reporter is not None else None
         try:
-            results = self._need_engine().run(self._inputs(call), self._hyper, recorder)
+            results = lease.need_engine().run(self._inputs(call), self._optimizer_link.hyper, recorder)
         except Exception:
             if first:  # it may be these inputs that do not fit, and the model is not to be bound to them
                 self._forget_executable()
@@ -212,63 +129,66 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
         self._latest = latest_call(executable, results, made_up)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
-        return arguments.returned(executable.template, [_marked_as_output(value) for value in outputs])
+        return arguments.returned(executable.template, [marked_as_output(value) for value in outputs])
 
     def _inputs(self, call: arguments.Call) -> list[Tensor]:
-        mode = self._options._Popart.options.get("syntheticDataMode", 0)
-        if not mode:
-            return arguments.prepared(call, self._need_executable().inputs.wide)
-        if self._synthetic is None:
-            executable = self._need_executable()
-            tensors = arguments.prepared(call, executable.inputs.wide)
-            self._synthetic = synthetic_inputs(tensors, mode, executable.settings.counts)
-        return self._synthetic
+        mode = self.options._Popart.options.get("syntheticDataMode", 0)
+        if mode and self._synthetic is not None:
+            return self._synthetic
+        executable = self._lease.need_executable()
+        tensors = arguments.prepared(call, executable.inputs.wide)
+        if mode:
+            tensors = self._synthetic = synthetic_inputs(tensors, mode, executable.settings.counts)
+        return tensors
 
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments, the same as those of a call, and load the weights; runs nothing."""
-        if self._executable is not None:
+        if self.isCompiled():
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
         self._compile(arguments.bind(self._signature, args, kwargs))
 
+    isCompiled = _part("_lease", DeviceLease.isCompiled)
+
     def _compile(self, call: arguments.Call) -> None:
-        if self._training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
-            _check_not_wrapped(self._user_model)
+        if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
+            marked_model.check_not_wrapped(self._user_model)
             marked_model.mark(self._user_model, self)
-        options, settings = self._options, self._settings_for(call)
+        options, settings, model = self.options, self._settings_for(call), self._wrapped.traced
         started = time.perf_counter()
         if self._reporter is not None:
             self._reporter.compiling()
-        with self._progress() as done:
-            with executable_cache.cache(self._model, call, options, settings) as cache:
+        passed = self._reporter.passed if self._reporter is not None else None
+        with progress(options._show_progress_bar, passed) as done:
+            with executable_cache.cache(model, call, options, settings) as cache:
                 found = cache.load(settings)
                 if found is None:
                     with arguments.telling_of_rows(call):
-                        found = compile_model(self._model, call, options, settings, done)
+                        found = compile_model(model, call, options, settings, done)
                     cache.store(found)
             announce(found.plan, found.settings)
-            self._executable = found
+            self._lease.executable = found
             try:
                 if options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
-                self._executable = None
+                self._lease.executable = None
                 raise
             done("load")
         self._compilation_seconds = time.perf_counter() - started
 
     def _settings_for(self, call: arguments.Call) -> Settings:
         """What to compile with. Raises: Error or AssertionError, where arguments or options do not fit."""
-        groups = groups_of(self._model, self.per_replica_params, self._options.replication_factor)
-        optimizer = self._optimizer_settings if self._training else None
-        settings = freeze(self._options, self._training, optimizer, groups)
+        model, options, training = self._wrapped.traced, self.options, self._wrapped.training
+        groups = groups_of(model, self.per_replica_params, options.replication_factor)
+        settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
         arguments.check_kinds(call)
         arguments.check_batch(call, settings.counts)
-        arguments.warn_about(call, arguments.is_wide(self._model))
-        self._options._Popart.check_names()
-        self._updatable_buffers()
+        arguments.warn_about(call, arguments.is_wide(model))
+        options._Popart.check_names()
+        self._wrapped.updatable_buffers()
         return settings
 
     @property
@@ -276,59 +196,291 @@ class PoplarExecutor(TrainingStateOwner, Inquiries):
         """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code. Print it, or let
         a notebook show it; `poptorch.describe` makes one before the first call.
         """
-        executable = self._need_executable()
+        executable = self._lease.need_executable()
         return overview(executable.plan, executable.settings, executable.graph)
 
-    def _described(self, call: arguments.Call) -> Overview:
+    def _described(self, *args: Any, **kwargs: Any) -> Overview:
         """What `plan` would be after a call with these arguments; nothing is kept of the compilation."""
-        found = compile_model(self._model, call, self._options, self._settings_for(call), lambda name: None)
+        call = arguments.bind(self._signature, args, kwargs)
+        settings = self._settings_for(call)
+        found = compile_model(self._wrapped.traced, call, self.options, settings, lambda name: None)
         return overview(found.plan, found.settings, found.graph)
 
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[Callable[[str], None]]:
-        shown = self._options._show_progress_bar
-        passes = Passes(_PASSES)
-        layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
-        with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
+    # ---- devices -----------------------------------------------------------------------------------------
 
-            def done(name: str) -> None:
-                passes.done(name)
-                bar.update(_PASSES.index(name) + 1 - bar.n)
-                if self._reporter is not None:
-                    self._reporter.passed(name)
+    def attachToDevice(self) -> None:
+        """Take the devices: start their threads, upload weights, optimizer state and the random state."""
+        self._lease.check_free()
+        self._weights.see_trainer()
+        self._optimizer_link.join()
+        self._lease.take(self._weights.on_host())
 
-            try:
-                yield done
-            except Error as error:
-                passes.locate(error)
-                raise
+    isAttachedToDevice = _part("_lease", DeviceLease.isAttachedToDevice)
 
-    # ---- before compilation ------------------------------------------------------------------------------
+    def detachFromDevice(self) -> None:
+        """Release the devices; weights, optimizer state and the random state stay on the host."""
+        self._lease.need_executable()
+        if self._lease.engine is None:
+            raise Error("Device is not attached")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._wrapped.training and not self._lease.forked:
+            self._weights.copyWeightsToHostIfNeeded()
+        self._lease.let_go()
+
+    def destroy(self) -> None:
+        """Free the devices and the compiled program; the user's model is plain again, with its weights."""
+        if not self.isCompiled():
+            return
+        if self.isAttachedToDevice():
+            self._let_go()
+        self._optimizer_link.release()  # while it is known what its state is the state of
+        self._forget_executable()
+        self._unmark()
+
+    def _forget_executable(self) -> None:
+        if self.isAttachedToDevice():
+            self._let_go()
+        self._lease.executable = self._synthetic = None
+        self._latest = LatestCall()
+
+    def _unmark(self) -> None:
+        # While an executor dies its model sees no owner any more.
+        if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
+            marked_model.unmark(self._user_model)
+
+    def _release(self) -> None:
+        """Leave nothing of this executor behind."""
+        self.destroy()
+        self._optimizer_link.release()
+        self._unmark()
+
+    def __del__(self) -> None:
+        # Nobody can ask for newer weights from now on: leave them with the model. At the interpreter's exit
+        # parts of torch may be gone already.
+        with contextlib.suppress(Exception):
+            self._release()
+
+    @property
+    def rng_state(self) -> list[int]:
+        """[seed, steps run]: with the same state a model draws the same random numbers."""
+        self._lease.need_executable()
+        return list(self._lease.random_state)
+
+    @rng_state.setter
+    def rng_state(self, state: list[int]) -> None:
+        self._lease.need_executable()
+        if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
+            raise Error(
+                f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
+                "  fix: state = executor.rng_state; ...; executor.rng_state = state"
+            )
+        self._lease.random_state = (state[0], state[1])
+
+    # ---- weights and optimizer ---------------------------------------------------------------------------
+
+    copyWeightsToHost = _part("_weights", WeightSync.copyWeightsToHost)
+    copyWeightsToHostIfNeeded = _part("_weights", WeightSync.copyWeightsToHostIfNeeded)
+    copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
+    copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
+    hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
+    setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user model's, with the newest weights."""
+        return self._user_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
+        self._weights.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
+        keys = self._user_model.load_state_dict(state_dict, strict)
+        if self.isAttachedToDevice():
+            self._weights.copyWeightsToDevice()
+        return keys
+
+    def _training_state(self) -> training_state.TrainingState:
+        return training_state.training_state(self)
+
+    def _set_training_state(self, state: training_state.TrainingState) -> None:
+        training_state.set_training_state(self, state)
+
+    # ---- files -------------------------------------------------------------------------------------------
+
+    def compileAndExport(self, filename: str, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
+        """`compile` for these arguments, then `save`."""
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model=export_model)
+
+    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Write the compiled model, its options, its state and (export_model) the model with its optimizer.
+
+        Raises:
+            AssertionError: the file's folder is a file
+        """
+        executable = self._lease.need_executable()
+        self._weights.copyWeightsToHostIfNeeded()
+        saved = executable_file.Saved(
+            executable.without_graph(),
+            self.options,
+            self._wrapped.training,
+            self._user_model if export_model else None,
+            self._optimizer if export_model else None,
+            self._lease.to_keep(save_rng_state),
+            self.per_replica_params,
+        )
+        executable_file.write(filename, saved)
+
+    def loadExecutable(self, filename: str) -> None:
+        """Take over what was compiled for the same model and options, and its optimizer and random state.
+
+        Raises:
+            Error: no such file, one of another version, or one of another model
+        """
+        try:
+            saved = executable_file.read(filename)
+        except AssertionError as error:
+            raise Error(str(error)) from error
+        executable_file.check_fits(filename, saved, self._wrapped)
+        self.destroy()
+        self._restore(saved)
+
+    def _restore(self, saved: executable_file.Saved) -> None:
+        if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:
+            marked_model.mark(self._user_model, self)
+        self._lease.executable, self._lease.kept = saved.executable, saved.kept
+        self.per_replica_params.clear()
+        self.per_replica_params.update(saved.per_replica_params)
+        if self.options.connection_type == ConnectionType.Always:
+            self.attachToDevice()
+
+    # ---- answers -----------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The user's model; of an executor for inference, its own copy of the top level: weights and parts are
+        shared, and its flags are what forward finds when it is compiled."""
+        return self._user_model if self._wrapped.training else self._wrapped.traced
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model (in training: of its parts; what forward finds at the top is as at wrapping).
+
+        The compilation has the modes of its moment for good; afterwards this is a warning, until `destroy`.
+        """
+        if self.isCompiled():
+            logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """`train(False)`."""
+        return self.train(False)
+
+    @property
+    def options(self) -> Options:
+        """The executor's own frozen options, with an output mode picked."""
+        return self._wrapped.options
+
+    @property
+    def memory_format(self) -> str:
+        """*Ours*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
+
+        Raises: Error, before compilation.
+        """
+        return self._lease.need_executable().memory_format
+
+    getPerfCounters = _part("_latest", LatestCall.getPerfCounters)
+    getLatency = _part("_latest", LatestCall.getLatency)
+    getHostIpuLatency = _part("_latest", LatestCall.getHostIpuLatency)
+    getComputeLatency = _part("_latest", LatestCall.getComputeLatency)
+    getIpuHostLatency = _part("_latest", LatestCall.getIpuHostLatency)
+    getAnchoredTensor = _part("_latest", LatestCall.getAnchoredTensor)
+
+    def compilationTime(self) -> timedelta:
+        """How long the compilation took."""
+        if not self.options._show_progress_bar:
+            raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
+        if self._compilation_seconds is None:
+            raise Error(
+                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
+            )
+        return timedelta(seconds=self._compilation_seconds)
+
+    def cycleCount(self) -> int:
+        """Refused: there are no cycles to count here."""
+        if not self.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
+            raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
+        if self._latest.has_run:
+            raise Error(
+                "cycleCount() is only supported on actual IPU hardware; getPerfCounters() has seconds"
+            )
+        raise Error("cycleCount() is for a model that has run: run the model at least once")
+
+    def getTensorNames(self) -> list[str]:
+        """The names of tensors, all of which `Options.anchorTensor` takes."""
+        executable = self._executable
+        assert executable is not None, (
+            "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
+        )
+        return list(executable.anchors.names)
+
+    @property
+    def notes(self) -> list[tuple[Any, Any]]:
+        """What the forward has noted (`poptorch.notes`), with the latest call's values."""
+        return list(self._latest.notes)
+
+    def __repr__(self) -> str:
+        return module_repr(self._user_model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and "_wrapped" not in self.__dict__:
+            raise AttributeError(name)  # while the executor is being made
+        value = getattr(self.model, name)
+        if isinstance(value, nn.Parameter) and name in self._user_model._parameters:
+            groupings = None if self.isCompiled() else self.per_replica_params
+            return GroupableParameter.of(value, name, groupings)
+        return value
 
     def __reduce__(self) -> Any:
         """An executor that is not compiled pickles as what it was made of."""
-        if self._executable is not None:
+        if self.isCompiled():
             raise Error("a compiled executor can't be pickled\n  fix: write it to a file with save(filename)")
-        return _wrapped, (self._user_model, self._options, self._training, self._optimizer)
+        return _wrapped, (self._user_model, self.options, self._wrapped.training, self._optimizer)
+
+    # ---- private names that programs use -----------------------------------------------------------------
+
+    @property
+    def per_replica_params(self) -> dict[str, Grouping]:
+        return self._wrapped.per_replica
+
+    @property
+    def _executable(self) -> Executable | None:
+        return self._lease.executable
+
+    @property
+    def _user_model(self) -> nn.Module:
+        return self._wrapped.user
+
+    @property
+    def _options(self) -> Options:
+        return self._wrapped.options
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._optimizer_link.optimizer
+
+    @property
+    def _is_attached(self) -> bool:
+        return self.isAttachedToDevice()
+
+    @property
+    def _host_weights_version(self) -> int:
+        return self._weights.version
+
+    def _debugGetPopartIR(self) -> str:
+        """Refused: there is no PopART graph here."""
+        raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")
 
 
 def _wrapped(model: Any, options: Options, training: bool, optimizer: Any) -> PoplarExecutor:
     return PoplarExecutor(model, options, training=training, optimizer=optimizer)
-
-
-def _marked_as_output(value: Tensor) -> Tensor:
-    if value.is_floating_point():
-        value.backward = _refuse_backward
-        value.__getstate__ = _no_state  # so that a saved output is a plain tensor
-    return value
-
-
-def _no_state() -> None:
-    return None
-
-
-def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    raise Error(
-        "backward() cannot be called explicitly on a model's output: the call of the model has trained it\n"
-        "  fix: leave it out; wrap the model with poptorch.trainingModel to have it trained"
-    )

@@ -154,6 +154,15 @@ def owner_of(model: Any) -> Any:
     return model.__dict__["_pando_owner"]() if is_marked(model) else None
 
 
+def check_not_wrapped(model: Any) -> None:
+    """Raises RuntimeError, if a model is wrapped for training already."""
+    if owner_of(model) is not None:
+        raise RuntimeError(
+            "this model has already been wrapped in 'poptorch.trainingModel'\n"
+            "  fix: call model.destroy() to unwrap it first"
+        )
+
+
 def check_buffers(model: nn.Module) -> None:
     """Raises Error, unless all buffers are plain tensors."""
     for name, buffer in model.named_buffers():

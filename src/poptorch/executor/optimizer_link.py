@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from popengine import settings
 from popengine.errors import Error
 
 from ..enums import MeanReductionStrategy
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import freeze_optimizer
+from ..optim.guard import OptimizerGuard
 from ..optim.state_names import loaded_rates, rate_entries, state_entries, states_of
 from ..optim.torch_link import Link, torch_state
 from ..reporting.logs import logger
-from . import marked_model
-from .state import ExecutorState
+from .device_lease import DeviceLease
+from .wrapped_model import WrappedModel
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
 
 
-class OptimizerOwner(ExecutorState):
-    """The part of a training executor that talks to optimizers."""
+class OptimizerLink:
+    """One executor's optimizer (None: of inference), and its rates as the next call will have them (`hyper`).
+
+    `frozen` is what is compiled in.
+    """
+
+    frozen: settings.Optimizer
+
+    def __init__(self, model: WrappedModel, lease: DeviceLease) -> None:
+        self._model, self._lease = model, lease
+        self.optimizer: Any = None
+        self.hyper: settings.Hyper | None = None
+        self._torch_link: Link | None = None
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
+        options = model.options
+        scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
+        self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
 
     def setOptimizer(self, optimizer: Any) -> None:
         """Use this optimizer's rates, as they are now, from the next call on.
@@ -32,117 +48,98 @@ class OptimizerOwner(ExecutorState):
         Raises:
             Error: something changed that is compiled in, or the model is for inference
         """
-        if not self._training:
+        if not self._model.training:
             raise Error(
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        names = self._parameter_names()
-        frozen, self._hyper = self._guard.accept(optimizer, names, self.isCompiled())
+        compiled = self._lease.executable is not None
+        frozen, self.hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
-        if not self.isCompiled():
-            self._optimizer_settings = frozen
+        if not compiled:
+            self.frozen = frozen
             self._pick_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
-                trained = [name for name, parameter in self._named_parameters() if parameter.requires_grad]
+                trained = [name for name, parameter in self._model.parameters() if parameter.requires_grad]
             lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         optimizer._opt_called = True  # our calls are its steps: schedulers would warn that there were none
-        if optimizer is self._optimizer:
+        if optimizer is self.optimizer:
             return
-        self._release_optimizer()
-        self._optimizer = optimizer
-        self._link_optimizer(take=not self.isCompiled())  # else the state on the devices is the newer one
+        self.release()
+        self.optimizer = optimizer
+        self.join(take=not compiled)  # else the state on the devices is the newer one
 
     def _pick_reduction_strategy(self, optimizer: Any) -> None:
         """Sums of gradients that are kept in float16 are divided as they grow, lest they overflow."""
-        narrow = self._optimizer_settings.accumulator_type == torch.float16
+        narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
-            self._options._unfreeze()
-            self._options.Training.setMeanAccumulationAndReplicationReductionStrategy(
-                MeanReductionStrategy.Running
-            )
-            self._options._freeze()
+            options = self._model.options
+            options._unfreeze()
+            options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+            options._freeze()
 
-    def _link_optimizer(self, take: bool = True) -> None:
+    def join(self, take: bool = True) -> None:
         """An optimizer reads its state from the devices of the executor it belongs to; `take` its own to begin with."""
-        if isinstance(self._optimizer, PoptorchOptimizer):
-            if self._executable is not None:
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            if self._lease.executable is not None:
                 link = weakref.ref(self)
-                self._optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
-        elif self._training and self._link is None:
-            self._link = Link(self._optimizer, self._parameter_names(), self, take)
+                self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
+        elif self._model.training and self._torch_link is None:
+            self._torch_link = Link(self.optimizer, self._model.parameter_names(), self, take)
 
-    def _release_optimizer(self) -> None:
+    def release(self) -> None:
         """Leave the optimizer with the state that the devices have."""
-        if isinstance(self._optimizer, PoptorchOptimizer):
-            self._optimizer._release()
-        if self._link is not None:
-            self._link.release()
-            self._link = None
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._release()
+        if self._torch_link is not None:
+            self._torch_link.release()
+            self._torch_link = None
 
-    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
-        return marked_model.plain_class(self._user_model).named_parameters(self._user_model)
+    # ---- state -------------------------------------------------------------------------------------------
 
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._named_parameters()}
-
-    def _device_states(self) -> dict[str, dict[str, Tensor]]:
-        """The engine's state of each parameter, also while it is detached."""
-        return self._engine.read_optimizer() if self._engine is not None else self._kept_state or {}
-
-    def _load_states(self, states: dict[str, dict[str, Tensor]]) -> None:
+    def load_states(self, states: dict[str, dict[str, Tensor]]) -> None:
         """Upload these before the next call."""
-        self._loaded_states.update(states)
+        self._loaded.update(states)
 
-    def _torch_states(self) -> dict[str, dict[str, Tensor]]:
+    def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""
-        kind = self._optimizer_settings.kind
-        _, steps = self._engine.random_state if self._engine is not None else self._kept_rng or (0, 0)
-        states = {name: dict(state) for name, state in self._device_states().items()} if steps else {}
-        for name, state in self._loaded_states.items():
+        _, steps = self._lease.random_state
+        on_devices = self._lease.optimizer_states or {}
+        states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
+        for name, state in self._loaded.items():
             states.setdefault(name, {}).update(state)
-        return {name: torch_state(kind, state, steps) for name, state in states.items()}
+        return {name: torch_state(self.frozen.kind, state, steps) for name, state in states.items()}
 
-    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        assert self._hyper is not None
-        if self._engine is None and self._kept_state is None:
+    def _read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        assert self.hyper is not None
+        states, executable = self._lease.optimizer_states, self._lease.executable
+        if states is None:
             return None
-        frozen = self._optimizer_settings
-        entries = state_entries(frozen.kind, self._device_states())
-        if self._executable is not None and self._executable.settings.automatic_loss_scaling:
-            entries[_LOSS_FACTOR] = torch.tensor(self._loss_factor())
-        return entries, rate_entries(frozen, self._hyper)
+        entries = state_entries(self.frozen.kind, states)
+        if executable is not None and executable.settings.automatic_loss_scaling:
+            entries[_LOSS_FACTOR] = torch.tensor(self._lease.loss_factor)
+        return entries, rate_entries(self.frozen, self.hyper)
 
-    def _loss_factor(self) -> float:
-        return self._engine.loss_factor if self._engine is not None else self._kept_factor
-
-    def _loss_scale(self) -> float:
-        """What the devices multiply the loss with at the moment."""
-        return self._hyper.loss_scaling * self._loss_factor() if self._hyper is not None else 1.0
-
-    def _upload_pending_state(self) -> None:
+    def upload(self) -> None:
         """Take over what the user loaded into the optimizer."""
-        optimizer = self._optimizer
-        if self._loaded_states:
-            assert self._engine is not None
-            self._engine.write_optimizer(self._loaded_states)
-            self._loaded_states = {}
+        optimizer, engine = self.optimizer, self._lease.need_engine()
+        if self._loaded:
+            engine.write_optimizer(self._loaded)
+            self._loaded = {}
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
-            assert self._engine is not None
-            kind, entries = self._optimizer_settings.kind, optimizer._pending_state[0] or {}
+            kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             loaded = states_of(kind, entries)
-            missing = sorted(set(state_entries(kind, self._engine.read_optimizer())) - set(entries))
+            missing = sorted(set(state_entries(kind, engine.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            self._engine.write_optimizer(loaded, None if factor is None else float(factor))
+            engine.write_optimizer(loaded, None if factor is None else float(factor))
             if optimizer._has_pending_rates:
                 kept: Any = optimizer
-                _, hyper = freeze_optimizer(kept, self._parameter_names())
-                self._hyper = loaded_rates(self._optimizer_settings, hyper, optimizer._pending_state[1] or {})
+                _, hyper = freeze_optimizer(kept, self._model.parameter_names())
+                self.hyper = loaded_rates(self.frozen, hyper, optimizer._pending_state[1] or {})
             optimizer._pending_state = None

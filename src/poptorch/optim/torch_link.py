@@ -45,12 +45,12 @@ def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> Sta
 
 
 class Owner(Protocol):
-    """An executor, as the link sees it."""
+    """An executor's side, as the link sees it."""
 
-    _optimizer_settings: settings.Optimizer
+    frozen: settings.Optimizer
 
-    def _torch_states(self) -> dict[str, State]: ...
-    def _load_states(self, states: dict[str, State]) -> None: ...
+    def torch_states(self) -> dict[str, State]: ...
+    def load_states(self, states: dict[str, State]) -> None: ...
 
 
 class Link:
@@ -76,9 +76,9 @@ class Link:
     def _take(self) -> None:
         owner = self._owner()
         if owner is not None:
-            owner._load_states(
+            owner.load_states(
                 {
-                    self._names[id(parameter)]: engine_state(owner._optimizer_settings, state)
+                    self._names[id(parameter)]: engine_state(owner.frozen, state)
                     for parameter, state in self._optimizer.state.items()
                     if id(parameter) in self._names
                 }
@@ -87,7 +87,7 @@ class Link:
 
     def _fill(self) -> None:
         owner = self._owner()
-        states = owner._torch_states() if owner is not None else {}
+        states = owner.torch_states() if owner is not None else {}
         for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
             state = states.get(self._names.get(id(parameter), ""))
             if state:

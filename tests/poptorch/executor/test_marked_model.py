@@ -63,9 +63,9 @@ def test_a_shallow_copy_stays_marked():
     twin = copy.copy(model)
     executor(*batch())
     assert type(twin) is type(model)
-    assert executor._stale
+    assert executor._weights.stale
     twin.layer.weight.sum()
-    assert not executor._stale
+    assert not executor._weights.stale
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_whoever_looks_at_weights_causes_one_copy(look):
     executor, model = trainer()
     executor(*batch())
     copies = 0
-    original = executor.copyWeightsToHost
+    original = executor._weights.copyWeightsToHost
 
     def count():
         nonlocal copies
         copies += 1
         original()
 
-    executor.copyWeightsToHost = count
+    executor._weights.copyWeightsToHost = count
     executor(*batch())
     assert copies == 0
     look(model, torch.zeros(2, 3))
@@ -204,12 +204,12 @@ def test_integrations_can_unwrap_a_model_for_a_while():
     executor(*batch())
     unwrapModelIfNecessary(model)
     assert type(model) is Trained
-    assert not executor._stale
+    assert not executor._weights.stale
     rewrapModelIfNecessary(model)
     assert type(model) is not Trained
     executor(*batch())
     model.layer.weight.sum()
-    assert not executor._stale
+    assert not executor._weights.stale
     plain = Trained()
     unwrapModelIfNecessary(plain)
     rewrapModelIfNecessary(plain)

@@ -17,9 +17,9 @@ def test_the_host_sees_training_at_its_next_look():
     executor, model = trainer()
     before = host(model)
     executor(*batch())
-    assert executor._stale
+    assert executor._weights.stale
     assert not torch.equal(host(model), before)
-    assert not executor._stale
+    assert not executor._weights.stale
 
 
 def test_explicit_copies_count_as_versions():
@@ -142,14 +142,14 @@ def test_validation_uploads_only_what_is_new():
     executor(x, target)
     validation(x)
     uploads = 0
-    original = validation.copyWeightsToDevice
+    original = validation._weights.copyWeightsToDevice
 
     def count():
         nonlocal uploads
         uploads += 1
         original()
 
-    validation.copyWeightsToDevice = count
+    validation._weights.copyWeightsToDevice = count
     validation(x)
     assert uploads == 0
     executor(x, target)
@@ -337,7 +337,7 @@ def test_setting_an_optimizer_between_calls_moves_no_weights(monkeypatch):
     executor, _ = trainer()
     executor(*batch())
     copies = []
-    monkeypatch.setattr(executor, "copyWeightsToHost", lambda: copies.append(1))
+    monkeypatch.setattr(executor._weights, "copyWeightsToHost", lambda: copies.append(1))
     for _ in range(3):
         executor.setOptimizer(executor._optimizer)
         executor(*batch())

@@ -7,26 +7,35 @@ there reaches the devices only when asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from popengine.errors import Error
 
-from ..reporting.reporter import noting
+from ..reporting.reporter import Reporter, noting
 from . import marked_model
-from .state import ExecutorState
+from .device_lease import DeviceLease
+from .wrapped_model import WrappedModel
 
 
-class HostWeights(ExecutorState):
-    """The part of an executor that moves weights."""
+class WeightSync:
+    """Moves weights between a model and the devices of its executor.
 
-    def _host_weights(self) -> dict[str, Tensor]:
-        """The user's parameters and buffers, by canonical name, without asking for newer values."""
-        found = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        if self._executable is not None:
-            slots = self._executable.plan.partition.signature.slots
+    `version` counts the copies to the host.
+    """
+
+    def __init__(self, model: WrappedModel, lease: DeviceLease, reporter: Reporter | None) -> None:
+        self._model, self._lease, self._reporter = model, lease, reporter
+        self.version = 0
+        self._writes: list[int] = []  # to the host's weights, when they were last equal to the devices'
+        self._seen_version: int | None = None  # the trainer's, when an inference executor uploaded last
+
+    def on_host(self) -> dict[str, Tensor]:
+        """The user's parameters and buffers. Raises Error, if one has gone since compilation."""
+        found = self._model.weights()
+        if self._lease.executable is not None:
+            slots = self._lease.executable.plan.partition.signature.slots
             lost = [s.key for s in slots if s.role in ("parameter", "buffer") and s.key not in found]
             if lost:
                 raise Error(
@@ -37,54 +46,64 @@ class HostWeights(ExecutorState):
                 )
         return found
 
+    # ---- to the host -------------------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether the devices have newer weights than the host."""
+        engine = self._lease.engine
+        return engine is not None and engine.snapshot.host_is_stale
+
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
-        engine = self._need_engine()
+        engine = self._lease.need_engine()
         with noting(self._reporter, "weights to host"):
-            self._put_on_host(engine.read())
+            self.put_on_host(engine.read())
         # Last: while the host has got but some of them, the next look at its weights copies all again.
         engine.host_has_read()
 
-    def _put_on_host(self, values: Mapping[str, Tensor]) -> None:
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copy the weights to the host if the devices have newer ones; whether they had."""
+        if not self.stale:
+            return False
+        self.copyWeightsToHost()
+        return True
+
+    def put_on_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy these into the user's model."""
-        host = self._host_weights()
+        host = self.on_host()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
                     host[name].copy_(value)
                 else:  # a per-replica parameter of which the host receives every replica's value
                     host[name].data = value.clone()
-        self._host_weights_version += 1
-        self._host_writes = self._count_writes()
+        self.version += 1
+        self._writes = self._count_writes()
 
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy the weights to the host if the devices have newer ones; whether they had."""
-        if not self._stale:
-            return False
-        self.copyWeightsToHost()
-        return True
+    def hostWeightsChanged(self) -> bool:
+        """*Ours*: were weights written to since they were last copied here? Writes through `.data` are not seen."""
+        return not self.stale and bool(self._writes) and self._writes != self._count_writes()
 
     def _count_writes(self) -> list[int]:
         """How often each of the host's weights was written to in place."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [weight._version for weight in self._host_weights().values()]
+            return [weight._version for weight in self.on_host().values()]
 
-    def hostWeightsChanged(self) -> bool:
-        """Were weights written to since they were last copied here? (Writes through `.data` are not seen. Ours.)"""
-        return not self._stale and bool(self._host_writes) and self._host_writes != self._count_writes()
+    # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
-        engine = self._need_engine()
+        engine = self._lease.need_engine()
         with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
-            weights = self._host_weights()
+            weights = self.on_host()
             self._check_shapes(weights)
             engine.write(weights)
-        self._host_writes = self._count_writes()
+        self._writes = self._count_writes()
 
     def _check_shapes(self, weights: dict[str, Tensor]) -> None:
         """Raises Error, where the user has given a weight another shape since the compilation."""
-        executable = self._need_executable()
+        executable = self._lease.need_executable()
         for slot in executable.plan.partition.signature.slots:
             weight = weights.get(slot.key) if slot.role in ("parameter", "buffer") else None
             if weight is None:
@@ -99,47 +118,30 @@ class HostWeights(ExecutorState):
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""
-        names = self._updatable_buffers()
+        names = self._model.updatable_buffers()
         if not names:
             raise Error(
                 "No named buffers marked as updatable\n"
                 "  fix: options.updatableNamedBuffers(['name']) before wrapping"
             )
-        buffers = dict(self._model.named_buffers())
+        buffers = self._model.weights()
         with torch._C.DisableTorchFunctionSubclass():
-            self._need_engine().write({name: buffers[name] for name in names})
+            self._lease.need_engine().write({name: buffers[name] for name in names})
 
-    def _updatable_buffers(self) -> list[str]:
-        """Raises Error, where the options name a buffer that the model has not got."""
-        names = self._options._Popart.options.get("updatableNamedBuffers", [])
-        known = dict(self._model.named_buffers())
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise Error(
-                f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
-                f" {', '.join(known) or 'none'}"
-            )
-        return names
+    # ---- of a model that is wrapped for training, too --------------------------------------------------------
 
-    def _refresh_from_trainer(self) -> None:
-        """On a model that is also wrapped for training, validate with the newest weights."""
-        trainer = marked_model.owner_of(self._user_model)
+    def refresh_from_trainer(self) -> None:
+        """Validate with the newest weights."""
+        trainer = marked_model.owner_of(self._model.user)
         if trainer is None:
             return
-        self._user_model.copyWeightsToHostIfNeeded()  # type: ignore[operator]
+        trainer.copyWeightsToHostIfNeeded()
         version = trainer._host_weights_version
         if version != self._seen_version:
             self.copyWeightsToDevice()
             self._seen_version = version
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user model's, with the newest weights."""
-        return self._user_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
-        self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
-        keys = self._user_model.load_state_dict(state_dict, strict)
-        if self._engine is not None:
-            self.copyWeightsToDevice()
-        return keys
+    def see_trainer(self) -> None:
+        """Devices that are taken now begin with the weights that the host has."""
+        trainer = marked_model.owner_of(self._model.user)
+        self._seen_version = trainer._host_weights_version if trainer is not None else None

@@ -1,0 +1,58 @@
+"""What was wrapped: the user's model, how its forward is called, its options, and whether it trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from popengine.errors import Error
+
+from ..annotating.replica_groups import Grouping
+from ..options import Options
+from . import marked_model
+
+
+@dataclass(frozen=True)
+class WrappedModel:
+    """A model as an executor has it.
+
+    Args:
+        user:        the user's model
+        traced:      a copy of its top level, with the flags and attributes that it had at wrapping; parts are shared
+        per_replica: groups of replicas, by the names of the parameters that have one value for each
+    """
+
+    user: nn.Module
+    traced: nn.Module
+    options: Options
+    training: bool
+    per_replica: dict[str, Grouping] = field(default_factory=dict)
+
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.traced.forward)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The user's parameters and buffers, by canonical name, without asking for newer values."""
+        return {**dict(self.traced.named_parameters()), **dict(self.traced.named_buffers())}
+
+    def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
+        return marked_model.plain_class(self.user).named_parameters(self.user)
+
+    def parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.parameters()}
+
+    def updatable_buffers(self) -> list[str]:
+        """Raises Error, where the options name a buffer that the model has not got."""
+        names = self.options._Popart.options.get("updatableNamedBuffers", [])
+        known = dict(self.traced.named_buffers())
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise Error(
+                f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
+                f" {', '.join(known) or 'none'}"
+            )
+        return names

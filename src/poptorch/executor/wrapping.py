@@ -1,0 +1,96 @@
+"""How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`, and `describe`, which only looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..options import Options
+from ..reporting.overview import Overview
+from ..reporting.tracebacks import shown_at_the_users_lines
+from . import executable_file, marked_model
+from .executor import PoplarExecutor
+
+
+@shown_at_the_users_lines
+def trainingModel(
+    model: nn.Module | PoplarExecutor, options: Options | None = None, optimizer: Any = None
+) -> PoplarExecutor:
+    """Wrap a model whose forward computes a loss: calling it trains it.
+
+    Args:
+        optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
+    Raises:
+        RuntimeError: the model is wrapped for training already
+    """
+    model = model._user_model if isinstance(model, PoplarExecutor) else model
+    marked_model.check_not_wrapped(model)
+    return PoplarExecutor(model, options, training=True, optimizer=optimizer)
+
+
+@shown_at_the_users_lines
+def inferenceModel(
+    model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
+) -> PoplarExecutor:
+    """Wrap a model, or a function of tensors: calling it runs its forward."""
+    model = model._user_model if isinstance(model, PoplarExecutor) else model
+    return PoplarExecutor(model, options, training=False)
+
+
+@shown_at_the_users_lines
+def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
+    """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
+
+    The file is a pickle: load only files that you trust.
+
+    Args:
+        edit_opts_fn: may change the options before they are used
+    Raises:
+        AssertionError: no such file, one of another version, or one without the model
+    """
+    saved = executable_file.read(filename)
+    assert saved.model is not None, (
+        f"{filename} holds no model (export_model=False)\n"
+        "  fix: wrap the model as it was wrapped then, and call loadExecutable(filename)"
+    )
+    options = saved.options
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    executor = PoplarExecutor(saved.model, options, training=saved.training, optimizer=saved.optimizer)
+    executor._restore(saved)
+    return executor
+
+
+@shown_at_the_users_lines
+def describe(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    batch: Any = (),
+    *,
+    training: bool = True,
+) -> Overview:
+    """What would run: captures and cuts the model as its first call would, and loads nothing. (Not in PopTorch.)
+
+    >>> print(poptorch.describe(model, options, (images, labels)))
+
+    Args:
+        model:    a module, or an executor, which has its own options and whether it trains
+        batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
+        training: for a module: compile what `trainingModel` would, else what `inferenceModel` would
+    Raises:
+        Error: the model can't be compiled for such a batch
+    """
+    owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
+    made = None
+    if owner is None:
+        options = None if options is None else options.clone()
+        owner = made = PoplarExecutor(model, options, training=training)
+    kwargs = batch if isinstance(batch, dict) else {}
+    args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
+    try:
+        return owner._described(*args, **kwargs)
+    finally:
+        if made is not None:
+            made._release()
