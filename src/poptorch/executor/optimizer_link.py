@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import freeze_optimizer
 from ..optim.guard import OptimizerGuard
 from ..optim.state_names import loaded_rates, rate_entries, state_entries, states_of
-from ..optim.torch_link import Link, torch_state
+from ..optim.torch_link import Link, engine_state, torch_state
 from ..reporting.logs import logger
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
@@ -99,9 +100,11 @@ class OptimizerLink:
 
     # ---- state -------------------------------------------------------------------------------------------
 
-    def load_states(self, states: dict[str, dict[str, Tensor]]) -> None:
-        """Upload these before the next call."""
-        self._loaded.update(states)
+    def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
+        """Upload these states of torch's format before the next call. `names`: id(parameter) -> canonical name"""
+        for parameter, state in states.items():
+            if id(parameter) in names:
+                self._loaded[names[id(parameter)]] = engine_state(self.frozen, state)
 
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""
@@ -125,6 +128,10 @@ class OptimizerLink:
     def upload(self) -> None:
         """Take over what the user loaded into the optimizer."""
         optimizer, engine = self.optimizer, self._lease.need_engine()
+        if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_torch_state is not None:
+            self.load_states(optimizer._pending_torch_state, self._model.parameter_names())
+            optimizer._pending_torch_state = None
+            optimizer.state.clear()  # the devices have the newest from now on
         if self._loaded:
             engine.write_optimizer(self._loaded)
             self._loaded = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from poptorch.optim.attributes import VariableAttributes
+from poptorch.optim.torch_link import refuse_other_rules
 
 # (ipu_state, ipu_param): tensors by the names that `poptorch.optim.state_names` gives them.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
@@ -36,6 +37,8 @@ class Optimizer:
     _state_reader: Callable[[], DeviceState] | None = None
     # Loaded by the user, to be uploaded by the executor, which then resets it to None.
     _pending_state: DeviceState | None = None
+    # The same, where torch's part of the dictionary has the state and there is no devices' part.
+    _pending_torch_state: dict[Tensor, Any] | None = None
     # Whether it came after the last `setOptimizer`: then its rates are newer than those of the executor.
     _has_pending_rates: bool = False
     # The last state of an executor that has let go of this optimizer.
@@ -82,7 +85,15 @@ class Optimizer:
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict()`: the rates now, the devices' part when an executor next runs."""
+        """Take over a `state_dict()`: the rates now, the devices' part when an executor next runs.
+
+        Without a devices' part ("ipu_state" is None) the executor takes torch's, which has the momenta of updates on
+        the host, or those of a torch optimizer with the same rule.
+
+        Raises:
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or torch's part is the state of
+                another rule; nothing is taken over then
+        """
         if not state_dict:
             raise RuntimeError(
                 "Cannot load the optimizer state dictionary because it is empty.\n"
@@ -93,17 +104,23 @@ class Optimizer:
                 "Only IPU optimizer states can be loaded into a poptorch optimizer: this dictionary lacks "
                 "'ipu_state' or 'ipu_param', so another optimizer wrote it.\n"
                 f"  found: {', '.join(map(repr, state_dict))}\n"
-                "  fix: load what `optimizer.state_dict()` of a poptorch optimizer returned"
+                "  fix: load what `optimizer.state_dict()` of a poptorch optimizer returned; if a torch optimizer with"
+                " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
+        refuse_other_rules(self, rest)
         super().load_state_dict(rest)  # type: ignore[misc]
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
         self._has_pending_rates = bool(ipu_param)
+        loaded: dict[Tensor, Any] = self.state  # type: ignore[attr-defined]
+        self._pending_torch_state = dict(loaded) if ipu_state is None and loaded else None
 
     def _device_state(self) -> DeviceState:
         if self._pending_state is not None:
             return self._pending_state
+        if self._pending_torch_state is not None:
+            return None, None
         if self._state_reader is not None:
             return self._state_reader()
         return self._kept_state or (None, None)

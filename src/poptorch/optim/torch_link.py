@@ -44,13 +44,50 @@ def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> Sta
     return found
 
 
+# What torch's optimizers of a kind keep of each parameter: always, and sometimes.
+_MOMENTS = ({"exp_avg", "exp_avg_sq"}, {"step"})
+_TORCH_STATES: dict[settings.OptimizerKind, tuple[set[str], set[str]]] = {
+    "sgd": (set(), {"momentum_buffer"}),
+    "lars": ({"velocity"}, set()),
+    "rmsprop": ({"square_avg"}, {"step", "momentum_buffer", "grad_avg"}),
+}
+
+
+def refuse_other_rules(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Look at torch's part of a dictionary before it is loaded.
+
+    Raises:
+        RuntimeError: it has the state of another kind of optimizer, or of parameters of other shapes
+    """
+    from poptorch.optim.freeze_optimizer import kind_of  # which knows all optimizers
+
+    always, sometimes = _TORCH_STATES.get(kind_of(optimizer), _MOMENTS)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, state in state_dict.get("state", {}).items():
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        if tensors and not always <= set(tensors) <= always | sometimes:
+            raise RuntimeError(
+                f"the state to be loaded into {type(optimizer).__name__} is of another kind of optimizer: of parameter"
+                f" {index} it has {', '.join(sorted(tensors))}, and {type(optimizer).__name__} keeps"
+                f" {', '.join(sorted(always | sometimes))}\n"
+                "  fix: use the optimizer that wrote it, or go on with a new one"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
+            shape = parameters[index].shape if index < len(parameters) else None
+        if any(value.dim() and value.shape != shape for value in tensors.values()):
+            found = next(tuple(value.shape) for value in tensors.values() if value.dim())
+            raise RuntimeError(
+                f"the state to be loaded into {type(optimizer).__name__} is of another model: parameter {index} had"
+                f" shape {found}, and has {None if shape is None else tuple(shape)}\n"
+                "  fix: give the optimizer the parameters that it had, in the same order"
+            )
+
+
 class Owner(Protocol):
     """An executor's side, as the link sees it."""
 
-    frozen: settings.Optimizer
-
     def torch_states(self) -> dict[str, State]: ...
-    def load_states(self, states: dict[str, State]) -> None: ...
+    def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None: ...
 
 
 class Link:
@@ -68,6 +105,7 @@ class Link:
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
+            optimizer.register_load_state_dict_pre_hook(refuse_other_rules),
             optimizer.register_load_state_dict_post_hook(lambda _: self._take()),
         ]
         if take:
@@ -76,13 +114,7 @@ class Link:
     def _take(self) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.load_states(
-                {
-                    self._names[id(parameter)]: engine_state(owner.frozen, state)
-                    for parameter, state in self._optimizer.state.items()
-                    if id(parameter) in self._names
-                }
-            )
+            owner.load_states(self._optimizer.state, self._names)
         self._empty()
 
     def _fill(self) -> None:

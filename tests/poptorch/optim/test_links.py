@@ -134,3 +134,54 @@ def test_another_optimizer_of_the_same_type_does_not_bring_old_momenta():
     twin, expected = made("adam")
     plain(twin, expected, data(4))
     assert torch.equal(model.layer.weight, twin.layer.weight)
+
+
+OURS = {
+    "momentum": lambda p: poptorch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: poptorch.optim.Adam(p, lr=0.1),
+    "adamw": lambda p: poptorch.optim.AdamW(p, lr=0.1),
+    "rmsprop": lambda p: poptorch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "after a call"])
+@pytest.mark.parametrize("kind", OURS)
+def test_poptorchs_optimizers_go_on_from_a_torch_optimizers_state(kind, when):
+    model, optimizer = made(kind)
+    plain(model, optimizer, data(2))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plain(model, optimizer, data(4)[2:])
+    resumed, _ = made(kind)
+    other = OURS[kind](resumed.parameters())
+    resumed.load_state_dict(weights)
+    if when == "before wrapping":
+        other.load_state_dict({"ipu_state": None, "ipu_param": None, **state})
+    executor = on_ipus(resumed, other, data(1) if when == "after a call" else [])
+    if when != "before wrapping":
+        executor.load_state_dict(weights)
+        other.load_state_dict({"ipu_state": None, "ipu_param": None, **state})
+        assert other.state_dict()["state"].keys() == state["state"].keys()  # a save before the next call
+    for batch in data(4)[2:]:
+        executor(batch)
+    assert torch.equal(resumed.layer.weight, model.layer.weight)
+    assert other.state_dict()["state"] == {}  # the devices have it
+
+
+def test_the_state_of_another_rule_is_refused_and_changes_nothing():
+    model, adam = made("adam")
+    plain(model, adam, data(1))
+    other, momentum = made("momentum")
+    executor = on_ipus(other, momentum, data(2))
+    before = copy.deepcopy(momentum.state_dict())
+    with pytest.raises(
+        RuntimeError, match="of parameter 0 it has exp_avg, exp_avg_sq, step, and SGD keeps momentum_buffer"
+    ):
+        momentum.load_state_dict(adam.state_dict())
+    same(momentum.state_dict(), before)
+    executor(data(1)[0])
+
+    ours = poptorch.optim.AdamW(nn.Linear(5, 2).parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"of another model: parameter 0 had shape \(2, 3\), and has \(2, 5\)"
+    ):
+        ours.load_state_dict({"ipu_state": None, "ipu_param": None, **adam.state_dict()})
