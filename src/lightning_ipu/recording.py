@@ -1,8 +1,8 @@
 """What a step does on the host, written down while it is captured.
 
 A step runs once, with tensors that have no values yet. `self.log`, torchmetrics, lists that are appended to, attributes
-that are set: each becomes a note of the graph (`poptorch.notes`), and `replaying.py` does it again after each call,
-with values. Everything that is put in place of the module's own is taken out again at the end.
+that are set (these two in `left.py`): each becomes a note of the graph (`poptorch.annotating.notes`), and `replaying.py` does it
+again after each call, with values. Everything that is put in place of the module's own is taken out again at the end.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from popengine.compile.capture import current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
 from poptorch.annotating.notes import note
-from poptorch.nested_values import tensors_of
 
+from .left import Left
 from .manual import ManualSteps
 from .watching import Watch
 
 logger = logging.getLogger("poptorch::python")
-_INTERNAL = {"_parameters", "_buffers", "_modules"}  # capture looks after these
 
 
 class MetricValue:
@@ -67,7 +66,7 @@ class Recording:
         self._metrics = _metrics_of(module)
 
     def __enter__(self) -> Recording:
-        self._before = {name: _copied(value) for name, value in vars(self._module).items()}
+        self._left = Left(self._module)
         self._replace(self._module, "log", self._log)
         self._replace(self._module, "log_dict", self._log_dict)
         for path, metric in self._metrics.items():
@@ -82,7 +81,7 @@ class Recording:
 
     def __exit__(self, *details: Any) -> None:
         self._undo.close()
-        self._take_back()
+        self._left.take_back()
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         """Put `value` in place of an attribute until the end."""
@@ -164,59 +163,12 @@ class Recording:
 
     def finished(self, output: Any) -> Any:
         """The step has returned: choose the loss, and note what it left in the module."""
-        for name, value in vars(self._module).items():
-            if name not in _INTERNAL:
-                self._note_left(name, self._before.get(name), value)
-        left = [
-            name
-            for name, value in vars(self._module).items()
-            if name not in _INTERNAL and _holds_traced(value) and not _is_computed(value)
-        ]
-        self._take_back()
-        if left:
-            raise CaptureError(
-                f"the step leaves a tensor that has no values yet in self.{left[0]}\n"
-                "  why: a step is captured once; of what it leaves, tensors in attributes, in lists that it appends to"
-                " and in dictionaries come back after each call, and others don't\n"
-                f"  fix: make self.{left[0]} one of these, or return the value and keep it in a hook"
-            )
+        self._left.note()
         if self._manual is not None:
             self._manual.finish()
         elif self._step == "training_step":
             _choose_loss(output, self._module)
         return output
-
-    def _note_left(self, name: str, before: Any, now: Any) -> None:
-        """Note what was appended to a list, put into a dictionary or assigned."""
-        if isinstance(now, list) and isinstance(before, list):
-            for item in now[len(before) :]:
-                if _is_computed(item):
-                    note(("append", name), item)
-        elif isinstance(now, dict) and isinstance(before, dict):
-            for key, item in now.items():
-                if _is_computed(item) and item is not before.get(key):
-                    note(("key", name, key), item)
-        elif _is_computed(now):
-            note(("set", name), now)
-
-    def _take_back(self) -> None:
-        """Lists, dictionaries and attributes as they were, where they have got a traced tensor."""
-        attributes = vars(self._module)
-        for name, now in list(attributes.items()):
-            before = self._before.get(name)
-            if name in _INTERNAL or not _holds_traced(now):
-                continue
-            if isinstance(now, list) and isinstance(before, list):
-                now[:] = [item for item in now if not _is_computed(item)]
-            elif isinstance(now, dict) and isinstance(before, dict):
-                for key in [key for key, item in now.items() if _is_computed(item)]:
-                    now.pop(key)
-                    if key in before:
-                        now[key] = before[key]
-            else:
-                attributes.pop(name)
-                if name in self._before:
-                    attributes[name] = before
 
 
 def _metrics_of(module: Any) -> dict[str, Any]:
@@ -227,22 +179,6 @@ def _metrics_of(module: Any) -> dict[str, Any]:
         return {}
     kinds = (Metric, MetricCollection)
     return {path: part for path, part in nn.Module.named_modules(module) if isinstance(part, kinds)}
-
-
-def _copied(value: Any) -> Any:
-    if type(value) in (list, dict):
-        return value.copy()
-    return value
-
-
-def _is_computed(value: Any) -> bool:
-    return any(is_traced(tensor) for tensor in tensors_of(value))
-
-
-def _holds_traced(value: Any) -> bool:
-    if isinstance(value, (set, frozenset)) or type(value).__name__ == "deque":
-        value = list(value)
-    return _is_computed(value)
 
 
 def _choose_loss(output: Any, module: Any) -> None:
