@@ -79,15 +79,14 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
         self._training_opts, self._inference_opts = training_opts, inference_opts
         self._has_own = {"training": training_opts is None, "inference": inference_opts is None}
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._more: dict[
-            Any, poptorch.PoplarExecutor
-        ] = {}  # for further loaders of a stage, by stage and index
+        self._more: dict[Any, poptorch.PoplarExecutor] = {}  # of further loaders, by stage and index
         self._shapes: dict[Any, Any] = {}  # of the batches that an executor runs, by stage
         self._counters: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
         self._loaders = Loaders(self)
         self._instances = Instances()
+        self._numbers: dict[str, list[int]] = {}
         self._loaded_numbers: dict[str, list[int]] = {}
 
     # ---- the life of a run -------------------------------------------------------------------------------
@@ -153,6 +152,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
 
     def _let_go(self) -> None:
         """Destroy executors, and leave everything as it was before the run."""
+        self._keep_numbers()
         for executor in {id(e): e for e in (*self.poptorch_models.values(), *self._more.values())}.values():
             executor.destroy()
             executor._unmark()

@@ -11,6 +11,8 @@ class WeightsPart:
     """The part of a strategy that uploads weights, and keeps the ipus' random numbers in checkpoints."""
 
     poptorch_models: dict[Any, poptorch.PoplarExecutor]
+    optimizers: list[Any]
+    _numbers: dict[str, list[int]]  # of random numbers, by stage, of executors that are gone
     _loaded_numbers: dict[str, list[int]]
 
     def upload_weights(self) -> None:
@@ -25,14 +27,30 @@ class WeightsPart:
             executor.copyWeightsToDevice()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        numbers = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
-        checkpoint = {**checkpoint, "ipu_random_numbers": numbers} if numbers else checkpoint
+        self._keep_numbers()
+        if self._numbers:
+            checkpoint = {**checkpoint, "ipu_random_numbers": self._numbers}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def _keep_numbers(self) -> None:
+        """Remember where the random numbers are: a checkpoint may be saved after the executors have gone."""
+        compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
+        self._numbers = {**self._numbers, **compiled}
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         self._loaded_numbers = dict(checkpoint.get("ipu_random_numbers", {}))
         return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the optimizers' states; a poptorch optimizer also takes that of a torch optimizer with the same rule."""
+        states = [
+            {"ipu_state": None, "ipu_param": None, **state}
+            if isinstance(optimizer, poptorch.optim.Optimizer)
+            else state
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
 
     def _restore_numbers(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
         """Go on with the random numbers of the checkpoint."""

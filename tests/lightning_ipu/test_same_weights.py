@@ -1,9 +1,14 @@
 """The weights after a fit are those of Lightning on the CPU, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
-from lightning_models import differing, loader, made, trainer, weights
+from lightning_models import Classifier, differing, loader, made, trainer, weights
+from torch.nn import functional
+
+import poptorch
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -68,6 +73,35 @@ def test_resumed_from_a_checkpoint_of_either(tmp_path, first, second):
     resumed, run = fitted(second, max_epochs=4, ckpt_path=path)
     assert run.current_epoch == 4
     assert differing(weights(resumed), weights(unbroken)) == []
+
+
+def test_a_torch_optimizers_checkpoint_goes_on_in_a_poptorch_optimizer(tmp_path):
+    unbroken, _ = fitted("cpu", max_epochs=4)
+    _, run = fitted("cpu", max_epochs=2)
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    ours = {"optimizer": lambda p: poptorch.optim.Adam(p, lr=0.01), "max_epochs": 4}
+    resumed, _ = fitted("ipu", ckpt_path=tmp_path / "half.ckpt", **ours)
+    assert differing(weights(resumed), weights(unbroken)) == []
+
+    ours["optimizer"] = lambda p: poptorch.optim.SGD(p, lr=0.01, momentum=0.9)
+    with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer"):
+        fitted("ipu", ckpt_path=tmp_path / "half.ckpt", **ours)
+
+
+class Dropping(Classifier):
+    def forward(self, x):
+        return self.last(functional.dropout(torch.tanh(self.first(x)), 0.5, self.training))
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adam"], lambda p: poptorch.optim.AdamW(p, lr=0.01)])
+def test_a_resumed_fit_with_dropout_is_the_unbroken_one(tmp_path, optimizer):
+    dropping = {"make": partial(made, Dropping), "optimizer": optimizer, "accumulate_grad_batches": 2}
+    unbroken, _ = fitted("ipu", max_epochs=4, **dropping)
+    half, run = fitted("ipu", max_epochs=2, **dropping)
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = fitted("ipu", max_epochs=4, ckpt_path=tmp_path / "half.ckpt", **dropping)
+    assert differing(weights(resumed), weights(unbroken)) == []
+    assert differing(weights(half), weights(unbroken))  # else nothing is tested
 
 
 class Halving(Callback):

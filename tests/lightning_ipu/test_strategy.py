@@ -294,6 +294,7 @@ class ManyLosses(Classifier):
             {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})]},
             "does not support `accumulate_grad_batches` changing",
         ),
+        (Classifier, {"accumulate_grad_batches": {0: 2, 1: 4}}, "`accumulate_grad_batches`"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_before_anything_trains(kind, more, words):
@@ -369,7 +370,7 @@ def test_a_users_options_of_a_pipeline_keep_its_minimum():
 def test_options_with_all_losses_give_one_for_each_iteration():
     inference = poptorch.Options().deviceIterations(32)
     training = poptorch.Options().deviceIterations(32)
-    training.anchorMode(poptorch.OutputMode.All) if hasattr(training, "anchorMode") else None
+    training.anchorMode(poptorch.OutputMode.All)
     shapes = []
     module = made()
     module.on_train_batch_end = lambda outputs, batch, batch_idx: shapes.append(tuple(outputs["loss"].shape))
