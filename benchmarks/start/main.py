@@ -1,4 +1,4 @@
-"""How long until it runs: the first call, cold and from the executable cache; and the passes on a long schedule."""
+"""How long until it runs: imports; the first call, cold and from the executable cache; passes of a long schedule."""
 
 import argparse
 import statistics
@@ -17,6 +17,7 @@ from bert import TASK as BERT  # pyright: ignore[reportAttributeAccessIssue]
 from chain import Chain, blocks  # pyright: ignore[reportMissingImports]
 from digits import TASK as DIGITS  # pyright: ignore[reportMissingImports]
 from harness import Contender, environment, markdown, measure  # pyright: ignore[reportMissingImports]
+from imports import HEAD, imports
 from resnet import TASK as RESNET  # pyright: ignore[reportAttributeAccessIssue]
 from task import Task  # pyright: ignore[reportMissingImports]
 from ways import Placement, Unit, executor, plain, stages  # pyright: ignore[reportMissingImports]
@@ -108,16 +109,19 @@ def passes(ipus: int, micro_batches: int, repeats: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["calls", "passes"])
+    parser.add_argument("--only", choices=["calls", "passes", "imports"])
     args = parser.parse_args()
     where = environment()
-    if args.only != "passes":
+    if args.only in (None, "imports"):
+        print(markdown(HEAD, imports(args.repeats)))
+        print()
+    if args.only in (None, "calls"):
         rows = [[name, *starts(task, placement, args.repeats)] for name, (task, placement) in TASKS.items()]
         print(
             markdown(["first call, one update", "cold (s)", "from the cache (s)", "plain PyTorch (s)"], rows)
         )
         print()
-    if args.only != "calls":
+    if args.only in (None, "passes"):
         head = ["ipus", "micro-batches", "actions", "partition (s)", "schedule (s)", "lower (s)", "all (s)"]
         print(markdown([*head, "µs an action"], [passes(*size, repeats=args.repeats) for size in SIZES]))
         print()
