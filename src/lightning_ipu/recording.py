@@ -1,8 +1,8 @@
 """What a step does on the host, written down while it is captured.
 
 A step runs once, with tensors that have no values yet. `self.log`, torchmetrics, lists that are appended to, attributes
-that are set (these two in `left.py`): each becomes a note of the graph (`poptorch.annotating.notes`), and `replaying.py` does it
-again after each call, with values. Everything that is put in place of the module's own is taken out again at the end.
+that are set (both in `left.py`): each becomes a note of the graph (`poptorch.annotating.notes`), and `replaying.py`
+does it again after each call, with values. All that is put in place of the module's own is taken out again at the end.
 """
 
 from __future__ import annotations
