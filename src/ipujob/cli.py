@@ -98,4 +98,45 @@ def _parser() -> argparse.ArgumentParser:
     manifest.add_argument("--namespace", default="ipujob-system", help="of the operator")
     manifest.add_argument("--image", default="pando:latest", help="with Pando in it")
     manifest.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    _add_cluster_commands(command)
     return parser
+
+
+def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    def with_namespace(*arguments: str) -> argparse.ArgumentParser:
+        added = command(arguments[0], "remote", *arguments[1:])
+        added.add_argument("-n", "--namespace", help="else the file's, else the kubeconfig's")
+        return added
+
+    submit = with_namespace("submit", "create the jobs of a file in a cluster")
+    submit.add_argument("file", metavar="FILE")
+    submit.add_argument("--name", help="in place of the file's name or generateName")
+    submit.add_argument("--follow", action="store_true", help="print the log of worker 0 until the job ends")
+    submit.add_argument(
+        "--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed"
+    )
+
+    status = with_namespace("status", "print the jobs, or all about one")
+    status.add_argument("name", nargs="?", metavar="NAME")
+    status.add_argument("--watch", action="store_true", help="print again whenever it changes")
+
+    logs = with_namespace("logs", "print what workers said")
+    logs.add_argument("name", metavar="NAME")
+    logs.add_argument("--worker", type=int, default=0, metavar="K")
+    logs.add_argument("--all", action="store_true", help="all workers, with their names before each line")
+    logs.add_argument("--follow", action="store_true")
+    logs.add_argument(
+        "--previous", action="store_true", help="of the container before its restart in the same pod"
+    )
+
+    delete = with_namespace("delete", "delete jobs and their pods")
+    delete.add_argument("names", nargs="+", metavar="NAME")
+    delete.add_argument("--keep-pods", action="store_true", help="leave the pods, without an owner")
+
+    operator = command("operator", "operator", "bring a cluster's IPUJobs to their ends, for ever")
+    where = operator.add_mutually_exclusive_group()
+    where.add_argument("--namespace", help="this one only; else the kubeconfig's")
+    where.add_argument("--all-namespaces", action="store_true")
+    operator.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    operator.add_argument("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
+    operator.add_argument("--alive", metavar="FILE", help="touch this file in every round")

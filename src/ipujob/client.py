@@ -1,0 +1,162 @@
+"""A cluster in six calls; objects are plain dictionaries. lightkube finds the cluster, and proves who we are.
+
+Typed clients refuse what files say (`cpu: 32`), so paths and bodies are ours, and nothing else knows lightkube.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .pods import Object
+
+_PLACES = {
+    "IPUJob": ("apis/graphcore.ai/v1alpha1", "ipujobs"),
+    "Pod": ("api/v1", "pods"),
+    "Service": ("api/v1", "services"),
+    "Event": ("api/v1", "events"),
+}
+_TIMEOUT = 30  # seconds, of a call that isn't a watch
+_PATCH = "application/merge-patch+json"
+
+
+class Refused(Exception):
+    """The cluster answered, and said no. `status` is HTTP's: 409 is a conflict, 404 nothing there, 403 no rights."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unreachable(Exception):
+    """No cluster is configured, or none answers."""
+
+
+class Cluster:
+    """The cluster of the pod that we run in, else of $KUBECONFIG, else of ~/.kube/config.
+
+    Raises:
+        Unreachable: nothing is configured, or lightkube isn't installed
+    """
+
+    def __init__(self, transport: Any = None) -> None:
+        try:
+            import httpx2
+            from lightkube import KubeConfig
+            from lightkube.config.client_adapter import Client, ConnectionParams
+            from lightkube.core.exceptions import ConfigError
+        except ImportError:
+            raise Unreachable(
+                "lightkube is not installed\n  fix: pip install pando-torch[kubernetes]"
+            ) from None
+        try:
+            config = KubeConfig.from_env().get()
+            if config is None:
+                raise ConfigError("the configuration file has no current context")
+            timeout = httpx2.Timeout(_TIMEOUT)
+            self._http = Client(config, ConnectionParams(timeout=timeout, transport=transport))
+        except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+            fix = "set KUBECONFIG to your cluster's file; or ipujob run FILE --local, which needs no cluster"
+            raise Unreachable(f"no cluster is configured: {error}\n  fix: {fix}") from None
+        self._error, self._forever = httpx2.HTTPError, httpx2.Timeout(_TIMEOUT, read=None)
+        self.namespace, self.server = config.namespace, config.cluster.server
+
+    def list(
+        self, kind: str, namespace: str | None = None, labels: str = "", fields: str = ""
+    ) -> list[Object]:
+        """All objects of a kind; of all namespaces, if none is named."""
+        params = {"labelSelector": labels, "fieldSelector": fields}
+        found = self._call("GET", _path(kind, namespace), params=params)
+        version = _PLACES[kind][0].partition("/")[2]
+        return [{"apiVersion": version, "kind": kind, **item} for item in found["items"]]
+
+    def watch(
+        self, kind: str, namespace: str | None = None, labels: str = "", seconds: int = 300
+    ) -> Iterator[Object]:
+        """Objects as they change, all that are there first; it ends when the cluster ends it."""
+        params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
+        for line in self._lines(_path(kind, namespace), params):
+            event = json.loads(line)
+            if event["type"] == "ERROR":  # 410: what was watched is no longer remembered
+                raise Refused(
+                    event["object"].get("code", 500), event["object"].get("message", "the watch ended")
+                )
+            yield event["object"]
+
+    def create(self, made: Object) -> Object:
+        return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), made)
+
+    def delete(self, known: Object, orphan: bool = False) -> None:
+        """Delete this very object, and not another one that bears its name by now."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        options["preconditions"] = {"uid": known["metadata"]["uid"]}
+        options["propagationPolicy"] = "Orphan" if orphan else "Background"
+        self._call("DELETE", _path_of(known), options)
+
+    def patch_status(self, known: Object, patch: Object) -> None:
+        """Change the status of what was read; 409, if somebody has changed the object since."""
+        body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
+        self._call("PATCH", f"{_path_of(known)}/status", body, _PATCH)
+
+    def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
+        """The lines that the pod's worker has said."""
+        container = pod["spec"]["containers"][0]["name"]
+        params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
+        yield from self._lines(f"{_path_of(pod)}/log", params)
+
+    def _call(
+        self, method: str, path: str, body: Any = None, kind: str = "application/json", params: Any = None
+    ) -> Any:
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": kind} if content else {}
+        try:
+            answer = self._http.request(method, path, content=content, headers=headers, params=_given(params))
+        except self._error as error:
+            raise self._unreachable(error) from None
+        if answer.is_error:
+            raise _refusal(answer.status_code, answer.text)
+        return answer.json()
+
+    def _lines(self, path: str, params: Any) -> Iterator[str]:
+        try:
+            with self._http.stream("GET", path, params=_given(params), timeout=self._forever) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise _refusal(answer.status_code, answer.text)
+                yield from answer.iter_lines()
+        except self._error as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(f"the cluster at {self.server} doesn't answer: {error or type(error).__name__}")
+
+
+def _refusal(status: int, text: str) -> Refused:
+    try:
+        message = json.loads(text)["message"]
+    except (ValueError, KeyError, TypeError):
+        message = text.strip() or "no reason given"
+    if status == 404 and (
+        "404 page not found" in message or "could not find the requested resource" in message
+    ):
+        message = (
+            "the cluster knows no IPUJobs\n  fix: ipujob manifest | kubectl apply -f -, with an administrator's "
+            "rights; or ipujob render FILE | kubectl apply -f -"
+        )
+    elif status in (401, 403):
+        message = f"not allowed: {message}\n  fix: ask for rights to ipujobs and pods in this namespace"
+    return Refused(status, message)
+
+
+def _given(params: dict[str, str] | None) -> dict[str, str]:
+    return {key: value for key, value in (params or {}).items() if value}
+
+
+def _path(kind: str, namespace: str | None) -> str:
+    group, plural = _PLACES[kind]
+    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
+
+
+def _path_of(known: Object) -> str:
+    return f"{_path(known['kind'], known['metadata']['namespace'])}/{known['metadata']['name']}"

@@ -1,0 +1,231 @@
+"""The operator: one loop that brings every IPUJob of a cluster one step on, again and again, and remembers nothing.
+
+A watch only wakes the loop, so a lost one costs nothing, and no decision rests on what was read long ago. A status is
+written on condition that the job is as it was read; so of two operators one decides, and the other reads again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .client import Cluster, Refused, Unreachable
+from .observe import observe, stamp
+from .pods import JOB, Images, Object
+
+_ROUND = 10.0  # seconds between rounds, if nothing happens
+_PAUSE = 0.2  # seconds between rounds, if much happens
+_LONGEST_DELAY = 60.0  # seconds, until a refused creation is tried again
+_HINTS = {
+    "exceeded quota": "pando/resources: drop, or smaller resources in the template",
+    "PodSecurity": "pando/security: drop",
+    "podsecurity": "pando/security: drop",
+}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A creation that was refused: why, and when to try again."""
+
+    message: str
+    delay: float  # seconds
+    until: float  # by the monotonic clock
+
+
+class Operator:
+    """Rounds over all jobs of a namespace, or of all.
+
+    Args:
+        log: takes a line for each action
+        clock: seconds, that refused creations wait by
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str | None = None,
+        device: str = "cpu",
+        images: Callable[[], Images] = tuple,
+        log: Callable[[str], Any] = print,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
+        self.log, self.clock = log, clock
+        self.trouble: dict[str, Trouble] = {}  # by the job's uid; only so that it isn't tried too often
+
+    def round(self) -> None:
+        """List everything, and bring each job one step on.
+
+        Raises:
+            Refused, Unreachable: nothing could be listed
+        """
+        jobs = self.cluster.list("IPUJob", self.namespace)
+        owned: dict[str, list[Object]] = defaultdict(list)
+        for kind in ("Pod", "Service"):
+            for each in self.cluster.list(kind, self.namespace, labels=JOB):
+                for owner in each["metadata"].get("ownerReferences") or []:
+                    owned[owner["uid"]].append(each)
+        uids = {job["metadata"]["uid"] for job in jobs}
+        self.trouble = {uid: trouble for uid, trouble in self.trouble.items() if uid in uids}
+        for job in jobs:
+            try:
+                self._step(job, owned[job["metadata"]["uid"]])
+            except Unreachable:
+                raise
+            except Refused as error:  # the next round begins with what is there by then
+                if error.status not in (404, 409):
+                    self.log(f"{_name(job)}: {error}")
+            except Exception as error:  # one job must not hold up the others
+                self.log(f"{_name(job)}: a fault of the operator: {type(error).__name__}: {error}")
+
+    def _step(self, job: Object, owned: Sequence[Object]) -> None:
+        trouble = self.trouble.get(job["metadata"]["uid"])
+        said = trouble.message if trouble else None
+        decision = observe(job, owned, datetime.now(UTC), said, self.device, self.images())
+        create = () if trouble and self.clock() < trouble.until else decision.create
+        if decision.status or create:
+            # Also where nothing is new: nobody creates who hasn't just seen that the job is as it was read.
+            self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(datetime.now(UTC))})
+            self._tell(job, decision.status)
+        for each in decision.delete:
+            self.log(f"{_name(job)}: delete {each['kind']} {each['metadata']['name']}")
+            try:
+                self.cluster.delete(each)
+            except Refused as error:
+                if error.status not in (404, 409):  # gone, or another one by that name
+                    raise
+        for each in create:
+            self.log(f"{_name(job)}: create {each['kind']} {each['metadata']['name']}")
+            try:
+                self.cluster.create(each)
+            except Refused as error:
+                if not (error.status == 409 and each["kind"] == "Service"):
+                    self._note(job, each, error, trouble)
+                    return
+        if create or not decision.create:
+            self.trouble.pop(job["metadata"]["uid"], None)
+
+    def _note(self, job: Object, made: Object, error: Refused, before: Trouble | None) -> None:
+        """Remember why a pod could not be made; the next round says it in the job's status."""
+        message = str(error)
+        hints = [f" (annotation {hint})" for mark, hint in _HINTS.items() if mark in message]
+        message = f"creating {made['metadata']['name']} was refused: {message}{hints[0] if hints else ''}"
+        delay = min(before.delay * 2, _LONGEST_DELAY) if before else 1.0
+        self.trouble[job["metadata"]["uid"]] = Trouble(message, delay, self.clock() + delay)
+        self.log(f"{_name(job)}: {message}; tried again in {delay:g} s")
+
+    def _tell(self, job: Object, patch: Object) -> None:
+        """What users should see of a job's life: a line, and an Event."""
+        said = patch.get("lastMessage") or job.get("status", {}).get("lastMessage", "")
+        if patch.get("restartCount"):
+            reason, kind = "Restarting", "Warning"
+            said = f"restart {patch['restartCount']}"
+        elif patch.get("launcherStatus") in ("Completed", "Failed"):
+            reason, kind = (
+                patch["launcherStatus"],
+                "Warning" if patch["launcherStatus"] == "Failed" else "Normal",
+            )
+        else:
+            return
+        self.log(f"{_name(job)}: {reason}: {said}")
+        metadata, when = job["metadata"], stamp(datetime.now(UTC))
+        keys = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{secrets.token_hex(8)}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {"apiVersion": job["apiVersion"], "kind": "IPUJob", **keys},
+            "type": kind,
+            "reason": reason,
+            "message": said[:1000],
+            "firstTimestamp": when,
+            "lastTimestamp": when,
+            "count": 1,
+            "source": {"component": "ipujob-operator"},
+        }
+        try:
+            self.cluster.create(event)
+        except (Refused, Unreachable) as error:
+            self.log(f"{_name(job)}: no event: {error}")
+
+
+def _name(job: Object) -> str:
+    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+
+
+def loop(operator: Operator, stop: threading.Event, wake: threading.Event, alive: Path | None = None) -> None:
+    """Rounds until `stop`: at any change, which sets `wake`, and every 10 seconds."""
+    for kind, labels in (("IPUJob", ""), ("Pod", JOB)):
+        threading.Thread(target=_watch, args=(operator, kind, labels, wake, stop), daemon=True).start()
+    while not stop.is_set():
+        wake.clear()  # what comes during the round is seen in the next
+        try:
+            operator.round()
+        except (Refused, Unreachable) as error:
+            operator.log(str(error))
+        if alive is not None:
+            alive.touch()
+        retry = min(
+            (trouble.until - operator.clock() for trouble in operator.trouble.values()), default=_ROUND
+        )
+        stop.wait(_PAUSE)
+        wake.wait(max(0.0, min(retry, _ROUND)))
+
+
+def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            for _ in operator.cluster.watch(kind, operator.namespace, labels):
+                wake.set()
+        except Exception:  # whatever it was: the loop says what is wrong with the cluster
+            stop.wait(1)
+        wake.set()
+
+
+def images_of(file: str | None) -> Callable[[], Images]:
+    """Reads lines OLD=NEW anew in each round, for the file of a ConfigMap changes."""
+
+    def read() -> Images:
+        try:
+            lines = Path(file).read_text().splitlines() if file else []
+        except OSError:
+            return ()
+        pairs = (line.strip().partition("=") for line in lines if not line.startswith("#"))
+        return [(old.strip(), new.strip()) for old, sign, new in pairs if sign and new.strip()]
+
+    return read
+
+
+def operator(arguments: argparse.Namespace) -> int:
+    """The command `ipujob operator`."""
+    try:
+        cluster = Cluster()
+    except Unreachable as error:
+        print(f"ipujob: {error}", file=sys.stderr)
+        return 1
+    namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
+    images = images_of(arguments.images)
+
+    def log(text: str) -> None:
+        print(f"{stamp(datetime.now(UTC))} {text}", flush=True)
+
+    stop, wake = threading.Event(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: (stop.set(), wake.set()))
+    log(f"operator of {'all namespaces' if namespace is None else namespace} at {cluster.server}")
+    alive = Path(arguments.alive) if arguments.alive else None
+    loop(Operator(cluster, namespace, arguments.device, images, log), stop, wake, alive)
+    return 0

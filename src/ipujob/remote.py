@@ -1,0 +1,248 @@
+"""The commands that speak with a cluster: submit, status, logs, delete."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from . import instances
+from .client import Cluster, Refused, Unreachable
+from .files import changed, jobs_of, load, warn_of_image
+from .pods import ATTEMPT, JOB, Object
+
+_POLL = 0.5  # seconds
+_PATIENCE = 60  # seconds that a cluster may be out of reach while we wait
+_ENDED = ("Completed", "Failed")
+
+
+def _command(run: Callable[[Cluster, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """What can't be done is said in one sentence; exit code 1."""
+
+    @functools.wraps(run)
+    def command(arguments: argparse.Namespace) -> int:
+        try:
+            return run(Cluster(), arguments)
+        except (Refused, Unreachable) as error:
+            print(f"ipujob: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:  # the job goes on
+            return 130
+
+    return command
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    documents = [
+        changed(document, arguments.name) if arguments.name else document
+        for document in jobs_of(arguments.file)
+    ]
+    jobs = [load(document) for document in documents]
+    for document, job in zip(documents, jobs, strict=True):
+        warn_of_image(document, job)
+    return _command(_submit)(argparse.Namespace(values=[d.value for d in documents], **vars(arguments)))
+
+
+def _submit(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    created = []
+    for value in arguments.values:
+        place = arguments.namespace or value["metadata"].get("namespace") or cluster.namespace
+        made = cluster.create({**value, "metadata": {**value["metadata"], "namespace": place}})
+        print(f"ipujob.graphcore.ai/{made['metadata']['name']} created", flush=True)
+        created.append(made)
+    if not (arguments.wait or arguments.follow):
+        return 0
+    return max([_wait(cluster, job, arguments.follow) for job in created], default=0)
+
+
+def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
+    """Until the job ends: 0 Completed, 1 Failed."""
+    name, place = job["metadata"]["name"], job["metadata"]["namespace"]
+    shown: set[str] = set()
+    reached = time.monotonic()
+    while True:
+        try:
+            now = _job(cluster, name, place)
+            if now["metadata"]["uid"] != job["metadata"]["uid"]:
+                raise Refused(404, f"{name} was deleted, and another one was created")
+            for pod in _pods(cluster, now) if follow else ():
+                if (
+                    _number(pod) == 0
+                    and instances.phase(pod) != "Pending"
+                    and pod["metadata"]["uid"] not in shown
+                ):
+                    shown.add(pod["metadata"]["uid"])
+                    _copy(cluster, pod, True, False, "")
+            reached = time.monotonic()
+        except Unreachable:
+            if time.monotonic() - reached > _PATIENCE:
+                raise
+            now = job
+        status = now.get("status", {})
+        if status.get("launcherStatus") in _ENDED:
+            print(f"{name}: {status['launcherStatus']}: {status.get('lastMessage', '')}", file=sys.stderr)
+            return int(status["launcherStatus"] == "Failed")
+        time.sleep(_POLL)
+
+
+@_command
+def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    place = arguments.namespace or cluster.namespace
+    last = None
+    while True:
+        if arguments.name:
+            text = _details(cluster, _job(cluster, arguments.name, place))
+        else:
+            text = table(cluster.list("IPUJob", place)) or f"No IPUJobs found in {place} namespace."
+        if text != last:
+            print(text if last is None else f"\n{text}", flush=True)
+        last = text
+        if not arguments.watch:
+            return 0
+        time.sleep(_POLL)
+
+
+def table(jobs: Sequence[Object]) -> str:
+    """The columns of `kubectl get ipujobs`; empty, if there is no job."""
+    rows = [("NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE")]
+    for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
+        said = job.get("status", {})
+        fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
+        rows.append(
+            (job["metadata"]["name"], *(str(said.get(key, "")) for key in fields), age(job["metadata"]))
+        )
+    return columns(rows) if jobs else ""
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def age(metadata: Object) -> str:
+    """How old an object is, as kubectl says it: 59s, 10m, 3h, 5d."""
+    then = datetime.fromisoformat(metadata["creationTimestamp"])
+    seconds = max(int((datetime.now(UTC) - then).total_seconds()), 0)
+    for unit, size, limit in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
+        if seconds < limit:
+            return f"{seconds // size}{unit}"
+    return f"{seconds // 86400}d"
+
+
+def _details(cluster: Cluster, job: Object) -> str:
+    """All about one job: its instances, pods, conditions and last events."""
+    said, name = job.get("status", {}), job["metadata"]["name"]
+    parts = [table([job])]
+    if known := said.get("instances"):
+        rows = [
+            (number, each["state"], str(each["restarts"]))
+            for number, each in sorted(known.items(), key=_by_number)
+        ]
+        parts.append(columns([("INSTANCE", "STATE", "RESTARTS"), *rows]))
+    if pods := _pods(cluster, job):
+        rows = [
+            (pod["metadata"]["name"], instances.phase(pod), _text(instances.exit_code(pod)),
+             pod["metadata"]["labels"].get(ATTEMPT, ""), pod["spec"].get("nodeName", ""))
+            for pod in pods
+        ]  # fmt: skip
+        parts.append(columns([("POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"), *rows]))
+    notes = [
+        f"{each['type']}: {each.get('message', '')}"
+        for each in said.get("conditions", [])
+        if each["status"] == "True"
+    ]
+    events = cluster.list("Event", job["metadata"]["namespace"], fields=f"involvedObject.name={name}")
+    events.sort(key=lambda event: event.get("lastTimestamp") or "")
+    notes += [f"{each.get('lastTimestamp')} {each['reason']}: {each['message']}" for each in events[-5:]]
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+
+
+def _by_number(item: tuple[str, Any]) -> int:
+    return int(item[0])
+
+
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+@_command
+def logs(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    job = _job(cluster, arguments.name, arguments.namespace or cluster.namespace)
+    pods = [pod for pod in _pods(cluster, job) if arguments.all or _number(pod) == arguments.worker]
+    if not pods:
+        said = job.get("status", {})
+        which = arguments.name if arguments.all else f"{arguments.name}-worker-{arguments.worker}"
+        raise Refused(
+            404, f"{which} has no pod: the job is {said.get('launcherStatus')}: {said.get('lastMessage')}"
+        )
+    if len(pods) == 1 or not arguments.follow:
+        for pod in pods:
+            _copy(cluster, pod, arguments.follow, arguments.previous, _prefix(pod) if arguments.all else "")
+        return 0
+    errors: list[Exception] = []
+
+    def copy(pod: Object) -> None:
+        try:
+            _copy(cluster, pod, True, arguments.previous, _prefix(pod))
+        except (Refused, Unreachable) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=copy, args=(pod,), daemon=True) for pod in pods]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return 0
+
+
+def _copy(cluster: Cluster, pod: Object, follow: bool, previous: bool, prefix: str) -> None:
+    for line in cluster.logs(pod, follow, previous):
+        sys.stdout.write(f"{prefix}{line}\n")
+        sys.stdout.flush()
+
+
+def _prefix(pod: Object) -> str:
+    return f"[{pod['metadata']['name']}] "
+
+
+@_command
+def delete(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    place = arguments.namespace or cluster.namespace
+    code = 0
+    for name in arguments.names:
+        try:
+            cluster.delete(_job(cluster, name, place), orphan=arguments.keep_pods)
+            print(f'ipujob.graphcore.ai "{name}" deleted')
+        except Refused as error:
+            print(f"ipujob: {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+def _job(cluster: Cluster, name: str, namespace: str) -> Object:
+    found = cluster.list("IPUJob", namespace, fields=f"metadata.name={name}")
+    if not found:
+        raise Refused(404, f"there is no IPUJob {name} in namespace {namespace}")
+    return found[0]
+
+
+def _pods(cluster: Cluster, job: Object) -> list[Object]:
+    """The pods that belong to a job, in the order of their numbers."""
+    found = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
+    uid = job["metadata"]["uid"]
+    owned = [
+        pod for pod in found if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or [])
+    ]
+    return sorted(owned, key=_number)
+
+
+def _number(pod: Object) -> int:
+    return int(pod["metadata"]["name"].rpartition("-")[2])
