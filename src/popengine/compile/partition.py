@@ -44,68 +44,94 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
-    placement = place(graph.visits, used_visits(graph), strategy)
     written = {result.key for result in graph.results if result.kind == "buffer"}
     views, casts = _of_state(graph, written)
-    where = _stages(graph, placement, views | casts)
-    while strategy.mode != "pipelined" and (span := _shared_buffer(graph, where)) is not None:
-        placement = together(placement, *span)
-        logger.warning(
-            "stages %d to %d write the same buffer, and run as one, on ipu %d", *span, placement.ipus[span[0]]
-        )
-        where = _stages(graph, placement, views | casts)
+    placement, where = _placed(graph, strategy, views | casts)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
-    members: dict[Where, list[fx.Node]] = {place_: [] for place_ in order}
-    needs: dict[Where, dict[str, None]] = {place_: {} for place_ in order}  # ordered sets
-    for node in _calls(graph):
-        if node not in views | casts:
-            members[where[node]].append(node)
-    for place_ in order:
-        again = views
-        if recompute and place_[0] == "B":
-            forward = set(members["F", place_[1]])
-            again = views | {node for node in forward if str(node.target) != CHECKPOINT}
-        members[place_] = _with_needed(members[place_], again, graph)
-        own = set(members[place_])
-        for node in members[place_]:
-            needs[place_] |= {operand.name: None for operand in node.all_input_nodes if operand not in own}
+    members = _members(graph, where, order, views, casts, recompute)
+    needs = {of: _outside(nodes) for of, nodes in members.items()}
     prepared = {
         node.name: _prepared(node, graph, views | casts)
         for node in casts
         if any(node.name in names for names in needs.values())
     }
-    home = _homes(graph, where, {place_: _sources(needs[place_], prepared) for place_ in order}, order)
-
-    made: dict[str, Where] = {
-        node.name: place_ for node, place_ in where.items() if node not in views | casts
-    }
-    state = {slot.name: slot for slot in graph.slots}
+    home = _homes(graph, where, {of: _sources(needs[of], prepared) for of in order}, order)
+    made = {node.name: maker for node, maker in where.items() if node not in views | casts}
     kept = {slot.name for slot in graph.slots if slot.role == "buffer" and slot.key in written}
-    for name in kept:  # its value as of a micro-batch comes from the forward that replaces it
-        made[name] = ("F", home[name])
-        needs["F", home[name]][name] = None
-    for result in graph.results:
-        if (
-            result.name in state and result.name not in made
-        ):  # handed through: by the first stage, or its home
-            made[result.name] = ("F", home.get(result.name, 0))
-            needs[made[result.name]][result.name] = None
-    wanted = {result.name for result in graph.results}
+    for name, maker in _handed_through(graph, kept, home, made).items():
+        made[name] = maker
+        needs[maker][name] = None
     fixed = {slot.name for slot in graph.slots if slot.role != "input"} - kept  # every ipu has its own
-    fixed |= prepared.keys()
-    for place_ in order:
-        for name in needs[place_]:
-            if name not in fixed and made.get(name, place_) != place_:
+    wanted = {result.name for result in graph.results}
+    for user in order:
+        for name in needs[user]:
+            if name not in fixed | prepared.keys() and made.get(name, user) != user:
                 wanted.add(name)
-                if order.index(made[name]) > order.index(place_):
-                    raise _flows_back(name, made[name], place_, placement, graph)
+                if order.index(made[name]) > order.index(user):
+                    raise _flows_back(name, made[name], user, placement, graph)
     pieces = []
-    for place_ in order:
-        writes = [name for name, maker in made.items() if maker == place_ and name in wanted]
-        if members[place_] or writes:
-            pieces.append(emit(*place_, list(needs[place_]), writes, members[place_]))
+    for of in order:
+        writes = [name for name, maker in made.items() if maker == of and name in wanted]
+        if members[of] or writes:
+            pieces.append(emit(*of, list(needs[of]), writes, members[of]))
     return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
+
+
+def _placed(
+    graph: Graph, strategy: Strategy, of_state: set[fx.Node]
+) -> tuple[Placement, dict[fx.Node, Where]]:
+    """Stages that write one buffer are one, where there is no pipeline."""
+    placement = place(graph.visits, used_visits(graph), strategy)
+    where = _stages(graph, placement, of_state)
+    while strategy.mode != "pipelined" and (span := _shared_buffer(graph, where)) is not None:
+        placement = together(placement, *span)
+        logger.warning(
+            "stages %d to %d write the same buffer, and run as one, on ipu %d", *span, placement.ipus[span[0]]
+        )
+        where = _stages(graph, placement, of_state)
+    return placement, where
+
+
+def _members(
+    graph: Graph,
+    where: dict[fx.Node, Where],
+    order: list[Where],
+    views: set[fx.Node],
+    casts: set[fx.Node],
+    recompute: bool,
+) -> dict[Where, list[fx.Node]]:
+    """The nodes of each piece: its own, the views that it needs, and what it recomputes."""
+    own: dict[Where, list[fx.Node]] = {of: [] for of in order}
+    for node in _calls(graph):
+        if node not in views | casts:
+            own[where[node]].append(node)
+    members = {}
+    for phase, stage in order:
+        again = views
+        if recompute and phase == "B":
+            again = views | {node for node in own["F", stage] if str(node.target) != CHECKPOINT}
+        members[phase, stage] = _with_needed(own[phase, stage], again, graph)
+    return members
+
+
+def _outside(nodes: list[fx.Node]) -> dict[str, None]:
+    """The names that these nodes read of others, in order."""
+    inside = set(nodes)
+    return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
+
+
+def _handed_through(
+    graph: Graph, kept: set[str], home: dict[str, int], made: dict[str, Where]
+) -> dict[str, Where]:
+    """Who hands on what nobody computes: results that are inputs or weights, and buffers as they were before."""
+    # A buffer's value as of a micro-batch comes from the forward that replaces it.
+    found: dict[str, Where] = {slot.name: ("F", home[slot.name]) for slot in graph.slots if slot.name in kept}
+    state = {slot.name for slot in graph.slots}
+    for result in graph.results:
+        if result.name in state and result.name not in made and result.name not in found:
+            found[result.name] = ("F", home.get(result.name, 0))
+    return found
 
 
 def _calls(graph: Graph) -> Iterable[fx.Node]:

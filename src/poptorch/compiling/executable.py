@@ -63,37 +63,18 @@ def compile_model(
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
-    requests = _requests(options)
-    asked = {request.long_name for request in requests.values()}
-    wide = is_wide(model)
+    requests, wide = _requests(options), is_wide(model)
     samples = [narrowed(sample(tensor, settings.counts), wide) for tensor in call.tensors]
-    precision = options.Precision
-    policy = precision.autocast_policy if precision.autocast_enabled else None
-    template: Any = None
-    returned, traced = 0, {}
-    notes: list[Note] = []
-
-    def forward(tensors: list[Tensor]) -> list[Tensor]:
-        nonlocal template, returned
-        with following(policy), Traced() as traced_functions:
-            value = call.given_to(model, tensors)
-        template, outputs = traced_outputs(value)
-        returned = len(outputs)
-        if settings.training:
-            traced_functions.warn_about(outputs)
-        for name, value in {**dict(zip(call.paths, tensors, strict=True)), **_losses()}.items():
-            traced[name] = len(outputs) if name in asked else -1
-            outputs += [value] if name in asked else []
-        state = current()
-        assert state is not None
-        notes.extend(kept(state.notes, outputs))
-        return outputs
-
+    tracing = _Tracing(
+        model, call, options, settings.training, {request.long_name for request in requests.values()}
+    )
     compilation_hooks.before_compilation()
     options._execution_strategy.onStartTracing()
     try:
         with one_row_each(model, settings.replica_groups):
-            graph = capture(model, forward, samples, training=settings.training, device=settings.device)
+            graph = capture(
+                model, tracing.forward, samples, training=settings.training, device=settings.device
+            )
     finally:
         options._execution_strategy.onEndTracing()
         compilation_hooks.after_compilation()
@@ -101,9 +82,10 @@ def compile_model(
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     check_overlap(graph, options)
-    graph, anchors = resolve(graph, traced, requests, settings.training)
-    anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
+    graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
+    anchors = replace(anchors, noted=tuple(anchor for note in tracing.notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors.wanted)
+    precision = options.Precision
     if settings.device == "cpu" and precision.half_kernels != "native":
         auto = precision.half_kernels == "auto"
         graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
@@ -117,7 +99,53 @@ def compile_model(
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     inputs = Compiled(call, settings.counts, wide)
-    return Executable(plan, settings, inputs, template, returned, anchors, tuple(notes), graph, memory_format)
+    return Executable(
+        plan,
+        settings,
+        inputs,
+        tracing.template,
+        tracing.returned,
+        anchors,
+        tuple(tracing.notes),
+        graph,
+        memory_format,
+    )
+
+
+class _Tracing:
+    """A model's forward as capture calls it: tensors in, tensors out. It keeps what a call's outputs are made of.
+
+    Args:
+        asked: the names of tensors that become outputs, too
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Call, options: Options, training: bool, asked: set[str]
+    ) -> None:
+        self._model, self._call, self._asked = model, call, asked
+        precision = options.Precision
+        self._policy = precision.autocast_policy if precision.autocast_enabled else None
+        self._training = training
+        self.template: Any = None
+        self.returned = 0
+        self.traced: dict[str, int] = {}  # the index of the output that a name is; -1: of none
+        self.notes: list[Note] = []
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        with following(self._policy), Traced() as traced_functions:
+            value = self._call.given_to(self._model, tensors)
+        self.template, outputs = traced_outputs(value)
+        self.returned = len(outputs)
+        if self._training:
+            traced_functions.warn_about(outputs)
+        named = {**dict(zip(self._call.paths, tensors, strict=True)), **_losses()}
+        for name, value in named.items():
+            self.traced[name] = len(outputs) if name in self._asked else -1
+            outputs += [value] if name in self._asked else []
+        state = current()
+        assert state is not None
+        self.notes.extend(kept(state.notes, outputs))
+        return outputs
 
 
 def _losses() -> dict[str, Tensor]:

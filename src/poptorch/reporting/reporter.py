@@ -19,7 +19,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.ir import Graph
+from popengine.ir import Graph, Plan, Signature
 from popengine.run.engine import Engine
 from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder
@@ -102,45 +102,17 @@ def made(
     options: Options,
 ) -> profile.Profile:
     """The profile as a value."""
-    plan, counts, origin = engine.plan, settings.counts, recorder.origin
+    plan, origin = engine.plan, recorder.origin
     partition = plan.partition
     kind = "training" if settings.training else "inference"
     roles = {slot.name: slot.role for slot in partition.signature.slots}
-    inputs = [slot for slot in partition.signature.slots if slot.role == "input"]
     return profile.Profile(
         options("model_name") if options.exists("model_name") else kind,
         settings.training,
         partition.names,
         partition.ipus,
-        {
-            "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
-            "iterations": counts.iterations,
-            "accumulation": counts.accumulation,
-            "replicas": counts.replicas,
-            "groups": counts.groups,
-            "instances": counts.instances,
-        },
-        {
-            "mode": settings.strategy.mode,
-            "schedule_length": described.length,
-            "schedule_actions": described.actions,
-            "schedule_micro_batches": plan.schedule.micro_batches,
-            "in_flight": plan.schedule.in_flight,
-            "calls": recorder.calls,
-            "failed_calls": recorder.failed_calls,
-            "steps": recorder.steps,
-            "ns_in_calls": recorder.ns_in_calls,
-            "detailed_step": _detailed_step(recorder),
-            "capacity": _capacity(),
-            "cores": os.cpu_count() or 1,
-            "device": settings.device,
-            "versions": {
-                "pando": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-        },
+        _counts(settings, partition.signature),
+        _facts(recorder, described, settings, plan),
         described.programs,
         tuple(passes),
         tuple(described.blocks),
@@ -161,6 +133,43 @@ def made(
         tuple(described.schedule),
         tuple(changed_options(options, settings.training)),
     )
+
+
+def _counts(settings: Settings, signature: Signature) -> dict[str, int]:
+    counts = settings.counts
+    inputs = [slot for slot in signature.slots if slot.role == "input"]
+    return {
+        "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
+        "iterations": counts.iterations,
+        "accumulation": counts.accumulation,
+        "replicas": counts.replicas,
+        "groups": counts.groups,
+        "instances": counts.instances,
+    }
+
+
+def _facts(recorder: Recorder, described: Description, settings: Settings, plan: Plan) -> dict[str, Any]:
+    return {
+        "mode": settings.strategy.mode,
+        "schedule_length": described.length,
+        "schedule_actions": described.actions,
+        "schedule_micro_batches": plan.schedule.micro_batches,
+        "in_flight": plan.schedule.in_flight,
+        "calls": recorder.calls,
+        "failed_calls": recorder.failed_calls,
+        "steps": recorder.steps,
+        "ns_in_calls": recorder.ns_in_calls,
+        "detailed_step": _detailed_step(recorder),
+        "capacity": _capacity(),
+        "cores": os.cpu_count() or 1,
+        "device": settings.device,
+        "versions": {
+            "pando": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
