@@ -1,0 +1,115 @@
+"""One model through all passes: three stages, five micro-batches. `python docs/worked_example.py`
+
+architecture.md reads this output pass by pass; a test holds what stands there against what is printed here.
+"""
+
+from textwrap import indent
+
+import torch
+from torch import nn
+
+import poptorch
+from popengine.compile.schedule import depth_first, draw, pipelined
+from popengine.run.drivers.tasks import tasks, timeline
+
+
+class Net(nn.Module):
+    """Three blocks, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, label):
+        with poptorch.Block("A", ipu_id=0):
+            x = self.a(x).relu()
+        with poptorch.Block("B", ipu_id=1):
+            x = self.b(x).relu()
+        with poptorch.Block("C", ipu_id=2):
+            return nn.functional.cross_entropy(self.c(x), label)
+
+
+def compiled() -> poptorch.PoplarExecutor:
+    torch.manual_seed(0)
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(5)
+    options.showCompilationProgressBar(False)
+    model = Net()
+    executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.1))
+    executor.compile(*batch())
+    return executor
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Five micro-batches of two rows."""
+    return torch.randn(10, 8), torch.arange(10) % 4
+
+
+def show(title: str, text: str) -> None:
+    print(f"--- {title}\n{indent(text.rstrip(), '  ')}\n")
+
+
+def main() -> None:
+    executor = compiled()
+    executable = executor._executable
+    assert executable is not None and executable.graph is not None
+    graph, plan = executable.graph, executable.plan
+
+    lines = []
+    for node in graph.code.nodes:
+        if node.op == "call_function":
+            block = node.meta["block"]
+            name = graph.visits[block].name if block is not None and block >= 0 else "-"
+            operands = ", ".join(operand.name for operand in node.all_input_nodes)
+            lines.append(f"{node.meta['phase']} {name}  {node.name} = {node.target}({operands})")
+    results = [f"result: {result.kind} {result.key} = {result.name}" for result in graph.results]
+    show("capture: one graph of one micro-batch, forward and backward", "\n".join([*lines, *results]))
+
+    partition = plan.partition
+    homes = "\n".join(f"{name} lives in stage {stage}" for name, stage in partition.home.items())
+    pieces = "\n".join(
+        f"{piece} on ipu {partition.ipus[piece.stage]}:"
+        f" reads {', '.join(piece.reads)}; writes {', '.join(piece.writes)}"
+        for piece in partition.pieces
+    )
+    show("partition: a piece for each phase of each stage", f"{homes}\n{pieces}")
+    show("a piece is the Python that runs it", partition.pieces[1].source)
+
+    show(
+        "schedule of separate devices: one forward, one backward",
+        draw(pipelined((0, 1, 2), 5, training=True)),
+    )
+    show("schedule of two cores that share all ipus: depth first", draw(depth_first(3, 5, True, cores=2)))
+
+    program = "\n".join(
+        f"{number:2} {type(instruction).__name__}({', '.join(map(str, instruction))})"
+        for number, instruction in enumerate(plan.programs[1][:12])
+    )
+    show("lower: how the program of ipu 1 begins", program)
+
+    for lanes, title in (
+        (True, "lanes: each ipu does one thing at a time"),
+        (False, "two cores, depth first"),
+    ):
+        found = tasks(plan, 3, adds_outputs=False, in_order=False, lanes=lanes)
+        costs = [float(task.piece >= 0) for task in found]
+        line = timeline(found, costs, [task.ipu for task in found] if lanes else 2)
+        number = {id(found[task]): index for index, task in enumerate(line.order)}
+        rows = []
+        for index, task in enumerate(found[at] for at in line.order[:10]):
+            what = (
+                f"{partition.pieces[task.piece]}, micro-batch {task.micro_batch}"
+                if task.piece >= 0
+                else "sums"
+            )
+            after = ", ".join(map(str, sorted({number[id(other)] for other in task.after}))) or "nothing"
+            rows.append(f"{index}: ipu {task.ipu}, {what}; after {after}")
+        waiting = f"{100 * line.bubble:.1f} % of their time"
+        rows.append(f"the step takes {line.length:.0f} ticks on {line.count} devices, which wait {waiting}")
+        show(f"tasks in virtual time (a piece takes one tick, all else none): {title}", "\n".join(rows))
+
+    show("a call: all of it, five micro-batches and the update", f"loss {executor(*batch()).item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

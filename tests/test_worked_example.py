@@ -1,0 +1,27 @@
+"""The example that the architecture is explained by prints what stands there."""
+
+import re
+import runpy
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_excerpts_of_the_newcomers_path_are_what_the_worked_example_prints(capsys):
+    runpy.run_path(str(DOCS / "worked_example.py"), run_name="__main__")
+    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    section = (DOCS / "architecture.md").read_text().split("## Forty minutes")[1].split("\n## ")[0]
+    excerpts = [
+        line.strip()
+        for block in re.findall("```text\n(.*?)```", section, re.S)
+        for line in block.splitlines()
+    ]
+    assert len(excerpts) > 10
+    assert not [line for line in excerpts if line not in printed]
+
+
+def test_the_files_of_the_newcomers_path_exist():
+    section = (DOCS / "architecture.md").read_text().split("## Forty minutes")[1].split("\n## ")[0]
+    files = re.findall(r"`(pop\w+/[\w/]+\.py)`", section)
+    assert len(files) == 10
+    assert not [name for name in files if not (DOCS.parent / "src" / name).exists()]
