@@ -69,8 +69,10 @@ def whole():
     return {rule: weights(rule, poptorch.Options().replicationFactor(REPLICAS), 1, 0) for rule in RULES}
 
 
-@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("instances", [2, 4, 8, 16])
 def test_sixteen_replicas_in_several_instances_train_to_the_bits_of_one(whole, instances):
-    for ended in processes.run(in_one_of, instances, instances, replicas=REPLICAS // instances):
-        assert ended.error == ""
-        assert [rule for rule in RULES if ended.value[rule] != whole[rule]] == []
+    ended = processes.run(in_one_of, instances, instances, replicas=REPLICAS // instances)
+    assert [one.error for one in ended] == [""] * instances
+    assert [
+        (rule, i) for rule in RULES for i in range(instances) if ended[i].value[rule] != whole[rule]
+    ] == []

@@ -12,7 +12,10 @@ from typing import Any
 from popdist.environment import Launch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "poptorch", "popdist.poptorch", "popdist.collectives"])
+# The last is what capture loads at its first use, 1.5 s of each process.
+CONTEXT.set_forkserver_preload(
+    ["torch", "poptorch.executor", "popdist.poptorch", "popdist.collectives", "torch._dynamo"]
+)
 LIMIT = 60  # seconds; a test that hangs fails
 
 
