@@ -12,7 +12,6 @@ AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 Backend = Literal["eager", "inductor"]
 DeviceKind = Literal["cpu", "cuda"]
-OptimizerKind = Literal["sgd", "adam", "adamw", "rmsprop", "lamb", "lars"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +70,12 @@ class Counts:
 class Optimizer:
     """A weight update rule without its rates: what may not change after compilation.
 
-    `group_of` gives the parameter group of each parameter by its canonical name; a parameter that is not
-    in it is not updated. `state_types` holds the dtype of each state the rule keeps, by the state's name
-    ("velocity"; "exp_avg", "exp_avg_sq"; ...).
+    `kind` is a key of `popengine.update.rules.RULES`. `group_of` gives the parameter group of each parameter by
+    its canonical name; a parameter that is not in it is not updated. `state_types` holds the dtype of each state
+    the rule keeps, by the state's name ("velocity"; "exp_avg", "exp_avg_sq"; ...).
     """
 
-    kind: OptimizerKind
+    kind: str
     group_of: dict[str, int]
     state_types: dict[str, torch.dtype] = field(default_factory=dict)
     accumulator_type: torch.dtype = torch.float32

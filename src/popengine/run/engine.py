@@ -48,7 +48,6 @@ class Engine(Tensors):
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        rules:   the module of update rules (init_state, update, norms, clip_, clamp_)
         device:  from the number of an ipu to a new device for it; by default of the settings' kind
     """
 
@@ -57,7 +56,6 @@ class Engine(Tensors):
         plan: Plan,
         settings: Settings,
         weights: Mapping[str, Tensor],
-        rules: object,
         seed: int,
         device: Callable[[int], Device] | None = None,
     ) -> None:
@@ -65,7 +63,7 @@ class Engine(Tensors):
         self._meeting = meetings.of(settings.counts.instances) if several else None
         if self._meeting is not None:
             self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
-        super().__init__(plan, settings, weights, rules, device or devices.of(settings.device))
+        super().__init__(plan, settings, weights, device or devices.of(settings.device))
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
         self._calls = 0
         self.random_state = seed, 0
@@ -78,7 +76,7 @@ class Engine(Tensors):
             home = self.devices[replica, ipu]
             kind = RemoteWorker if home.is_remote else Worker
             code, meeting = codes[home.place], self._meeting
-            self._workers.append(kind(ipu, replica, plan, settings, store, rules, meeting, code, home))
+            self._workers.append(kind(ipu, replica, plan, settings, store, meeting, code, home))
         self._settle()
         self._crews: dict[bool, Crew] = {}  # of calls that are recorded, and of others
         self._close = weakref.finalize(self, _close, self._crews)
@@ -112,7 +110,7 @@ class Engine(Tensors):
         if has_graphs and (is_recorded or not is_one):
             say_why_not("they are profiled" if is_recorded else "the ipus are on several devices")
         replays = has_graphs and is_one and not is_recorded
-        return Crew(self._workers, driver, Replays(self._workers, self._rules, driver) if replays else None)
+        return Crew(self._workers, driver, Replays(self._workers, driver) if replays else None)
 
     # ---- running -----------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Settings
+from ..update.clipping import clamp_, clip_, norms
+from ..update.group_update import takes_tensors, update
+from ..update.loss_scaling import Count, all_finite, count, next_factor
 from .devices.base import Device
 from .instances.collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .instances.instance_sums import Instances
 from .instances.meeting import FIRST_FREE, Meeting
-from .scaling import Count, all_finite, count, next_factor
 from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
 from .state.state_owners import pass_on
@@ -29,8 +31,7 @@ class Updater:
     """Updates the weights that live on one ipu of one replica.
 
     Args:
-        rules:     the module of update rules (update, norms, clip_, clamp_, takes_tensors)
-        meeting:   how this instance meets the others, or None for one alone
+        meeting: how this instance meets the others, or None for one alone
     """
 
     def __init__(
@@ -40,16 +41,15 @@ class Updater:
         plan: ir.Plan,
         settings: Settings,
         store: Store,
-        rules: Any,
         meeting: Meeting | None,
         device: Device,
     ) -> None:
         self.device = device
         weights = [store.state[store.slot[key]] for key in store.sums]
-        self._takes_tensors = any(rules.takes_tensors(settings.optimizer, weight) for weight in weights)
-        self.offloading = offloading_of(device, settings, rules)
+        self._takes_tensors = any(takes_tensors(settings.optimizer, weight) for weight in weights)
+        self.offloading = offloading_of(device, settings)
         self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
-        self.ipu, self.replica, self.settings, self.store, self.rules = ipu, replica, settings, store, rules
+        self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
         self._meeting = meeting
         self._instances: dict[tuple[int, ...], Instances] = {}
         self.place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
@@ -81,12 +81,12 @@ class Updater:
             return True  # the update is left out, so nothing is lost
         is_finite = not self._may_overflow(scale) or all_finite(sums)
         if optimizer.max_grad_norm != float("inf"):
-            norms = dict(zip(keys, self.rules.norms(sums), strict=True)) if keys else {}
-            everything = yield from exchange(norms, "norms", self.ipu, self.replica, self.ipus, give)
+            mine = dict(zip(keys, norms(sums), strict=True))
+            everything = yield from exchange(mine, "norms", self.ipu, self.replica, self.ipus, give)
             if keys:
-                self.rules.clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
+                clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
         if optimizer.max_grad_value != float("inf") and sums:
-            self.rules.clamp_(sums, optimizer.max_grad_value)
+            clamp_(sums, optimizer.max_grad_value)
         store.renew(self._off_device())
         mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):
@@ -133,7 +133,7 @@ class Updater:
         weights = [self.store.state[self.store.slot[name]] for name in names]
         gradients = [self.store.sums[name] for name in names]
         generators = self._generators(names, weights, key)
-        self.rules.update(self.settings.optimizer, rates, weights, gradients, states, generators)
+        update(self.settings.optimizer, rates, weights, gradients, states, generators)
 
     def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
         name = ("sums", self.ipu, members)

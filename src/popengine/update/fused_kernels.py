@@ -1,52 +1,53 @@
-"""The rules that GPUs have as one kernel for all parameters: Adam and AdamW with bias correction, and SGD.
+"""The rules that torch has as one kernel for all parameters: Adam and AdamW with bias correction, and SGD.
 
-They differ from `rules.py` by rounding. The learning rate is a tensor and so are the steps, so that nothing has to be
-known when the kernel is started: a CUDA graph of it serves every rate and every step.
+They differ from `formulas.py` by rounding. The learning rate may be a tensor and the steps are, so that nothing has to
+be known when the kernel is started: a CUDA graph of it serves every rate and every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from popengine.settings import Optimizer
-
-DEVICES = ("cuda",)  # CPUs have such kernels too; theirs would not be torch.optim's bits
-
-
-def fits(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether there is a fused kernel for updates of this parameter."""
-    if parameter.device.type not in DEVICES or parameter.dtype != torch.float32:
-        return False
-    if any(dtype != torch.float32 for dtype in optimizer.state_types.values()):
-        return False
-    if optimizer.accumulator_type != torch.float32:
-        return False
-    if optimizer.kind == "sgd":
-        return not optimizer.torch_dampening
-    return optimizer.kind in ("adam", "adamw") and optimizer.bias_correction
+Group = Mapping[str, Any]
+Kernel = Callable[[Group, Tensor, list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
 
 
-def update(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
+def adam(
+    group: Group,
+    rate: Tensor,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
 ) -> None:
-    """One step of parameters that all fit, in place."""
-    rate = group.get("lr_tensor")
-    if rate is None:
-        rate = torch.tensor(group["lr"], dtype=torch.float32, device=parameters[0].device)
-    if optimizer.kind == "sgd":
-        _sgd(group, rate, parameters, gradients, states)
-        return
+    """One step of `formulas.adam`, in place."""
+    _by_moments(torch._fused_adam_, group, rate, parameters, gradients, states)
+
+
+def adamw(
+    group: Group,
+    rate: Tensor,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+) -> None:
+    """One step of `formulas.adamw`, in place."""
+    _by_moments(torch._fused_adamw_, group, rate, parameters, gradients, states)
+
+
+def _by_moments(
+    kernel: Callable[..., None],
+    group: Group,
+    rate: Tensor,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+) -> None:
     steps = [state["step"] for state in states]
     torch._foreach_add_(steps, 1)
-    kernel = torch._fused_adamw_ if optimizer.kind == "adamw" else torch._fused_adam_
     kernel(
         parameters,
         gradients,
@@ -64,16 +65,17 @@ def update(
     )
 
 
-def _sgd(
-    group: Mapping[str, Any],
+def sgd(
+    group: Group,
     rate: Tensor,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
 ) -> None:
+    """One step of `formulas.sgd`, in place."""
     momentum, dampening = group["momentum"], group.get("dampening", 0.0)
     if momentum == 0 and dampening != 0:
-        # The kernel dampens velocities only, and our velocity is all there is of a step (see rules.py).
+        # The kernel dampens velocities only, and our velocity is all there is of a step (see formulas.py).
         rate = rate * (1 - dampening)
     torch._fused_sgd_(
         parameters,

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
-from popengine.update import fused_kernels
-from popengine.update.clipping import clamp_, clip_, norms
-from popengine.update.rules import RULES, Rates, Rule, State
+from popengine.update.formulas import Rates, State
+from popengine.update.rules import Rule, rule_of
 from popengine.update.stochastic_rounding import stochastic_round_
 
-# What the engine is given, as one module of rules.
-__all__ = ["clamp_", "clip_", "init_state", "norms", "reads_numbers", "takes_tensors", "update"]
+FUSED_DEVICES = ("cuda",)  # CPUs have such kernels too; theirs would not be torch.optim's bits
 
 # Elements updated together on a CPU: few enough to stay in cache from one operation to the next, many enough
 # that small parameters share one Python call. AdamW takes a fifth to a third less time than in torch's loop.
@@ -29,32 +27,38 @@ CHUNK = 1 << 16
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """The state of one parameter before its first update: zeros, but ones for the TensorFlow RMSprop."""
-    kind, types = optimizer.kind, optimizer.state_types
-    names = {"sgd": (), "lars": ("velocity",), "rmsprop": ("square_avg",)}.get(
-        kind, ("exp_avg", "exp_avg_sq")
-    )
-    optional = {"sgd": ("velocity",), "rmsprop": ("momentum_buffer",)}.get(kind, ())
-    names += tuple(name for name in optional if name in types)
-    if kind == "rmsprop" and optimizer.centered:
-        names += ("grad_avg",)
-    state = {name: _zeros(optimizer, name, parameter) for name in names}
+    state = {}
+    for name in (kept.name for kept in rule_of(optimizer).kept(optimizer)):
+        if name == "step":
+            home = "cpu" if reads_numbers(optimizer, parameter) else parameter.device
+            state[name] = torch.zeros((), dtype=torch.float32, device=home)
+        else:
+            state[name] = _zeros(optimizer, name, parameter)
     if optimizer.tf_variant:
         state["square_avg"].fill_(1)
-    if kind in ("adam", "adamw", "lamb") or optimizer.torch_dampening:
-        home = "cpu" if reads_numbers(optimizer, parameter) else parameter.device
-        state["step"] = torch.zeros((), dtype=torch.float32, device=home)
     return state
 
 
 def takes_tensors(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether the learning rate of this parameter's updates may be a tensor, on its device."""
-    return fused_kernels.fits(optimizer, parameter)
+    return _is_fused(optimizer, parameter)
 
 
 def reads_numbers(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether its updates read how many there were, as numbers of the host."""
-    corrected = optimizer.kind in ("adam", "adamw", "lamb") and optimizer.bias_correction
-    return (corrected or optimizer.torch_dampening) and not fused_kernels.fits(optimizer, parameter)
+    return rule_of(optimizer).counts(optimizer) and not _is_fused(optimizer, parameter)
+
+
+def _is_fused(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether torch's one kernel makes the updates of this parameter."""
+    types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
+    return (
+        rule_of(optimizer).fused is not None
+        and parameter.device.type in FUSED_DEVICES
+        and types == {torch.float32}
+        and optimizer.bias_correction
+        and not optimizer.torch_dampening
+    )
 
 
 def update(
@@ -72,15 +76,19 @@ def update(
           generators: one a parameter. Half precision parameters are then rounded stochastically, with numbers
               that depend on the parameter alone, not on what shares its stage. None: to nearest.
     """
-    for name in _needed(optimizer, group):
+    rule = rule_of(optimizer)
+    for name in _needed(rule, group):
         for state, parameter in zip(states, parameters, strict=True):
             if name not in state:  # the momentum was zero so far
                 state[name] = _zeros(optimizer, name, parameter)
-    is_fused = [fused_kernels.fits(optimizer, parameter) for parameter in parameters]
-    if any(is_fused):
-        fused_kernels.update(
-            optimizer,
+    is_fused = [_is_fused(optimizer, parameter) for parameter in parameters]
+    if rule.fused is not None and any(is_fused):
+        rate = group.get("lr_tensor")
+        if rate is None:
+            rate = torch.tensor(group["lr"], dtype=torch.float32, device=parameters[0].device)
+        rule.fused(
             group,
+            rate,
             list(compress(parameters, is_fused)),
             list(compress(gradients, is_fused)),
             list(compress(states, is_fused)),
@@ -89,16 +97,14 @@ def update(
         parameters, gradients = list(compress(parameters, others)), list(compress(gradients, others))
         states = list(compress(states, others))
         generators = None if generators is None else list(compress(generators, others))
-    rule = RULES[optimizer.kind]
     for chunk in _chunks(parameters):
         chosen = generators[chunk] if generators is not None else None
         _update_in_float(rule, optimizer, group, parameters[chunk], gradients[chunk], states[chunk], chosen)
 
 
-def _needed(optimizer: Optimizer, group: Rates) -> tuple[str, ...]:
-    if not group.get("momentum"):
-        return ()
-    return {"sgd": ("velocity",), "rmsprop": ("momentum_buffer",)}.get(optimizer.kind, ())
+def _needed(rule: Rule, group: Rates) -> list[str]:
+    """The states of which there is need only now."""
+    return [state.name for state in rule.states if state.when == "momentum" and group.get("momentum")]
 
 
 def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ def _update_in_float(
     types = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
     # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
     floats = [parameter.to(dtype) for parameter, dtype in zip(parameters, types, strict=True)]
-    rule(
+    rule.formula(
         optimizer,
         group,
         floats,

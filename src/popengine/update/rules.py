@@ -1,215 +1,111 @@
-"""The update rules of each kind of optimizer: arithmetic on lists of float32 tensors, in place.
+"""The rules of weight updates, one value for each kind of optimizer: all that others have to know of it.
 
-A rule sees some parameters of one group, their gradients (reduced, unscaled and clipped; a rule may overwrite
-them) and their states. On CPU tensors each runs torch.optim's own sequence of operations, so that the results
-are torch's to the last bit.
-
-    kind             states                                         differs from torch.optim
-    sgd              velocity (once there is momentum)              can dampen the first step too
-    adam, adamw      exp_avg, exp_avg_sq, step                      bias correction can be off
-    rmsprop          square_avg; grad_avg, momentum_buffer if used  has a TensorFlow variant
-    lamb             exp_avg, exp_avg_sq, step                      torch has none
-    lars             velocity                                       torch has none
+A new kind of optimizer is a formula, a rule here, and a class in `poptorch.optim` (listed in `freeze_optimizer.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from popengine.settings import Optimizer, OptimizerKind
-
-State = dict[str, Tensor]
-Rates = Mapping[str, float]
-Rule = Callable[[Optimizer, Rates, list[Tensor], list[Tensor], list[State]], None]
+from popengine.settings import Optimizer
+from popengine.update import formulas, fused_kernels
+from popengine.update.formulas import Formula
+from popengine.update.fused_kernels import Kernel
 
 
-def _column(states: list[State], name: str) -> list[Tensor]:
-    return [state[name] for state in states]
+@dataclass(frozen=True)
+class RuleState:
+    """A tensor that a rule keeps of each parameter.
 
-
-def _signed(group: Rates, gradients: list[Tensor]) -> None:
-    if group.get("maximize"):
-        torch._foreach_neg_(gradients)
-
-
-def _decay_gradients(group: Rates, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-    """The L2 penalty, as a part of the gradient."""
-    if group["weight_decay"] != 0:
-        torch._foreach_add_(gradients, parameters, alpha=group["weight_decay"])
-
-
-def _count(states: list[State]) -> list[float]:
-    """Advance the steps; they are on the CPU, so that reading them waits for no device."""
-    steps = _column(states, "step")
-    torch._foreach_add_(steps, 1)
-    return [step.item() for step in steps]
-
-
-def _trust(steps: list[Tensor] | tuple[Tensor, ...], sizes: Tensor, lengths: Tensor, ratios: Tensor) -> None:
-    """Scale each layer's step by its trust ratio: 1, where the norm of its weight or of its step is 0."""
-    ratios = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
-    torch._foreach_mul_(steps, list(ratios.unbind()))
-
-
-def _sgd(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v,  nesterov: w ← w − lr·(g + λ·w + μ·v)."""
-    lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
-    _signed(group, gradients)
-    _decay_gradients(group, parameters, gradients)
-    if momentum != 0:
-        velocities = _column(states, "velocity")
-        torch._foreach_mul_(velocities, momentum)
-        torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
-        if optimizer.torch_dampening:
-            for state, gradient, step in zip(states, gradients, _count(states), strict=True):
-                if step == 1:
-                    state["velocity"].copy_(gradient)
-        if group.get("nesterov"):
-            torch._foreach_add_(gradients, velocities, alpha=momentum)
-        else:
-            gradients = velocities
-    elif dampening != 0 and not optimizer.torch_dampening:
-        # The velocity is all there is of the step, also when nothing of it is carried over.
-        torch._foreach_mul_(gradients, 1 - dampening)
-    torch._foreach_add_(parameters, gradients, alpha=-lr)
-
-
-def _adam(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """m̂ / (√v̂ + eps); the weight decay is a part of the gradient (Adam) or of the step (AdamW)."""
-    lr = group["lr"]
-    _signed(group, gradients)
-    if optimizer.kind == "adamw":
-        if group["weight_decay"] != 0:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-    else:
-        _decay_gradients(group, parameters, gradients)
-    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
-    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
-    torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
-    torch._foreach_add_(roots, group["eps"])
-    sizes = [-(lr / correction) for correction in corrections1]
-    torch._foreach_addcdiv_(parameters, _column(states, "exp_avg"), roots, sizes)
-
-
-def _moments(
-    optimizer: Optimizer, group: Rates, gradients: list[Tensor], states: list[State]
-) -> tuple[list[float], list[float]]:
-    """Advance both moments; returns what each is to be divided by, all ones without bias correction."""
-    beta1, beta2 = group["beta1"], group["beta2"]
-    torch._foreach_lerp_(_column(states, "exp_avg"), gradients, 1 - beta1)
-    squares = _column(states, "exp_avg_sq")
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    if not optimizer.bias_correction:
-        torch._foreach_add_(_column(states, "step"), 1)
-        return [1.0] * len(states), [1.0] * len(states)
-    steps = _count(states)
-    return [1 - beta1**step for step in steps], [1 - beta2**step for step in steps]
-
-
-def _rmsprop(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """b ← μ·b + g / (√s + eps);  w ← w − lr·b.  TensorFlow: b ← μ·b + lr·g / √(s + eps);  w ← w − b."""
-    lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
-    _signed(group, gradients)
-    _decay_gradients(group, parameters, gradients)
-    squares = _column(states, "square_avg")
-    torch._foreach_mul_(squares, alpha)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
-    if optimizer.centered:
-        means = _column(states, "grad_avg")
-        torch._foreach_lerp_(means, gradients, 1 - alpha)
-        squares = torch._foreach_addcmul(squares, means, means, -1)
-    if optimizer.tf_variant:
-        roots = torch._foreach_sqrt(torch._foreach_add(squares, eps))
-    else:
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, eps)
-    if momentum > 0:
-        buffers = _column(states, "momentum_buffer")
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_addcdiv_(buffers, gradients, roots, lr if optimizer.tf_variant else 1)
-        torch._foreach_add_(parameters, buffers, alpha=-1 if optimizer.tf_variant else -lr)
-    else:
-        torch._foreach_addcdiv_(parameters, gradients, roots, -lr)
-
-
-def _lamb(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max) / ‖u‖, the ratio 1 where either is 0."""
-    _signed(group, gradients)
-    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
-    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
-    torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
-    torch._foreach_add_(roots, group["eps"])
-    directions = torch._foreach_div(_column(states, "exp_avg"), corrections1)
-    torch._foreach_div_(directions, roots)
-    if group["weight_decay"] != 0:
-        torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-    sizes = torch.stack(torch._foreach_norm(parameters))
-    lengths = torch.stack(torch._foreach_norm(directions))
-    sizes.clamp_(max=group["max_weight_norm"])
-    _trust(directions, sizes, lengths, sizes / lengths)
-    torch._foreach_add_(parameters, directions, alpha=-group["lr"])
-
-
-def _lars(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), 1 where a norm is 0;  v ← μ·v + lr·λ·(g + β·w);  w ← w − v.
-
-    Weights of fewer than two dimensions (biases, parameters of norms): λ = 1 and β = 0.
+    Args:
+        file:  its prefix in the `state_dict()` of a poptorch optimizer
+        dtype: the optimizer's attribute that names its dtype; "": it is float32
+        torch: its name in the state of torch's optimizer of this kind, where that is another; "": torch has none
+        when:  the field of `settings.Optimizer` that has to be true; or "momentum": once there is momentum
     """
-    _signed(group, gradients)
-    decay = group["weight_decay"]
-    layers = [place for place, parameter in enumerate(parameters) if parameter.dim() > 1]
-    if layers:
-        weights, steps = [parameters[place] for place in layers], [gradients[place] for place in layers]
-        sizes = torch.stack(torch._foreach_norm(weights))
-        lengths = torch.stack(torch._foreach_norm(steps))
-        trusted = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
-        _decay_gradients(group, weights, steps)
-        _trust(steps, sizes, lengths, trusted)
-    velocities = _column(states, "velocity")
-    torch._foreach_mul_(velocities, group["momentum"])
-    torch._foreach_add_(velocities, gradients, alpha=group["lr"])
-    torch._foreach_sub_(parameters, velocities)
+
+    name: str
+    file: str
+    dtype: str = ""
+    torch: str | None = None
+    when: str = ""
+
+    @property
+    def torch_name(self) -> str:
+        return self.name if self.torch is None else self.torch
 
 
-RULES: dict[OptimizerKind, Rule] = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adamw": _adam,
-    "rmsprop": _rmsprop,
-    "lamb": _lamb,
-    "lars": _lars,
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of optimizer updates weights.
+
+    Args:
+        rates: keys of a parameter group that may change from call to call
+        flags: keys of a parameter group that are compiled in
+        fused: torch's one kernel for all of it, where there is one
+    """
+
+    formula: Formula
+    rates: tuple[str, ...]
+    states: tuple[RuleState, ...]
+    flags: tuple[str, ...] = ()
+    fused: Kernel | None = None
+
+    def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
+        """The states that a parameter has from the beginning."""
+        for state in self.states:
+            if state.when == "momentum":
+                if state.name in optimizer.state_types:
+                    yield state
+            elif not state.when or getattr(optimizer, state.when):
+                yield state
+
+    def counts(self, optimizer: Optimizer) -> bool:
+        """Whether the formula reads how many updates there were."""
+        return (optimizer.bias_correction or optimizer.torch_dampening) and any(
+            state.name == "step" for state in self.kept(optimizer)
+        )
+
+
+_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
+_MOMENTS = (
+    RuleState("exp_avg", "Accl1", _FIRST),
+    RuleState("exp_avg_sq", "Accl2", _SECOND),
+    RuleState("step", "Step"),
+)
+_ADAM_RATES = ("lr", "betas", "eps", "weight_decay")
+
+RULES: dict[str, Rule] = {
+    "sgd": Rule(
+        formulas.sgd,
+        rates=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        states=(
+            RuleState("velocity", "Accl1", "velocity_accum_type", torch="momentum_buffer", when="momentum"),
+            RuleState("step", "Step", torch="", when="torch_dampening"),
+        ),
+        fused=fused_kernels.sgd,
+    ),
+    "adam": Rule(formulas.adam, _ADAM_RATES, _MOMENTS, ("amsgrad",), fused_kernels.adam),
+    "adamw": Rule(formulas.adamw, _ADAM_RATES, _MOMENTS, ("amsgrad",), fused_kernels.adamw),
+    "rmsprop": Rule(
+        formulas.rmsprop,
+        rates=("lr", "momentum", "weight_decay", "alpha", "eps"),
+        states=(
+            RuleState("square_avg", "Accl1", _SECOND),
+            RuleState("momentum_buffer", "Accl2", _FIRST, when="momentum"),
+            RuleState("grad_avg", "Accl3", _FIRST, when="centered"),
+        ),
+        flags=("centered",),
+    ),
+    "lamb": Rule(formulas.lamb, (*_ADAM_RATES, "max_weight_norm"), _MOMENTS),
+    "lars": Rule(
+        formulas.lars,
+        rates=("lr", "momentum", "weight_decay", "eta", "eps"),
+        states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
+    ),
 }
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    return RULES[optimizer.kind]

@@ -15,11 +15,11 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.measure.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
+from popengine.update.rules import rule_of
 
 from ..reporting.logs import logger
 
 _EACH_ALONE = Strategy("pipelined", "auto_increment")
-_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "lars": 1, "rmsprop": 1}
 
 
 def balanced(
@@ -61,7 +61,8 @@ def block_costs(
     # Of activations as many micro-batches wait as there are ipus; of weights there are copies for the update.
     size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
     optimizer = settings.optimizer
-    copies = 1 if optimizer is None else 2 + _STATES.get(optimizer.kind, len(optimizer.state_types))
+    states = [state for state in rule_of(optimizer).kept(optimizer) if state.dtype] if optimizer else []
+    copies = 2 + len(states) if optimizer else 1
     for slot in graph.slots:
         if slot.name in parts.home:
             value = weights[slot.key]

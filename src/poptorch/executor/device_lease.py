@@ -11,7 +11,6 @@ from torch import Tensor
 
 from popengine.errors import Error
 from popengine.run.engine import Engine
-from popengine.update import group_update
 
 from ..compiling.executable import Executable
 from ..enums import ConnectionType
@@ -85,7 +84,7 @@ class DeviceLease:
         # What was compiled elsewhere runs on the devices of this program.
         settings = replace(executable.settings, device=device_of(self._options))
         with torch._C.DisableTorchFunctionSubclass():
-            engine = Engine(executable.plan, settings, weights, group_update, self._seed())
+            engine = Engine(executable.plan, settings, weights, self._seed())
         if kept.random is not None:
             engine.random_state = kept.random
         if kept.optimizer is not None:

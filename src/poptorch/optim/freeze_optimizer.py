@@ -12,6 +12,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.update.rules import RULES, Rule
 from poptorch.optim.lamb import LAMB, MAX_WEIGHT_NORM
 from poptorch.optim.lars import LARS
 from poptorch.optim.optimizer_base import Optimizer
@@ -19,35 +20,14 @@ from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
 
 logger = logging.getLogger("poptorch::python")
 
-SUPPORTED = (
-    *(SGD, Adam, AdamW, RMSprop, LAMB, LARS),
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
-)
-
-# What every group of a rule holds, as the user names it.
-GROUP_ATTRIBUTES: dict[settings.OptimizerKind, tuple[str, ...]] = {
-    "sgd": SGD._attributes[:-1],  # velocity_scaling: only with combined accumulators, and never read
-    "adam": Adam._attributes,
-    "adamw": AdamW._attributes,
-    "rmsprop": RMSprop._attributes,
-    "lamb": LAMB._attributes,
-    "lars": LARS._attributes,
+# AdamW first: torch derives it from Adam.
+_TORCH_KINDS = {
+    torch.optim.AdamW: AdamW._kind,
+    torch.optim.Adam: Adam._kind,
+    torch.optim.SGD: SGD._kind,
+    torch.optim.RMSprop: RMSprop._kind,
 }
-
-# The attribute that holds the dtype of each state.
-_TYPE_ATTRIBUTES: dict[settings.OptimizerKind, dict[str, str]] = {
-    "sgd": {"velocity": "velocity_accum_type"},
-    "lars": {"velocity": "velocity_accum_type"},
-    "rmsprop": {
-        "square_avg": "second_order_momentum_accum_type",
-        "momentum_buffer": "first_order_momentum_accum_type",
-        "grad_avg": "first_order_momentum_accum_type",
-    },
-}
-_MOMENT_TYPES = {
-    "exp_avg": "first_order_momentum_accum_type",
-    "exp_avg_sq": "second_order_momentum_accum_type",
-}
+SUPPORTED = (*(SGD, Adam, AdamW, RMSprop, LAMB, LARS), *sorted(_TORCH_KINDS, key=lambda t: t.__name__))
 
 
 class UnknownParameterError(Error, KeyError):
@@ -67,50 +47,47 @@ def freeze_optimizer(
             UnknownParameterError for parameters that aren't the model's
     """
     kind = kind_of(optimizer)
+    rule = RULES[kind]
     if type(optimizer) not in SUPPORTED:
         warn(
             "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
             "poptorch.optim or torch.optim are unlikely to behave as intended; "
             f"the engine runs the update, not the Python of {type(optimizer).__name__}"
         )
-    _check_presence(optimizer, kind)
-    groups = tuple(_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
+    _check_presence(optimizer, rule, kind)
+    groups = tuple(_rates(rule, group, index) for index, group in enumerate(optimizer.param_groups))
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
     frozen = settings.Optimizer(
         kind=kind,
         group_of=_group_of(optimizer, names),
-        state_types=_state_types(optimizer, kind),
+        state_types=_state_types(optimizer, rule),
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
         max_grad_norm=_limit(optimizer, "max_grad_norm"),
         max_grad_value=_limit(optimizer, "max_grad_value"),
-        centered=kind == "rmsprop" and _centered(optimizer),
-        tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
+        centered=_is_centered(optimizer, rule),
+        tf_variant=kind == RMSprop._kind and bool(getattr(optimizer, "use_tf_variant", False)),
         bias_correction=bool(getattr(optimizer, "bias_correction", True)),
-        torch_dampening=kind == "sgd" and _is_dampened_as_torch_does(optimizer),
+        torch_dampening=kind == SGD._kind and _is_dampened_as_torch_does(optimizer),
     )
     scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
     return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
 
 
-def kind_of(optimizer: Any) -> settings.OptimizerKind:
-    """The rule an optimizer stands for, whichever library it's from."""
-    # AdamW first: torch derives it from Adam.
-    if isinstance(optimizer, torch.optim.AdamW):
-        return "adamw"
-    if isinstance(optimizer, torch.optim.Adam):
+def kind_of(optimizer: Any) -> str:
+    """The rule an optimizer stands for, whichever library it's from: a key of `RULES`."""
+    kind = getattr(optimizer, "_kind", None) if isinstance(optimizer, Optimizer) else None
+    if kind is None:
+        kind = next(
+            (kind for of_torch, kind in _TORCH_KINDS.items() if isinstance(optimizer, of_torch)), None
+        )
+    if kind == Adam._kind:
         decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
         if len(decoupled) > 1:
             raise AssertionError("decoupled_weight_decay must be equal in all parameter groups of Adam")
-        return "adamw" if decoupled == {True} else "adam"
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd"
-    if isinstance(optimizer, torch.optim.RMSprop):
-        return "rmsprop"
-    if isinstance(optimizer, LAMB):
-        return "lamb"
-    if isinstance(optimizer, LARS):
-        return "lars"
+        return AdamW._kind if decoupled == {True} else kind
+    if kind is not None:
+        return kind
     supported = ", ".join(
         f"{'poptorch' if issubclass(t, Optimizer) else 'torch'}.optim.{t.__name__}" for t in SUPPORTED
     )
@@ -123,18 +100,18 @@ def kind_of(optimizer: Any) -> settings.OptimizerKind:
 def label_of(optimizer: torch.optim.Optimizer) -> str:
     """The rule's name in warnings and errors: what of it is compiled in."""
     kind = kind_of(optimizer)
-    if kind == "sgd":
+    if kind == SGD._kind:
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
-    if kind == "rmsprop":
-        return "RMSPROP_CENTERED" if _centered(optimizer) else "RMSPROP"
-    if kind in ("adamw", "lamb") and not getattr(optimizer, "bias_correction", True):
+    if _is_centered(optimizer, RULES[kind]):
+        return f"{kind.upper()}_CENTERED"
+    if not getattr(optimizer, "bias_correction", True):
         return f"{kind.upper()}_NO_BIAS"
     return kind.upper()
 
 
-def _check_presence(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind) -> None:
+def _check_presence(optimizer: torch.optim.Optimizer, rule: Rule, kind: str) -> None:
     for index, group in enumerate(optimizer.param_groups):
-        for name in GROUP_ATTRIBUTES[kind]:
+        for name in (*rule.rates, *rule.flags):
             if name not in group:
                 raise AssertionError(
                     f"Mandatory attribute {name} not found in parameter group {index} of "
@@ -142,15 +119,15 @@ def _check_presence(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKi
                 )
 
 
-def _rates(kind: settings.OptimizerKind, group: dict[str, Any], index: int) -> dict[str, float]:
+def _rates(rule: Rule, group: dict[str, Any], index: int) -> dict[str, float]:
     where = f"parameter group {index}"
     rates = {}
-    for name in (*GROUP_ATTRIBUTES[kind], "maximize"):
+    for name in (*rule.rates, "maximize"):
         if name == "betas":
             rates["beta1"], rates["beta2"] = _betas(group["betas"], where)
         elif name == "max_weight_norm" and group[name] is None:
             rates[name] = MAX_WEIGHT_NORM
-        elif name not in ("amsgrad", "centered"):  # those aren't rates
+        else:
             rates[name] = _number(group.get(name, False), name, where)
     return rates
 
@@ -179,7 +156,9 @@ def _betas(betas: Any, where: str) -> tuple[float, float]:
     return _number(betas[0], "betas[0]", where), _number(betas[1], "betas[1]", where)
 
 
-def _centered(optimizer: torch.optim.Optimizer) -> bool:
+def _is_centered(optimizer: torch.optim.Optimizer, rule: Rule) -> bool:
+    if "centered" not in rule.flags:
+        return False
     values = {bool(group["centered"]) for group in optimizer.param_groups}
     if len(values) > 1:
         raise AssertionError(
@@ -188,15 +167,15 @@ def _centered(optimizer: torch.optim.Optimizer) -> bool:
     return values == {True}
 
 
-def _state_types(optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind) -> dict[str, torch.dtype]:
+def _state_types(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[str, torch.dtype]:
     """The dtype of each state the rule keeps; a momentum that is and stays zero keeps none."""
-    unused = set() if kind != "rmsprop" or _centered(optimizer) else {"grad_avg"}
-    if kind in ("sgd", "rmsprop") and not _has_momentum(optimizer):
-        unused |= {"velocity", "momentum_buffer"}
+    there = {"": True, "centered": _is_centered(optimizer, rule)}
+    if "momentum" in rule.rates:
+        there["momentum"] = _has_momentum(optimizer)
     return {
-        state: getattr(optimizer, attribute, torch.float32)
-        for state, attribute in _TYPE_ATTRIBUTES.get(kind, _MOMENT_TYPES).items()
-        if state not in unused
+        state.name: getattr(optimizer, state.dtype, torch.float32)
+        for state in rule.states
+        if state.dtype and there[state.when]
     }
 
 

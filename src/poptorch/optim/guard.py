@@ -11,7 +11,9 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from poptorch.optim.freeze_optimizer import GROUP_ATTRIBUTES, freeze_optimizer, kind_of, label_of
+from popengine.update.rules import RULES
+from poptorch.optim.freeze_optimizer import freeze_optimizer, kind_of, label_of
+from poptorch.optim.optimizers import AdamW
 
 logger = logging.getLogger("poptorch::python")
 
@@ -110,7 +112,11 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
     """The values that are compiled in, one a group for a group's attribute."""
     kind = kind_of(optimizer)
-    names = (*GROUP_ATTRIBUTES[kind], "velocity_scaling", "maximize", "loss_scaling", "use_tf_variant")
+    rule = RULES[kind]
+    names = (
+        *(*rule.rates, *rule.flags),
+        *("velocity_scaling", "maximize", "loss_scaling", "use_tf_variant"),
+    )
     return {
         name: value
         for name in names
@@ -133,13 +139,11 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _is_constant(
-    optimizer: torch.optim.Optimizer, kind: settings.OptimizerKind, name: str, value: list[Any]
-) -> bool:
+def _is_constant(optimizer: torch.optim.Optimizer, kind: str, name: str, value: list[Any]) -> bool:
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    default = 1e-2 if (name, kind) == ("weight_decay", "adamw") else _TORCH_DEFAULTS.get(name)
+    default = 1e-2 if (name, kind) == ("weight_decay", AdamW._kind) else _TORCH_DEFAULTS.get(name)
     if name == "lr":
         return False
     return default is None or all(each == default for each in value)

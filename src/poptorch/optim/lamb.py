@@ -22,7 +22,7 @@ class LAMB(OwnRule):
     first_order_momentum_accum_type: torch.dtype
     second_order_momentum_accum_type: torch.dtype
 
-    _attributes = ("lr", "betas", "eps", "weight_decay", "max_weight_norm")
+    _kind = "lamb"
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class LARS(OwnRule):
 
     velocity_accum_type: torch.dtype
 
-    _attributes = ("lr", "momentum", "weight_decay", "eta", "eps")
+    _kind = "lars"
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.update.rules import RULES
 from poptorch.optim.attributes import VariableAttributes
 from poptorch.optim.torch_link import refuse_other_rules
 
@@ -30,8 +31,7 @@ class Optimizer:
     `setOptimizer` only, and keeps the state (momenta, step counts) on its devices.
     """
 
-    # What `variable_attrs` knows; each class names its own.
-    _attributes: tuple[str, ...] = ()
+    _kind: str  # of each class: the key of its rule
 
     # Set by an executor while this optimizer is its own; reads the state back from the devices.
     _state_reader: Callable[[], DeviceState] | None = None
@@ -47,6 +47,11 @@ class Optimizer:
     loss_scaling: float
     max_grad_norm: float
     variable_attrs: VariableAttributes
+
+    @property
+    def _attributes(self) -> tuple[str, ...]:
+        """What `variable_attrs` knows, beside the loss scaling."""
+        return (*RULES[self._kind].rates, *RULES[self._kind].flags)
 
     def _extend(
         self,

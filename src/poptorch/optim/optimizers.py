@@ -32,7 +32,11 @@ class SGD(Optimizer, torch.optim.SGD):
           max_grad_norm: clips the global norm of the gradients, after reduction and unscaling
     """
 
-    _attributes = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "velocity_scaling")
+    _kind = "sgd"
+
+    @property
+    def _attributes(self) -> tuple[str, ...]:
+        return (*super()._attributes, "velocity_scaling")  # read with combined accumulators only
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Adam(Optimizer, torch.optim.Adam):
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
 
-    _attributes = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    _kind = "adam"
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
     Args: bias_correction: False uses the moments as they are
     """
 
-    _attributes = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    _kind = "adamw"
 
     def __init__(
         self,
@@ -204,7 +208,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
           second_order_momentum_accum_type: dtype of the square average
     """
 
-    _attributes = ("lr", "momentum", "weight_decay", "alpha", "eps", "centered")
+    _kind = "rmsprop"
 
     def __init__(
         self,

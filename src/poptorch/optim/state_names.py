@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from popengine import settings
+from popengine.update.rules import RULES
 
 State = dict[str, Tensor]
 
-_MOMENTS = {"exp_avg": "Accl1", "exp_avg_sq": "Accl2", "step": "Step"}
-_STATES: dict[settings.OptimizerKind, dict[str, str]] = {
-    "sgd": {"velocity": "Accl1", "step": "Step"},
-    "lars": {"velocity": "Accl1"},
-    "rmsprop": {"square_avg": "Accl1", "momentum_buffer": "Accl2", "grad_avg": "Accl3"},
-}
 _RATES = {
     "lr": "learningRate",
     "weight_decay": "weightDecay",
@@ -38,9 +33,9 @@ _RATES = {
 }
 
 
-def state_entries(kind: settings.OptimizerKind, states: Mapping[str, State]) -> dict[str, Tensor]:
+def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
     """The "ipu_state" of the states that each parameter has by its canonical name; nothing is copied."""
-    prefixes = _STATES.get(kind, _MOMENTS)
+    prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value
         for parameter, state in states.items()
@@ -48,9 +43,9 @@ def state_entries(kind: settings.OptimizerKind, states: Mapping[str, State]) -> 
     }
 
 
-def states_of(kind: settings.OptimizerKind, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
+def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
     """Undo `state_entries`; entries that this kind of optimizer doesn't have are left out."""
-    names = {prefix: name for name, prefix in _STATES.get(kind, _MOMENTS).items()}
+    names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
         prefix, _, parameter = key.partition("___")
@@ -69,7 +64,7 @@ def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[s
     entries = {"lossScaling_FLOAT": torch.tensor(float(scaling))}
     for parameter, index in optimizer.group_of.items():
         rates = hyper.groups[index]
-        if optimizer.kind == "sgd" and rates["momentum"] == 0:
+        if "dampening" in rates and rates["momentum"] == 0:
             step = rates["lr"] * (1 - rates["dampening"])
             values = {
                 "scaledLearningRate0": step / scaling,
@@ -100,7 +95,7 @@ def loaded_rates(
         for name, theirs in _RATES.items():
             if name in rates:
                 rates[name] = newer(theirs + suffix, rates[name])
-        if optimizer.kind == "sgd" and f"scaledLearningRate0{suffix}" in loaded and rates["dampening"] != 1:
+        if f"scaledLearningRate0{suffix}" in loaded and rates.get("dampening", 1) != 1:
             rates["lr"] = newer(
                 f"scaledLearningRate0{suffix}", rates["lr"], scaling / (1 - rates["dampening"])
             )

@@ -15,42 +15,26 @@ import torch
 from torch import Tensor
 
 from popengine import settings
+from popengine.update.rules import RULES, rule_of
 from poptorch.optim.state_names import State
 
-# Where the engine's names differ from torch's.
-_TORCH_NAMES: dict[settings.OptimizerKind, dict[str, str]] = {"sgd": {"velocity": "momentum_buffer"}}
 
-
-def torch_state(kind: settings.OptimizerKind, state: Mapping[str, Tensor], steps: int) -> State:
+def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
     """One parameter's state after so many updates, as torch's optimizer of this kind has it."""
-    names = _TORCH_NAMES.get(kind, {})
-    found = {names.get(name, name): value for name, value in state.items()}
-    if kind == "sgd":
-        found.pop("step", None)
-    else:
+    names = {each.name: each.torch_name for each in RULES[kind].states}
+    found = {names[name]: value for name, value in state.items() if names[name]}
+    if names.get("step", "step"):  # torch's rule counts updates, also where ours need not
         found.setdefault("step", torch.tensor(float(steps)))
     return found
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
     """Undo `torch_state`; what this rule doesn't keep is left out."""
-    names = {theirs: ours for ours, theirs in _TORCH_NAMES.get(optimizer.kind, {}).items()}
-    found = {names.get(name, name): value for name, value in state.items() if isinstance(value, Tensor)}
-    if optimizer.kind in ("adam", "adamw"):
-        return found
-    found.pop("step", None)
+    names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
+    found = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.torch_dampening and found:
         found["step"] = torch.ones(())  # there was a first update
     return found
-
-
-# What torch's optimizers of a kind keep of each parameter: always, and sometimes.
-_MOMENTS = ({"exp_avg", "exp_avg_sq"}, {"step"})
-_TORCH_STATES: dict[settings.OptimizerKind, tuple[set[str], set[str]]] = {
-    "sgd": (set(), {"momentum_buffer"}),
-    "lars": ({"velocity"}, set()),
-    "rmsprop": ({"square_avg"}, {"step", "momentum_buffer", "grad_avg"}),
-}
 
 
 def refuse_other_rules(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -61,7 +45,9 @@ def refuse_other_rules(optimizer: torch.optim.Optimizer, state_dict: Mapping[str
     """
     from poptorch.optim.freeze_optimizer import kind_of  # which knows all optimizers
 
-    always, sometimes = _TORCH_STATES.get(kind_of(optimizer), _MOMENTS)
+    states = RULES[kind_of(optimizer)].states
+    always = {state.torch_name for state in states if state.dtype and not state.when}
+    sometimes = {"step", *(state.torch_name for state in states)} - always - {""}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in state_dict.get("state", {}).items():
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -7,7 +7,6 @@ from popengine.compile import compile_graph
 from popengine.run.devices.base import Device
 from popengine.run.engine import Engine
 from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
-from popengine.update import group_update
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
@@ -73,7 +72,6 @@ def engine_on(
     counts=(2, 8, 1),
     dropout=0.0,
     training=True,
-    rules=group_update,
     optimizer=None,
     **more,
 ):
@@ -92,7 +90,7 @@ def engine_on(
     )
     plan = compile_graph(graph_of(model if training else model.eval(), training), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, rules, 3, device)
+    return Engine(plan, settings, weights, 3, device)
 
 
 def batch_for(engine, call=0):

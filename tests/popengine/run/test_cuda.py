@@ -23,7 +23,6 @@ from popengine.run.engine import Engine
 from popengine.run.measure.recorder import Recorder
 from popengine.run.state import random_draws
 from popengine.settings import Counts, Optimizer, Settings, Strategy
-from popengine.update import group_update
 
 pytestmark = pytest.mark.simulated
 GPU = torch.device("cuda", 0)
@@ -205,9 +204,7 @@ def test_models_of_many_kinds_of_layers_run_there(name, training):
     optimizer = Optimizer("adamw", names) if training else None
     settings = Settings(training, Counts(2, 2 if training else 1), Strategy(), optimizer=optimizer)
     graph = capture(model, lambda inputs: model(*inputs), samples, training=training)
-    engine = Engine(
-        compile_graph(graph, settings), settings, model.state_dict(), group_update, 0, lambda ipu: FakeGpu(0)
-    )
+    engine = Engine(compile_graph(graph, settings), settings, model.state_dict(), 0, lambda ipu: FakeGpu(0))
     inputs = [sample.repeat(settings.counts.product, *[1] * (sample.dim() - 1)) for sample in samples]
     results = engine.run(inputs, rates("adamw") if training else None)
     assert len(results.outputs()) == 2

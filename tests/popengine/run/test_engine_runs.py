@@ -9,7 +9,6 @@ from popengine.compile.capture import capture
 from popengine.run.drivers.worker import Worker
 from popengine.run.engine import Engine
 from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
-from popengine.update import group_update
 
 RATES = {
     "lr": 0.05,
@@ -35,7 +34,7 @@ def engine_for(
     )
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, group_update, seed)
+    return Engine(plan, settings, weights, seed)
 
 
 def batch(micro_batches):
@@ -156,7 +155,6 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
         compile_graph(graph_of(model, training=False), settings),
         settings,
         model.state_dict(),
-        group_update,
         0,
     )
     engine.run(batch(200), None)
@@ -176,7 +174,7 @@ def test_a_model_without_parameters_runs():
     model = torch.nn.ReLU()
     graph = capture(model, lambda inputs: [model(inputs[0])], [torch.zeros(3)], training=False)
     settings = Settings(False, Counts(iterations=2), Strategy())
-    engine = Engine(compile_graph(graph, settings), settings, {}, group_update, 0)
+    engine = Engine(compile_graph(graph, settings), settings, {}, 0)
     assert engine.run([torch.tensor([-1.0, 1, 2, -2, 3, 4])], None).outputs()[0].tolist() == [
         0,
         1,

@@ -1,10 +1,13 @@
 """Fused kernels update as the rules do, but for rounding. Those of CPUs stand in for those of GPUs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from popengine.settings import Optimizer
 from popengine.update import fused_kernels, group_update
+from popengine.update.rules import RULES
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 SGD = {"lr": 0.1}
@@ -37,10 +40,11 @@ def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
     kind, rates = CASES[case]
     optimizer = Optimizer(kind, {})
     weights, states = trained(optimizer, rates)
-    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
     calls = []
-    real = fused_kernels.update
-    monkeypatch.setattr(fused_kernels, "update", lambda *given: (calls.append(1), real(*given)))
+    real = getattr(fused_kernels, kind)
+    watched = replace(RULES[kind], fused=lambda *given: (calls.append(1), real(*given)))
+    monkeypatch.setitem(RULES, kind, watched)
     found, found_states = trained(optimizer, {**rates, "lr_tensor": torch.tensor(rates["lr"])})
     assert len(calls) == 5
     for one, two in zip(weights, found, strict=True):
@@ -53,7 +57,7 @@ def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
 
 def test_a_group_may_hold_both_kinds_of_parameters(monkeypatch):
     optimizer, rates = Optimizer("adamw", {}), {**ADAM, "weight_decay": 0.1}
-    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
     torch.manual_seed(0)
     weights = [torch.randn(5), torch.randn(5).half(), torch.randn(5)]
     states = [group_update.init_state(optimizer, weight) for weight in weights]
@@ -83,7 +87,7 @@ def test_cpus_keep_the_rules_with_torchs_bits():
     ],
 )
 def test_what_has_no_kernel_is_updated_by_its_rule(optimizer, dtype, fits, monkeypatch):
-    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
     assert group_update.takes_tensors(optimizer, torch.zeros(3, dtype=dtype)) is fits
 
 

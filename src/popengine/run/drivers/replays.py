@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from popengine.control_flow import calls_within
+from popengine.update.group_update import reads_numbers, takes_tensors
 
 from ..state.random_draws import drawing_from
 from .call_generators import Numbers
@@ -38,7 +39,7 @@ _READERS = {
 }
 
 
-def obstacle(workers: Sequence[Worker], rules: Any) -> str | None:
+def obstacle(workers: Sequence[Worker]) -> str | None:
     """Why calls of this plan can't be captured, if that can be seen beforehand."""
     plan, settings = workers[0].plan, workers[0].settings
     if settings.automatic_loss_scaling:
@@ -55,7 +56,7 @@ def obstacle(workers: Sequence[Worker], rules: Any) -> str | None:
             if any(call.startswith(name) for call in calls):
                 return why
     optimizer = settings.optimizer
-    if optimizer is not None and any(rules.reads_numbers(optimizer, weight) for weight in _trained(workers)):
+    if optimizer is not None and any(reads_numbers(optimizer, weight) for weight in _trained(workers)):
         return f"the update rule ({optimizer.kind}) reads how many updates there were"
     return None
 
@@ -67,11 +68,11 @@ def _trained(workers: Sequence[Worker]) -> list[Tensor]:
 class Replays:
     """Runs calls of workers that one thread drives, on devices that have graphs."""
 
-    def __init__(self, workers: Sequence[Worker], rules: Any, driver: Driver) -> None:
+    def __init__(self, workers: Sequence[Worker], driver: Driver) -> None:
         self._workers, self._driver = workers, driver
         self._device = workers[0].device
         self._rates_are_tensors = workers[0].settings.optimizer is not None and all(
-            rules.takes_tensors(workers[0].settings.optimizer, weight) for weight in _trained(workers)
+            takes_tensors(workers[0].settings.optimizer, weight) for weight in _trained(workers)
         )
         self._key: Any = None  # what is compiled into the graph
         self._changes = 0
@@ -81,7 +82,7 @@ class Replays:
         # What the graph reads and writes of a worker's store: of which parameter's state ("": of no one's), the name.
         self._homes: list[tuple[Worker, str, str, Tensor]] = []
         self._is_off = False
-        if why := obstacle(workers, rules):
+        if why := obstacle(workers):
             self._give_up(why)
 
     def __call__(self, run: Run) -> None:

@@ -124,7 +124,6 @@ class Worker:
         plan: ir.Plan,
         settings: Settings,
         store: Store,
-        rules: Any,
         meeting: Any,
         codes: Sequence[Code],
         device: Device,
@@ -132,7 +131,7 @@ class Worker:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store, self.device = store, device
         self._remote = device if device.is_remote else None
-        self._updater = Updater(ipu, replica, plan, settings, store, rules, meeting, device)
+        self._updater = Updater(ipu, replica, plan, settings, store, meeting, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._prepared = Prepared(plan, ipu, store, device)
         self._checks = FiniteCheck if settings.finite_checks else nullcontext

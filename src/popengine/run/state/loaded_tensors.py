@@ -11,6 +11,7 @@ from torch import Tensor
 
 from popengine.ir import Plan
 from popengine.settings import Settings
+from popengine.update.group_update import init_state
 
 from ..devices.base import Device
 from .alignment import begins_well
@@ -34,7 +35,6 @@ class Tensors:
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        rules:   the module of update rules (init_state)
         device:  from the number of an ipu to a new device for it
     """
 
@@ -43,10 +43,9 @@ class Tensors:
         plan: Plan,
         settings: Settings,
         weights: Mapping[str, Tensor],
-        rules: Any,
         device: Callable[[int], Device],
     ) -> None:
-        self.plan, self.settings, self._rules = plan, settings, rules
+        self.plan, self.settings = plan, settings
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
         self.devices: dict[tuple[int, int], Device] = {}
@@ -79,7 +78,7 @@ class Tensors:
 
     def _prepare_updates(self, place: tuple[int, int], store: Store) -> None:
         replica, ipu = place
-        offloading = offloading_of(self.devices[place], self.settings, self._rules)
+        offloading = offloading_of(self.devices[place], self.settings)
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
@@ -97,7 +96,7 @@ class Tensors:
         for key, weight in weights.items():
             store.sums[key] = torch.zeros_like(weight, dtype=optimizer.type_for(weight.dtype))
             if key in updated and store.owner.get(key, replica) == replica:
-                store.states[key] = self._rules.init_state(optimizer, weight)
+                store.states[key] = init_state(optimizer, weight)
                 if offloading is not None:
                     store.states[key] = offloading.on_host(weight, store.states[key])
 
@@ -229,7 +228,7 @@ class Tensors:
         self, place: tuple[int, int], key: str, state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """A replica's copies of a parameter's state."""
-        offloading = offloading_of(self.devices[place], self.settings, self._rules)
+        offloading = offloading_of(self.devices[place], self.settings)
         kept, found = self.snapshot.kept[place], {}
         for name, value in state.items():
             like = kept.states[key].get(name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from popengine.settings import Optimizer, Settings
+from popengine.update.group_update import reads_numbers
 
 from ..devices.base import Device
 from .store import Store
@@ -20,12 +20,12 @@ PORTION = 1 << 26  # elements of parameters whose state is on the device at the 
 class Offloading:
     """Moves one ipu's states. The steps that a rule reads as numbers are the host's anyway."""
 
-    def __init__(self, device: Device, optimizer: Optimizer, rules: Any) -> None:
-        self._device, self._optimizer, self._rules = device, optimizer, rules
+    def __init__(self, device: Device, optimizer: Optimizer) -> None:
+        self._device, self._optimizer = device, optimizer
 
     def moves(self, weight: Tensor, name: str) -> bool:
         """Whether this state of a parameter is in the host's memory because of the user's wish."""
-        return name != "step" or not self._rules.reads_numbers(self._optimizer, weight)
+        return name != "step" or not reads_numbers(self._optimizer, weight)
 
     def on_host(self, weight: Tensor, state: State) -> State:
         """A new state, in memory of the host that the device can read and write."""
@@ -51,11 +51,11 @@ class Offloading:
                 self._device.download(store.target(key, name, value), value)
 
 
-def offloading_of(device: Device, settings: Settings, rules: Any) -> Offloading | None:
+def offloading_of(device: Device, settings: Settings) -> Offloading | None:
     """For optimizer state that the user wants in the host's memory, where that is another memory."""
     if settings.optimizer is None or "optimizer" not in settings.off_device or not device.is_remote:
         return None
-    return Offloading(device, settings.optimizer, rules)
+    return Offloading(device, settings.optimizer)
 
 
 def portions(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:

@@ -14,7 +14,6 @@ from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
 from popengine.run.state import prepared_weights
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
-from popengine.update import group_update
 
 HALVES = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
@@ -184,7 +183,7 @@ def engine_of(ipus, accumulation, recompute=False):
     )
     plan = compile_graph(graph_of(torch.float16), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, group_update, 7)
+    return Engine(plan, settings, weights, 7)
 
 
 RATES = Hyper(

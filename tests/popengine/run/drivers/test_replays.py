@@ -15,7 +15,7 @@ from popengine.run.drivers.worker import Run
 from popengine.run.engine import Engine
 from popengine.run.measure.recorder import Recorder
 from popengine.settings import Anchor, Counts, Settings, Strategy
-from popengine.update import fused_kernels, group_update
+from popengine.update import group_update
 
 pytestmark = pytest.mark.simulated
 DECAYING = [0.05 / (1 + call) for call in range(6)]
@@ -24,7 +24,7 @@ DECAYING = [0.05 / (1 + call) for call in range(6)]
 @pytest.fixture(autouse=True)
 def fused_updates(monkeypatch):
     """Updates as GPUs have them: they read no numbers."""
-    monkeypatch.setattr(fused_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def engine_of(forward, samples, device, training=False):
     model = Model()
     settings = Settings(training, Counts(2), Strategy())
     graph = capture(model, lambda inputs: [model(*inputs)], samples, training=training)
-    return Engine(compile_graph(graph, settings), settings, model.state_dict(), group_update, 0, device)
+    return Engine(compile_graph(graph, settings), settings, model.state_dict(), 0, device)
 
 
 @pytest.mark.parametrize(
