@@ -45,7 +45,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Visit:
     """One entry into a block, as the forward ran: its name (None: before the first block)."""
 
     name: str | None
@@ -60,7 +60,7 @@ class Signature:
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
     constants: dict[str, torch.Tensor]
-    visits: tuple[Block, ...]
+    visits: tuple[Visit, ...]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
-from ..ir import Block, Graph, Key
+from ..ir import Graph, Key, Visit
 from .recording.functional import as_graph
 from .recording.graph_recorder import user_line
 from .recording.known_values import CaptureRecorder, explained, value_of
@@ -86,7 +86,7 @@ class Capture:
     """What is known while a forward runs: which block is open, and which tensors are losses."""
 
     training: bool
-    visits: list[Block] = field(default_factory=lambda: [Block(None, None, "?")])
+    visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
     phase: str = "F"
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
@@ -117,7 +117,7 @@ class Capture:
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block: what runs from now on belongs to it."""
-        self.visits.append(Block(name, ipu, user_line()))
+        self.visits.append(Visit(name, ipu, user_line()))
         self._open(len(self.visits) - 1)
 
     def leave(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PartitionError, did_you_mean
-from ..ir import Block
+from ..ir import Visit
 from ..settings import Counts, Strategy
 
 
@@ -26,7 +26,7 @@ class Placement:
     names: tuple[str, ...]
 
 
-def place(visits: Sequence[Block], used: set[int], strategy: Strategy) -> Placement:
+def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
     """Give every visit a stage, numbered from 0 without gaps.
 
     Args:
@@ -81,12 +81,12 @@ def _turns(ipus: list[int], used: set[int]) -> list[int]:
     return turns
 
 
-def _numbers(visits: Sequence[Block], used: set[int], strategy: Strategy) -> list[int]:
+def _numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
     """The stage of each visit, as the user counts them."""
     return [0, *(_number(visit, visits, used, strategy) for visit in visits[1:])]
 
 
-def _number(visit: Block, visits: Sequence[Block], used: set[int], strategy: Strategy) -> int:
+def _number(visit: Visit, visits: Sequence[Visit], used: set[int], strategy: Strategy) -> int:
     if strategy.auto is None:
         for number, stage in enumerate(strategy.stages):
             if visit.name in stage.blocks:
@@ -111,7 +111,7 @@ def _number(visit: Block, visits: Sequence[Block], used: set[int], strategy: Str
     return order.index(visit.name) + (0 in used)  # stage 0 is what runs before the first block, if anything
 
 
-def _ipus(visits: Sequence[Block], numbers: list[int], strategy: Strategy) -> dict[int, int]:
+def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """The ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
@@ -130,7 +130,7 @@ def _ipus(visits: Sequence[Block], numbers: list[int], strategy: Strategy) -> di
 
 
 def check_work(
-    visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool
+    visits: Sequence[Visit], used: set[int], strategy: Strategy, counts: Counts, training: bool
 ) -> None:
     """Refuse a pipeline that has too few micro-batches to fill it.
 
@@ -151,7 +151,7 @@ def check_work(
 
 
 def work(
-    visits: Sequence[Block], used: set[int], strategy: Strategy, counts: Counts, training: bool
+    visits: Sequence[Visit], used: set[int], strategy: Strategy, counts: Counts, training: bool
 ) -> tuple[int, int, int]:
     """The forward stages of a pipeline, the micro-batches it needs to be full, and those it has.
 

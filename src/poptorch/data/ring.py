@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # a cache line, and enough for every dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Region:
     """Where a tensor lies within each slot."""
 
     offset: int
@@ -33,18 +33,18 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Ring:
     memory: torch.Tensor  # uint8 [slots, bytes of a slot]
-    places: tuple[Place, ...]
+    regions: tuple[Region, ...]
 
     @classmethod
     def like(cls, tensors: Sequence[torch.Tensor], slots: int) -> Ring:
         """Slots that can hold batches of the shapes and dtypes of `tensors`."""
-        places: list[Place] = []
+        regions: list[Region] = []
         end = 0
         for tensor in tensors:
-            place = Place(end, tuple(tensor.shape), tensor.dtype)
-            places.append(place)
-            end += -(-place.bytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(torch.empty(slots, max(end, 1), dtype=torch.uint8).share_memory_(), tuple(places))
+            region = Region(end, tuple(tensor.shape), tensor.dtype)
+            regions.append(region)
+            end += -(-region.bytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(torch.empty(slots, max(end, 1), dtype=torch.uint8).share_memory_(), tuple(regions))
 
     @property
     def slots(self) -> int:
@@ -53,14 +53,14 @@ class Ring:
     def views(self, slot: int, rows: Sequence[int] | None = None) -> list[torch.Tensor]:
         """The tensors in a slot; only the first `rows` of each where the batch was smaller than the slot."""
         memory = self.memory[slot]
-        views = [memory[p.offset : p.offset + p.bytes].view(p.dtype).view(p.shape) for p in self.places]
+        views = [memory[p.offset : p.offset + p.bytes].view(p.dtype).view(p.shape) for p in self.regions]
         return views if rows is None else [view[:count] for view, count in zip(views, rows, strict=True)]
 
     def has_the_shapes_but_not_the_types_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a batch has the shapes of the first one, but other dtypes: slots can't hold such a one."""
-        if [tuple(tensor.shape) for tensor in tensors] != [place.shape for place in self.places]:
+        if [tuple(tensor.shape) for tensor in tensors] != [region.shape for region in self.regions]:
             return False
-        return [tensor.dtype for tensor in tensors] != [place.dtype for place in self.places]
+        return [tensor.dtype for tensor in tensors] != [region.dtype for region in self.regions]
 
     def fill(self, slot: int, tensors: Sequence[torch.Tensor], short: bool) -> tuple[int, ...] | None:
         """Copy a batch in. Returns: the rows of each tensor, if it is `short` of rows; None for a full slot.
@@ -68,7 +68,7 @@ class Ring:
         Raises: DataError, if it is not like the first batch (`short` allows fewer rows).
         """
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        expected = [(place.shape, place.dtype) for place in self.places]
+        expected = [(region.shape, region.dtype) for region in self.regions]
         rows = None
         if found != expected:
             if not (short and _fits(found, expected)):

@@ -10,7 +10,7 @@ from torch import nn
 from popengine.compile.partition import partition, used_visits
 from popengine.compile.placement import BlockError, check_work, place
 from popengine.errors import PartitionError
-from popengine.ir import Block
+from popengine.ir import Visit
 from popengine.settings import Counts, StagePlan, Strategy
 
 
@@ -105,7 +105,7 @@ def test_data_that_flows_back_is_refused():
 def visits(*blocks):
     """What runs before any block, then these: a name, or a name and its ipu."""
     pairs = [block if isinstance(block, tuple) else (block, None) for block in blocks]
-    return [Block(None, None, "?"), *(Block(name, ipu, "model.py:1") for name, ipu in pairs)]
+    return [Visit(None, None, "?"), *(Visit(name, ipu, "model.py:1") for name, ipu in pairs)]
 
 
 AUTO_INCREMENT = Strategy("pipelined", "auto_increment")

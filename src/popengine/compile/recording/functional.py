@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from popengine.errors import CaptureError
-from popengine.ir import Block, Graph, Key, Result, Slot
+from popengine.ir import Graph, Key, Result, Slot, Visit
 
 from .graph_recorder import Recorder
 
@@ -104,7 +104,7 @@ def as_graph(
     recorder: Recorder,
     results: Sequence[tuple[Key, str, fx.Node]],
     fake: FakeTensorMode,
-    visits: tuple[Block, ...],
+    visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
     """What was recorded as the value that the passes take.

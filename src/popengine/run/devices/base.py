@@ -1,7 +1,7 @@
 """What an ipu runs on: where its tensors are made, and how they come and go.
 
 Work on a device may go on while the host goes on too. A device is one queue of such work: what is started on it
-runs in order, what is started on two devices in no order, but for marks: one device makes a mark, another
+runs in order, what is started on two devices in no order, but for events: one device records an event, another
 waits for it. The host waits only in `fetch` and `settle`.
 """
 
@@ -31,7 +31,7 @@ class Device:
     """The host itself: everything is there already, and has happened when a call returns.
 
     Other devices override all of it. `is_remote`: has memory or a queue of its own, so values that are handed
-    over need marks. `is_serial`: one thread drives all ipus that are on it. `has_graphs`: see `graph`.
+    over need events. `is_serial`: one thread drives all ipus that are on it. `has_graphs`: see `graph`.
     """
 
     is_remote = False
@@ -67,15 +67,15 @@ class Device:
         """What is started inside runs here."""
         return nullcontext()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """A point in this device's work: all that was started before it."""
         return None
 
-    def wait(self, mark: Any) -> None:
-        """What is started from here on runs after the mark."""
+    def wait(self, event: Any) -> None:
+        """What is started from here on runs after the event."""
 
     def adopt(self, value: Tensor) -> Tensor:
-        """A value made on another device, whose mark was waited for, to be used here."""
+        """A value made on another device, whose event was waited for, to be used here."""
         return value
 
     def await_downloads(self) -> None:
@@ -95,9 +95,9 @@ class Device:
         """An empty graph whose draws are from these generators."""
         raise NotImplementedError
 
-    def fork(self, mark: Any) -> None:
-        """All that is started from here on, transfers too, runs after the mark."""
+    def fork(self, event: Any) -> None:
+        """All that is started from here on, transfers too, runs after the event."""
 
     def join(self) -> Any:
-        """A mark after all that was started here, transfers too."""
+        """An event after all that was started here, transfers too."""
         return None

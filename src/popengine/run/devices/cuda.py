@@ -1,7 +1,7 @@
 """GPUs through torch.cuda: an ipu is three streams of one. The one file that tells torch.cuda what to do.
 
 One stream computes, one brings inputs, one takes results away, so that transfers and kernels run at the same
-time. Marks are events. The host's side of a transfer is pinned memory: else the host would wait for it.
+time. The host's side of a transfer is pinned memory: else the host would wait for it.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Cuda(Device):
     def running(self) -> Any:
         return self._on(self._compute)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return self._compute.record_event()
 
-    def wait(self, mark: Any) -> None:
-        self._compute.wait_event(mark)
+    def wait(self, event: Any) -> None:
+        self._compute.wait_event(event)
 
     def adopt(self, value: Tensor) -> Tensor:
         if value.device == self.place:
@@ -136,14 +136,14 @@ class Cuda(Device):
     def graph(self, generators: Sequence[torch.Generator]) -> CudaGraph:
         return CudaGraph(self._compute, generators)
 
-    def fork(self, mark: Any) -> None:
+    def fork(self, event: Any) -> None:
         for stream in (self._compute, self._up, self._down):
-            stream.wait_event(mark)
+            stream.wait_event(event)
 
     def join(self) -> Any:
         self._compute.wait_stream(self._up)
         self._compute.wait_stream(self._down)
-        return self.mark()
+        return self.record_event()
 
 
 class CudaGraph:

@@ -1,4 +1,4 @@
-"""A worker whose device has a queue of its own: values go with the mark after which they are there.
+"""A worker whose device has a queue of its own: values go with the event after which they are there.
 
 What is handed over is never written to before its readers are done with it: values of a micro-batch never, weights
 at the start of a step as copies, gradient sums and updated weights only after an answer from those who read them.
@@ -20,11 +20,11 @@ class RemoteWorker(Worker):
     """Runs one ipu's program on a device that goes on by itself."""
 
     def give(self, name: Any, value: Any) -> None:
-        self.run.channels.put(name, (value, self.device.mark()))
+        self.run.channels.put(name, (value, self.device.record_event()))
 
     def take(self, name: Any) -> Any:
-        value, mark = self.run.channels.receive(name)
-        self.device.wait(mark)
+        value, event = self.run.channels.receive(name)
+        self.device.wait(event)
         return self._adopted(value)
 
     def _adopted(self, value: Any) -> Any:

@@ -173,7 +173,7 @@ class Replays:
 
     def _fork(self) -> None:
         """All devices go on after this one."""
-        start = self._device.mark()
+        start = self._device.record_event()
         for worker in self._workers:
             worker.device.fork(start)
 
