@@ -36,6 +36,11 @@ class Instances:
         self._spare: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._others = meeting.others
 
+    @property
+    def nodes(self) -> int:
+        """How many sums this instance's replicas come to, which the tree adds up only later."""
+        return len(self._nodes[self.place])
+
     def sum(self, nodes: Sequence[Node]) -> None:
         """Add up the nodes of all instances, into the first one's values; the others' are lost."""
         for flats in _flat(nodes):
@@ -60,7 +65,7 @@ class Instances:
         coming: deque[list[tuple[int, Tensor, Any]]] = deque()
         for turn in range(len(owned) + _AHEAD):
             if turn < len(owned):
-                coming.append(self._receive_parts(turn % (_AHEAD + 1), target.dtype, *owned[turn]))
+                coming.append(self._receive_parts(turn % (_AHEAD + 1), target, *owned[turn]))
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
                 self._add(flats, start, stop, coming.popleft())
@@ -90,16 +95,14 @@ class Instances:
                 if turn < len(pieces):
                     yield other, *pieces[turn]
 
-    def _receive_parts(
-        self, slot: int, dtype: torch.dtype, start: int, stop: int
-    ) -> list[tuple[int, Tensor, Any]]:
+    def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[tuple[int, Tensor, Any]]:
         """Begin to receive one piece of this instance's share from all others, one tensor a node."""
         found = []
         for other in self._others:
             for index in range(len(self._nodes[other])):
-                key = (slot, other * 64 + index, dtype)
+                key = (slot, other * 64 + index, like.dtype)
                 if key not in self._spare or self._spare[key].numel() < stop - start:
-                    self._spare[key] = torch.empty(stop - start, dtype=dtype)
+                    self._spare[key] = like.new_empty(stop - start)
                 value = self._spare[key][: stop - start]
                 work, _ = self._meeting.receive(value, other, self._tag)
                 found.append((other, value, work))

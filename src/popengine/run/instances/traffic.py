@@ -1,0 +1,68 @@
+"""What an instance sends and receives in a step, counted where no other is: for trainings larger than the machine.
+
+It runs the very sums of `instance_sums.py`, on tensors without memory, and nobody answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .instance_sums import Instances, even_cuts
+
+
+@dataclass
+class Traffic:
+    """Of one instance, in one weight update."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class _NobodyThere:
+    """In place of a `Meeting`: counts what is begun, and waits for nothing."""
+
+    def __init__(self, place: int, size: int) -> None:
+        self.place, self.size = place, size
+        self.others = [other for other in range(size) if other != place]
+        self.traffic = Traffic()
+
+    def send(self, value: Tensor, other: int, tag: int) -> tuple[None, int]:
+        self.traffic.messages_sent += 1
+        self.traffic.bytes_sent += value.nbytes
+        return None, other
+
+    def receive(self, value: Tensor, other: int, tag: int) -> tuple[None, int]:
+        self.traffic.messages_received += 1
+        self.traffic.bytes_received += value.nbytes
+        return None, other
+
+    def wait(self, work: None, other: int, what: str) -> None:
+        pass
+
+
+def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, replicas: int = 1) -> Traffic:
+    """What a sum costs the instance at `place`.
+
+    Args:
+        elements: how many gradients there are of each dtype
+        replicas: in each instance
+    """
+    nobody = _NobodyThere(place, instances)
+    sums = Instances(nobody, 0, replicas)
+    for dtype, count in elements.items():
+        flats = [torch.empty(count, dtype=dtype, device="meta") for _ in range(sums.nodes)]
+        sums.reduce(flats, even_cuts(count, instances), gathers=True)
+    return nobody.traffic
+
+
+def connections(place: int, instances: int) -> int:
+    """TCP connections of an instance, however many ipus and replicas it has: to each other one for torch's own group
+    and one for the sums, and to the store, which instance 0 keeps."""
+    to_store = 1 + (instances if place == 0 else 0)
+    return 2 * (instances - 1) + to_store
