@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "poprun.aliases": {"popdist", "popdist.collectives"},
     "poprun": {"popdist", "popdist.environment"},
     "ipujob": {"popdist", "popdist.environment"},
-    "popvision": {"popengine", "popengine.profile"},
+    "popvision": {"popengine", "popengine.profile", "popengine.virtual_time"},
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES
     | ENGINE

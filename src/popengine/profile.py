@@ -71,7 +71,8 @@ class Part(NamedTuple):
 
 class Track(NamedTuple):
     """One step of one ipu: when it began, how long each instruction of its program took, the time before each in
-    which the ipu had nothing to do, and the core that ran it. (None: no such time, no such core.)"""
+    which the ipu had nothing to do, the core that ran it, and for how long that core computed in it: less than the
+    duration where another program had the core. (None: no such time, no such core. 0 computed: not measured.)"""
 
     call: int
     step: int  # weight updates (calls, in inference) since the executor was compiled
@@ -81,6 +82,7 @@ class Track(NamedTuple):
     durations: list[int]  # ns
     gaps: list[int] | None = None  # ns
     cores: list[int] | None = None
+    computed: list[int] | None = None  # ns
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """When each instruction began and ended."""
@@ -167,6 +169,12 @@ class Event(NamedTuple):
     peer: int = -1
     bytes: int = 0
     core: int = -1
+    computed: int = 0
+
+    @property
+    def cost(self) -> int:
+        """ns of work: without what other programs did meanwhile, where that was measured."""
+        return self.computed or self.end - self.start
 
 
 _TABLES: dict[str, type[Any]] = {
@@ -239,6 +247,7 @@ class Profile:
                         part.peer,
                         part.bytes,
                         track.cores[index] if track.cores else -1,
+                        track.computed[index] if track.computed else 0,
                     )
 
     def to_json(self) -> str:
@@ -343,7 +352,6 @@ def _check(profile: Profile) -> None:
             raise ValueError(f"a track of ipu {track.ipu} is longer than its program")
         if not all(isinstance(ns, int) for ns in [*track.durations, *(track.gaps or ())]):
             raise ValueError(f"a track of ipu {track.ipu} has durations that are no integers")
-        if any(
-            len(column) != len(track.durations) for column in (track.gaps, track.cores) if column is not None
-        ):
+        columns = (track.gaps, track.cores, track.computed)
+        if any(len(column) != len(track.durations) for column in columns if column is not None):
             raise ValueError(f"a track of ipu {track.ipu} has columns of different lengths")

@@ -8,34 +8,45 @@ from typing import Any
 
 from popengine.profile import Event, Profile
 
-from . import advice, memory, trace
+from . import memory, trace, virtual
+from .changes import Change, changes
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a profile says. Shares are fractions, times seconds unless the name says otherwise."""
+    """What a profile says. Shares are fractions, times seconds unless the name says otherwise.
+
+    Two machines are told apart: what was recorded ran as on separate devices, one lane an ipu; without a recorder a
+    host's cores share all ipus. `step_apart` and `step_here` are what a step takes on them in virtual time, with the
+    measured costs.
+    """
 
     samples_per_call: int
     samples_per_second: float | None  # while a call runs, without the first call if there are more
     samples_per_second_overall: float | None  # with the time between calls
     calls: int
     steps: int
-    step_seconds: float | None
+    step_seconds: float | None  # without those of the first call if there are more
+    step_apart: float | None
+    step_here: float | None  # None: no such machine, or nothing was computed
+    here_is: str
     compile_seconds: float
     bubble_ideal: float | None
     bubble_measured: float | None
+    bubble_apart: float | None
     usages: list[trace.Usage]
     stages: list[trace.StageTime]
     slowest: int | None
-    moves: list[trace.Move]
-    even_cut: float
+    unevenness: float  # what the slowest stage costs, in average stages
+    spread: float  # of equal computations, see `trace.spread`
+    changes: list[Change]
     needs: list[memory.Need]
+    wanted: int  # bytes, to be held against the capacity
     capacity: int | None
     capacity_of: str
     fits: bool | None
     host: dict[str, float]
     copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
-    warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """For the page; with the sums that properties give."""
@@ -47,43 +58,46 @@ class Figures:
 
 def figures(profile: Profile) -> Figures:
     """Compute all figures; what a profile has no events for is None or empty."""
-    events = trace.steady(profile)
-    usages, times = trace.usage(events), trace.stage_times(profile, events)
-    computed = any(time.total for time in times)
+    events, cut_off = trace.steady(profile), trace.cut_off(profile)
+    usages, times = ([] if cut_off else trace.usage(events)), trace.stage_times(profile, events)
+    step, spread = trace.step_of(profile, events, times), trace.spread(events)
+    totals = [time.total for time in times]
+    seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
+    computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
+    cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
     needs = memory.needs(profile)
     capacity = profile.facts.get("capacity") or {}
-    replicas = profile.counts.get("replicas", 1)
-    shared = bool(capacity.get("shared"))
-    wanted = (
-        replicas * sum(need.total for need in needs)
-        if shared
-        else max((need.total for need in needs), default=0)
-    )
-    limit = capacity.get("bytes")
-    first = Figures(
+    shared, limit = bool(capacity.get("shared")), capacity.get("bytes")
+    each = [need.total for need in needs]
+    wanted = profile.counts.get("replicas", 1) * sum(each) if shared else max(each, default=0)
+    return Figures(
         samples_per_call=samples_per_call(profile),
         samples_per_second=_rate(profile, between=False),
         samples_per_second_overall=_rate(profile, between=True),
         calls=profile.facts.get("calls", 0),
         steps=profile.facts.get("steps", 0),
         step_seconds=_step_seconds(profile),
+        step_apart=virtual.apart(step) / 1e9 if computed else None,
+        step_here=virtual.here(step, cores) / 1e9 if computed and cores else None,
+        here_is=f"here, where {cores} core{'s' * (cores != 1)} share all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=trace.ideal_bubble(profile),
         bubble_measured=trace.measured_bubble(usages),
+        bubble_apart=virtual.bubble_apart(step) if computed else None,
         usages=usages,
         stages=times,
-        slowest=max(times, key=lambda time: time.total).stage if computed else None,
-        moves=trace.moves(profile, times) if computed else [],
-        even_cut=trace.even_cut(profile, times) if computed else 1.0,
+        slowest=totals.index(max(totals)) if computed else None,
+        unevenness=max(totals) * len(totals) / sum(totals) if computed else 1.0,
+        spread=spread,
+        changes=changes(profile, step, spread) if computed else [],
         needs=needs,
+        wanted=wanted,
         capacity=limit,
         capacity_of=capacity.get("of", "") + (", which all ipus share" if shared else ""),
         fits=None if not limit or not needs else wanted <= limit,
         host=host_times(profile),
         copies=copies(events),
-        warnings=[],
     )
-    return Figures(**{**vars(first), "warnings": advice.warnings(profile, first)})
 
 
 def samples_per_call(profile: Profile) -> int:
@@ -106,7 +120,9 @@ def _rate(profile: Profile, between: bool) -> float | None:
 
 
 def _step_seconds(profile: Profile) -> float | None:
-    steps, ns = profile.facts.get("steps", 0), profile.facts.get("ns_in_calls", 0)
+    steps, ns, calls = profile.facts.get("steps", 0), profile.facts.get("ns_in_calls", 0), profile.calls
+    if len(calls) > 1 and steps > calls[0].steps:  # the first call pays for cold memory
+        steps, ns = steps - calls[0].steps, ns - (calls[0].end - calls[0].start)
     return ns / steps / 1e9 if steps else None
 
 

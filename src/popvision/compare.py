@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from popengine.profile import Profile
 
-from .advice import seconds, size
 from .analysis import Figures, block_rows, figures
-from .text import rate, share
+from .units import rate, seconds, share, size
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from popengine.profile import Profile, ProfileError, load
 
+from .advice import of_stages, sentences
 from .analysis import block_rows, figures
 from .compare import compare
 from .find import profiles_at
@@ -76,9 +77,14 @@ def entry(path: Path, label: str = "") -> dict[str, Any]:
 
 def described(profile: Profile) -> dict[str, Any]:
     """A profile, its figures and its curves."""
+    found = figures(profile)
     return {
         "profile": json.loads(profile.to_json()),
-        "figures": figures(profile).to_dict(),
+        "figures": {
+            **found.to_dict(),
+            "warnings": sentences(profile, found),
+            "stages_say": of_stages(found),
+        },
         "blocks": block_rows(profile),
         "curves": {
             str(ipu): [number for point in curve(profile, ipu) for number in point]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from popengine.profile import Profile
 
-from .advice import seconds, size
+from .advice import sentences
 from .analysis import Figures, figures
+from .units import rate, seconds, share, size
 
 
 def summary(profile: Profile) -> str:
     """A screenful."""
     found = figures(profile)
     lines = [f"{profile.name}: {_kind(profile)}", *_speed(profile, found), *_stages(found), *_memory(found)]
-    lines += [f"  ! {warning}" for warning in found.warnings]
+    lines += [f"  ! {warning}" for warning in sentences(profile, found)]
     return "\n".join(lines) + "\n"
 
 
@@ -26,13 +27,19 @@ def _kind(profile: Profile) -> str:
 
 def _speed(profile: Profile, found: Figures) -> list[str]:
     if not found.calls:
-        return ["  nothing was run: the model was compiled and let go"]
+        failed = profile.facts.get("failed_calls", 0)
+        return [
+            "  no call came to its end" if failed else "  nothing was run: the model was compiled and let go"
+        ]
     passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
     return [
         f"  throughput    {rate(found.samples_per_second)} in calls,"
         f" {rate(found.samples_per_second_overall)} with the time between them",
         f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
-        f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal",
+        f"  virtual time  a step takes {seconds(found.step_apart)} on separate devices,"
+        f" {seconds(found.step_here)} {found.here_is}",
+        f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal,"
+        f" {share(found.bubble_apart)} on separate devices",
         f"  compilation   {seconds(found.compile_seconds)}: {passes}",
     ]
 
@@ -67,11 +74,3 @@ def _memory(found: Figures) -> list[str]:
         verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
         lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
     return lines
-
-
-def rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f} samples/s"
-
-
-def share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"

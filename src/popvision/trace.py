@@ -1,14 +1,15 @@
-"""Time: who worked when, what a step costs, and what it would cost if the stages were cut in another way."""
+"""Time: who worked when, and what each stage costs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median, quantiles
 
 from popengine.profile import Event, Operation, Profile
 
-Costs = Mapping[tuple[str, int], float]  # (phase, stage) -> ns of one micro-batch
+from .virtual import Step
 
 
 @dataclass(frozen=True)
@@ -41,29 +42,28 @@ class StageTime:
         return self.forward + self.backward + self.around
 
 
-@dataclass(frozen=True)
-class Move:
-    """A block given to the next stage, and how much faster a step would be."""
-
-    block: str
-    source: int
-    target: int
-    speedup: float
-
-
 def steady(profile: Profile) -> list[Event]:
     """The events of whole steps, without the first two if there are more: in them caches are cold and the
     recorder looks closer."""
+    whole, seen = _whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
+    warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
+    wanted = set(warm) or seen  # of a step that was cut off there is only the beginning: see `cut_off`
+    return [event for event in profile.events() if (event.call, event.step) in wanted]
+
+
+def _whole_steps(profile: Profile) -> list[tuple[int, int]]:
+    """Call and step of those of which everything was kept, on all ipus."""
     places = defaultdict(set)
     for track in profile.tracks:
         if 2 * len(track.durations) == len(profile.programs[track.ipu]):
             places[track.call, track.step].add((track.replica, track.ipu))
-    everywhere = max(map(len, places.values()), default=0)
-    whole = sorted(key for key, value in places.items() if len(value) == everywhere)
-    seen = {(track.call, track.step) for track in profile.tracks}
-    warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
-    wanted = set(warm) or seen  # of a step that was cut off there is only the beginning
-    return [event for event in profile.events() if (event.call, event.step) in wanted]
+    everywhere = {(track.replica, track.ipu) for track in profile.tracks}
+    return sorted(key for key, value in places.items() if value == everywhere)
+
+
+def cut_off(profile: Profile) -> bool:
+    """Whether only the beginnings of steps were kept: what ipus did there says nothing of the whole."""
+    return bool(profile.tracks) and not _whole_steps(profile)
 
 
 def usage(events: list[Event]) -> list[Usage]:
@@ -106,76 +106,76 @@ def measured_bubble(usages: list[Usage]) -> float | None:
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """The mean cost of each stage, for one micro-batch; a step's update is shared among the stages of an ipu."""
-    total: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
-    around: dict[int, int] = defaultdict(int)
-    updates: dict[int, list[int]] = defaultdict(list)
+    """What each stage costs for one micro-batch. A step's update is shared among the stages of an ipu."""
+    computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
+    updates: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind == "compute":
-            entry = total[event.phase, event.stage]
-            entry[0] += event.end - event.start
-            entry[1] += 1
+            computed[event.phase, event.stage].append(event)
         elif event.kind == "update":
-            updates[event.ipu].append(event.end - event.start)
+            updates[event.ipu].append(event)
         elif event.kind != "receive" and event.stage >= 0:
-            around[event.stage] += event.end - event.start
+            around[event.stage][event.phase, event.kind, event.peer].append(event)
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
-        forward, backward = total["F", stage], total["B", stage]
-        update = sum(updates[ipu]) / len(updates[ipu]) if updates[ipu] else 0.0
-        found.append(
-            StageTime(
-                stage,
-                ipu,
-                blocks,
-                forward[0] / (forward[1] or 1),
-                backward[0] / (backward[1] or 1),
-                around[stage] / (max(forward[1], backward[1]) or 1),
-                update / profile.ipus.count(ipu),
-            )
-        )
+        forward, backward = computed["F", stage], computed["B", stage]
+        runs = max(len(forward), len(backward)) or 1
+        surroundings = sum(_cost(same) * len(same) for same in around[stage].values()) / runs
+        update = _cost(updates[ipu]) / profile.ipus.count(ipu)
+        found.append(StageTime(stage, ipu, blocks, _cost(forward), _cost(backward), surroundings, update))
     return found
 
 
-def replay(profile: Profile, costs: Costs, updates: Mapping[int, float] | None = None) -> float:
-    """How long a step takes in the schedule's order if actions cost this much and ipus wait for nothing else.
-
-    `updates`: the cost of each ipu's update at the end.
-    """
-    last, in_flight = len(profile.stages) - 1, profile.facts.get("in_flight", 1 << 62)
-    done: dict[tuple[str, int, int], float] = {}
-    free: dict[int, float] = defaultdict(float)
-    for ipu, phase, stage, micro_batch, _ in profile.schedule:  # in the order of their ticks
-        if phase == "B":
-            need = ("B", stage + 1, micro_batch) if stage < last else ("F", stage, micro_batch)
-        elif stage:
-            need = ("F", stage - 1, micro_batch)
-        else:  # a new micro-batch enters when another has left
-            need = (
-                "B" if profile.training else "F",
-                0 if profile.training else last,
-                micro_batch - in_flight,
-            )
-        start = max(free[ipu], done.get(need, 0.0))
-        done[phase, stage, micro_batch] = free[ipu] = start + costs.get((phase, stage), 0.0)
-    return max((free[ipu] + (updates or {}).get(ipu, 0.0) for ipu in free), default=0.0)
+def _cost(events: Sequence[Event]) -> float:
+    """What an instruction costs that ran so often: the median of the time that a core computed, so that what other
+    programs did meanwhile does not count; but never less than its fastest run, for it may wait by itself."""
+    if not events:
+        return 0.0
+    return float(
+        max(median(event.cost for event in events), min(event.end - event.start for event in events))
+    )
 
 
-def costs_of(times: list[StageTime]) -> dict[tuple[str, int], float]:
-    """What `replay` needs of the stages' times; the surroundings are spread over both phases."""
-    costs = {}
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def spread(events: list[Event]) -> float:
+    """How far apart the costs of equal computations are: half of the range that the middle half of them takes, over
+    their median; of all pieces the middle one."""
+    costs: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in events:
+        if event.kind == "compute":
+            costs[event.phase, event.stage].append(event.cost)
+    found = []
+    for values in costs.values():
+        if len(values) >= 4 and (middle := median(values)):
+            low, _, high = quantiles(values, n=4)
+            found.append((high - low) / 2 / middle)
+    return _median(found)
+
+
+def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> Step:
+    """The step that was measured, for virtual time; what surrounds a computation is spread over both phases."""
+    forward, backward = [], []
     for time in times:
-        whole = time.forward + time.backward or 1.0
-        for phase, own in (("F", time.forward), ("B", time.backward)):
-            costs[phase, time.stage] = own + time.around * own / whole
-    return costs
-
-
-def updates_of(times: list[StageTime]) -> dict[int, float]:
+        factor = 1 + time.around / (time.forward + time.backward or 1.0)
+        forward.append(time.forward * factor)
+        backward.append(time.backward * factor)
     updates: dict[int, float] = defaultdict(float)
     for time in times:
         updates[time.ipu] += time.update
-    return dict(updates)
+    return Step(
+        profile.ipus,
+        tuple(forward),
+        tuple(backward) if profile.training else (),
+        dict(updates),
+        profile.facts.get("schedule_micro_batches", 1),
+        profile.counts.get("replicas", 1),
+        profile.facts.get("mode") != "pipelined",
+        frozenset(event.stage for event in events if event.kind == "keep"),
+    )
 
 
 def block_shares(profile: Profile) -> dict[tuple[str, int, str], float]:
@@ -190,41 +190,6 @@ def block_shares(profile: Profile) -> dict[tuple[str, int, str], float]:
 
 def _sum(ns: Mapping[tuple[str, int, str], int], place: tuple[str, int]) -> int:
     return sum(value for key, value in ns.items() if key[:2] == place)
-
-
-def moves(profile: Profile, times: list[StageTime]) -> list[Move]:
-    """Blocks at the border of two stages that would better be in the other one, the best first."""
-    costs, updates, shares = costs_of(times), updates_of(times), block_shares(profile)
-    now = replay(profile, costs, updates)
-    by_stage = [[block.name for block in profile.blocks if block.stage == s] for s in range(len(times))]
-    found = []
-    for stage, blocks in enumerate(by_stage):
-        if len(blocks) < 2:  # a stage can't give its only block away
-            continue
-        for block, target in ((blocks[0], stage - 1), (blocks[-1], stage + 1)):
-            if not 0 <= target < len(times) or profile.ipus[target] == profile.ipus[stage]:
-                continue
-            changed = dict(costs)
-            for phase in "FB":
-                moved = costs[phase, stage] * shares.get((phase, stage, block), 0.0)
-                changed[phase, stage] -= moved
-                changed[phase, target] += moved
-            then = replay(profile, changed, updates)
-            if then and now / then > 1.02:
-                found.append(Move(block, stage, target, now / then))
-    return sorted(found, key=lambda move: -move.speedup)
-
-
-def even_cut(profile: Profile, times: list[StageTime]) -> float:
-    """How much faster a step would be if all stages cost the same. 1.0: not at all."""
-    costs, updates = costs_of(times), updates_of(times)
-    even = {
-        (phase, time.stage): sum(costs[phase, other.stage] for other in times) / len(times)
-        for phase in "FB"
-        for time in times
-    }
-    now, then = replay(profile, costs, updates), replay(profile, even, updates)
-    return max(1.0, now / then) if then else 1.0
 
 
 def blocks_of(operations: list[Operation]) -> list[str]:

@@ -1,14 +1,22 @@
 """The figures of a profile, on simulated devices where the right answer is known."""
 
 import dataclasses
+import random
 
 import pytest
 from simulated import MS, simulated
 
 from popengine.compile import schedule
 from popengine.profile import HostEvent, Profile
-from popvision import memory, trace
+from popvision import memory, virtual
+from popvision.advice import of_stages, sentences
 from popvision.analysis import figures
+from popvision.units import size
+from popvision.virtual import Step
+
+
+def told(profile):
+    return sentences(profile, figures(profile))
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 4), (2, 4), (4, 8), (4, 32), (8, 16), (3, 1)])
@@ -26,31 +34,126 @@ def test_a_sharded_run_has_one_ipu_busy_at_a_time():
     assert found.bubble_measured == pytest.approx(0.75)
 
 
-def test_a_replay_of_the_schedule_takes_as_long_as_the_run():
+def test_a_step_in_virtual_time_takes_as_long_as_the_run():
     costs = {("F", 0): 1.0, ("F", 1): 3.0, ("F", 2): 2.0, ("B", 0): 2.0, ("B", 1): 7.0, ("B", 2): 4.0}
     profile = simulated(3, 6, cost=lambda phase, stage: int(costs[phase, stage] * MS))
     length = profile.calls[0].end - profile.calls[0].start
-    assert trace.replay(profile, costs) * MS == pytest.approx(length)
+    assert figures(profile).step_apart == pytest.approx(length / 1e9)
+
+
+@pytest.mark.parametrize("ipus", [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 0, 1), tuple(range(8))])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_schedule_in_virtual_time_is_the_compilers(ipus, training):
+    costs = (1.0,) * len(ipus)
+    for order, in_turns in ((schedule.pipelined, False), (schedule.sharded, True)):
+        step = Step(ipus, costs, costs if training else (), {}, 9, in_turns=in_turns)
+        rows = {
+            ipu: [(*step.phases[task % len(step.phases)], task // len(step.phases)) for task in row]
+            for ipu, row in virtual.schedule(step).items()
+        }
+        assert rows == {ipu: [tuple(a) for a in row] for ipu, row in order(ipus, 9, training).rows.items()}
+
+
+def test_a_long_step_is_as_long_as_all_its_micro_batches():
+    step = Step((0, 1, 2, 3), (1.0, 3.0, 2.0, 1.0), (2.0, 3.0, 4.0, 1.0), {}, 5000)
+    # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
+    assert virtual.apart(step) == pytest.approx(5000 * 6 + 4, abs=12)
+    assert virtual.here(step, 2) == pytest.approx(17 * 5000 * 1 / 1, rel=0.01)  # too short to be shared
+    large = Step(step.ipus, (1e6, 3e6, 2e6, 1e6), (2e6, 3e6, 4e6, 1e6), {}, 5000)
+    assert virtual.here(large, 2) == pytest.approx(17e6 * 5000 / 2, rel=0.01)
 
 
 def test_the_slowest_stage_is_named_with_its_time():
     found = figures(simulated(3, 8, cost=lambda phase, stage: (5 if stage == 1 else 1) * MS))
     assert found.slowest == 1
     assert [stage.forward for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
-    assert "Stage 1 (block1) takes 2.1 times the average stage" in " ".join(found.warnings)
-    assert "split a block of that stage" in " ".join(found.warnings)
+    assert found.unevenness == pytest.approx(15 / 7)
+    assert not [change for change in found.changes if change.kind == "cut"]  # each stage has one block
+    assert of_stages(found) == (
+        "The slowest stage takes 2.14 times the average one. No other cut of its blocks was found to give more than 3%."
+    )
 
 
 def test_moving_a_block_from_a_full_stage_to_its_neighbour_is_advised_with_its_gain():
     profile = simulated(
         2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS, blocks=("A, B, C", "D")
     )
-    best = figures(profile).moves[0]
-    assert (best.block, best.source, best.target) == ("C", 0, 1)
+    found = figures(profile)
+    best = found.changes[0]
+    assert best.what == "moving block C from stage 0 to stage 1"
+    assert best.setting == {"cut": [["A", "B"], ["C", "D"]]}
     # Stage 0 then costs 2 + 2 a micro-batch instead of 3 + 3, and so does stage 1.
     before = simulated(2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS)
     after = simulated(2, 16, cost=lambda phase, stage: 2 * MS)
-    assert best.speedup == pytest.approx(before.calls[0].end / after.calls[0].end, rel=0.01)
+    assert best.apart == pytest.approx(before.calls[0].end / after.calls[0].end, rel=0.01)
+
+
+def test_an_advice_says_for_which_machine_it_holds():
+    profile = simulated(
+        2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS, blocks=("A, B, C", "D")
+    )
+    facts = {**profile.facts, "threads": 2, "threads_inside": 1}
+    found = figures(dataclasses.replace(profile, facts=facts))
+    (cut,) = [change for change in found.changes if change.kind == "cut"]
+    assert cut.apart > 1.4 and cut.here == pytest.approx(
+        1
+    )  # both cores have work all the time, whatever the cut
+    (text,) = [text for text in sentences(profile, found) if "moving block C" in text]
+    assert (
+        "times as fast on separate devices; it would change nothing here, where 2 cores share all ipus"
+        in text
+    )
+
+
+def test_several_blocks_are_moved_at_once_where_that_is_better():
+    blocks = ("A, B, C, D", "E", "F")
+    profile = simulated(3, 32, cost=lambda phase, stage: (4 if stage == 0 else 1) * MS, blocks=blocks)
+    best = figures(profile).changes[0]
+    assert best.what == "cutting the stages as A, B | C, D | E, F"
+    assert best.apart == pytest.approx((32 * 8 + 4) / (32 * 4 + 8), rel=0.03)
+
+
+def test_work_of_other_programs_is_not_a_stages_cost_and_waiting_of_its_own_is():
+    profile = simulated(1, 6, steps=4, training=False)
+    disturbed = [
+        track._replace(durations=[9 * ns if i % 4 else ns for i, ns in enumerate(track.durations, 1)])
+        for track in profile.tracks
+    ]
+    computed = [track._replace(computed=profile.tracks[0].durations) for track in disturbed]
+    found = figures(dataclasses.replace(profile, tracks=tuple(computed)))
+    assert found.stages[0].forward == MS
+    asleep = [
+        track._replace(computed=[0 if ns == 0 else 1000 for ns in track.durations])
+        for track in profile.tracks
+    ]
+    found = figures(dataclasses.replace(profile, tracks=tuple(asleep)))
+    assert found.stages[0].forward == MS
+
+
+def test_nothing_is_advised_below_the_spread_of_equal_computations():
+    profile = simulated(2, 64, steps=6)
+    numbers = random.Random(0)
+    noisy = [
+        track._replace(durations=[ns * numbers.randint(1, 9) for ns in track.durations])
+        for track in profile.tracks
+    ]
+    found = figures(dataclasses.replace(profile, tracks=tuple(noisy)))
+    assert found.spread > 0.3 and found.changes == []
+
+
+def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
+    profile = simulated(2, 8, steps=3)
+
+    def cut_after(instructions):
+        short = [track._replace(durations=track.durations[:instructions]) for track in profile.tracks]
+        return dataclasses.replace(profile, tracks=tuple(short))
+
+    cut = cut_after(9)
+    found = figures(cut)
+    assert found.bubble_measured is None and found.usages == []
+    assert found.bubble_apart == pytest.approx(1 / 9)  # by what each stage costs
+    assert "Steps are too long to be kept whole" in " ".join(sentences(cut, found))
+    assert figures(cut_after(4)).bubble_apart is None  # not even one backward of each stage
 
 
 def test_throughput_leaves_out_the_first_call():
@@ -74,23 +177,38 @@ def test_what_does_not_fit_is_said_first():
     small = {"bytes": 1000, "of": "a device", "shared": False}
     found = figures(dataclasses.replace(profile, facts={**profile.facts, "capacity": small}))
     assert found.fits is False
-    assert found.warnings[0].startswith("Does not fit")
+    assert sentences(profile, found)[0].startswith("Does not fit")
+
+
+def test_memory_that_replicas_share_is_needed_by_each_of_them():
+    profile = simulated(2, 4)
+    one = sum(need.total for need in figures(profile).needs)
+    shared = {"bytes": 3 * one - 1, "of": "this machine's memory", "shared": True}
+    counts, facts = {**profile.counts, "replicas": 3}, {**profile.facts, "capacity": shared}
+    large = dataclasses.replace(profile, counts=counts, facts=facts)
+    found = figures(large)
+    assert (found.fits, found.wanted) == (False, 3 * one)
+    assert f"Does not fit: {size(3 * one)} are needed" in sentences(large, found)[0]
 
 
 def test_few_micro_batches_for_the_stages_are_warned_about():
-    assert "options.Training.gradientAccumulation(27)" in figures(simulated(4, 4)).warnings[0]
-    assert "options.deviceIterations(27)" in figures(simulated(4, 4, training=False)).warnings[0]
-    assert figures(simulated(4, 32)).warnings == []
+    (change,) = figures(simulated(4, 4)).changes
+    assert change.what == "options.Training.gradientAccumulation(16)"
+    assert change.apart == pytest.approx((7 / 4) / (19 / 16), rel=0.01)
+    assert change.also.startswith("the effective batch becomes 4 times as large")
+    (change,) = figures(simulated(4, 4, training=False)).changes
+    assert change.what == "options.deviceIterations(16)"
+    assert figures(simulated(4, 128)).changes == []
 
 
 def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
     profile = simulated(1, 20, steps=4, gap=40 * MS)
     gap = profile.calls[1].start - profile.calls[0].end
     host = tuple(HostEvent("loader", call.end, call.end + gap) for call in profile.calls[:-1])
-    assert any("the program between calls" in text for text in figures(profile).warnings)
-    waiting = figures(dataclasses.replace(profile, host=host))
-    assert any("the data loader" in text for text in waiting.warnings)
-    assert waiting.host["loader"] == pytest.approx(3 * gap / 1e9)
+    assert any("the program between calls" in text for text in told(profile))
+    waiting = dataclasses.replace(profile, host=host)
+    assert any("the data loader" in text for text in told(waiting))
+    assert figures(waiting).host["loader"] == pytest.approx(3 * gap / 1e9)
 
 
 def test_a_profile_without_calls_has_no_figures_and_no_fault():

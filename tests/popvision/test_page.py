@@ -83,7 +83,8 @@ def test_the_headline_shows_the_figures(chromium, report):
     chromium.open(report)
     text = chromium.value("document.getElementById('main').innerText")
     assert "Slowest stage" in text and "A, B: 6 ms a micro-batch" in text
-    assert "Moving block B from stage 0 to stage 1" in text
+    assert "The slowest stage takes 1.71 times the average one. On separate devices moving block B" in text
+    assert "A step on separate devices\n48 ms" in text
 
 
 def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_path):

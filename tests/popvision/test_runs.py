@@ -15,6 +15,7 @@ from popengine.profile import load
 from popengine.run.measure import memory_meter
 from popengine.run.measure.recorder import Recorder
 from popvision import memory
+from popvision.advice import sentences
 from popvision.analysis import figures
 
 WIDTH, ROWS = 48, 4
@@ -156,7 +157,7 @@ def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, mo
     steps = sorted({track.step for track in profile.tracks})
     assert 0 in steps and 39 in steps and len(steps) < 20
     assert sum(len(track.durations) for track in profile.tracks) <= 800
-    assert any(f"holds {len(steps)} of 40 steps" in text for text in figures(profile).warnings)
+    assert any(f"holds {len(steps)} of 40 steps" in text for text in sentences(profile, figures(profile)))
 
 
 def test_a_failed_call_is_counted_apart(tmp_path):
@@ -177,7 +178,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference.destroy()
     profile = load(tmp_path / "inference" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["failed_calls"]) == (3, 1)
-    assert any("1 call(s) failed" in text for text in figures(profile).warnings)
+    assert any("1 call(s) failed" in text for text in sentences(profile, figures(profile)))
 
 
 def test_waiting_for_the_loader_is_noted(tmp_path):

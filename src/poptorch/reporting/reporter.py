@@ -20,7 +20,7 @@ import torch
 from popengine import profile
 from popengine.compile.describe import Description
 from popengine.ir import Graph, Plan, Signature
-from popengine.run.engine import Engine
+from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder
 from popengine.settings import Settings
@@ -149,6 +149,7 @@ def _counts(settings: Settings, signature: Signature) -> dict[str, int]:
 
 
 def _facts(recorder: Recorder, described: Description, settings: Settings, plan: Plan) -> dict[str, Any]:
+    inside = threads_inside(plan, settings, torch.get_num_threads())
     return {
         "mode": settings.strategy.mode,
         "schedule_length": described.length,
@@ -162,6 +163,8 @@ def _facts(recorder: Recorder, described: Description, settings: Settings, plan:
         "detailed_step": _detailed_step(recorder),
         "capacity": _capacity(),
         "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads() // inside,
+        "threads_inside": inside,
         "device": settings.device,
         "versions": {
             "pando": __version__,
@@ -181,7 +184,17 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
             gaps = [0, *(begin - end for end, begin in zip(times.ends, times.begins[1:], strict=False))]
             start = times.begins[0] - recorder.origin
             found.append(
-                profile.Track(times.call, times.step, replica, ipu, start, durations, gaps, list(times.cores))
+                profile.Track(
+                    times.call,
+                    times.step,
+                    replica,
+                    ipu,
+                    start,
+                    durations,
+                    gaps,
+                    list(times.cores),
+                    list(times.computed),
+                )
             )
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 

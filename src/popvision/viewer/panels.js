@@ -11,27 +11,27 @@ function tile(label, value, note, kind = "") {
 function headlineView(entry, page) {
   const { figures, profile } = entry;
   const warnings = figures.warnings.length ? make("ul", { class: "warnings", "aria-label": "Warnings" }, figures.warnings.map((text) => make("li", {}, text))) : null;
-  if (!figures.calls) return make("div", {}, warnings, emptyCard("Nothing was run", "The model was compiled and let go without a call."), passesCard(profile, figures));
+  if (!figures.calls) {
+    const failed = profile.facts.failed_calls;
+    return make("div", {}, warnings, failed ? emptyCard("No call came to its end", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and let go without a call."), passesCard(profile, figures));
+  }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
-  const move = figures.moves[0];
-  const need = figures.needs.reduce((sum, row) => sum + row.total, 0);
   const tiles = make("div", { class: "tiles" },
     tile("Throughput", units.rate(figures.samples_per_second), "samples per second, within calls"),
     tile("With the time between calls", units.rate(figures.samples_per_second_overall), `${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples`),
-    tile("Bubble", units.share(figures.bubble_measured), `waiting, measured; ideal ${units.share(figures.bubble_ideal)}`),
+    tile("Bubble", units.share(figures.bubble_measured), `waiting, measured; ideal ${units.share(figures.bubble_ideal)}; on separate devices ${units.share(figures.bubble_apart)}`),
+    figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), figures.step_here === null ? "in virtual time" : `in virtual time; ${units.time(figures.step_here * 1e9)} ${figures.here_is}`),
     tile("Compilation", units.time(figures.compile_seconds * 1e9), "before the first call"),
     slow ? tile("Slowest stage", `${slow.stage}`, `${slow.blocks}: ${units.time(slow.total)} a micro-batch`) : null,
-    tile("Memory", units.bytes(need), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
+    tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
   const trace = new Trace(entry, { compact: true });
   page.miniature = trace;
-  const advice = move ? `Moving block ${move.block} from stage ${move.source} to stage ${move.target} would make a step ${move.speedup.toFixed(2)} times as fast.`
-    : figures.even_cut > 1.02 ? `Stages of equal cost would make a step ${figures.even_cut.toFixed(2)} times as fast.` : "The stages cost about the same: moving a block would not help.";
   return make("div", {}, tiles, warnings,
     trace.lanes.length ? make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
       trace.canvas, trace.legend()) : null,
     make("div", { class: "columns" },
-      make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, advice, " As if each ipu had a core of its own.")),
+      make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say)),
       make("section", { class: "card" }, make("h2", {}, "What the ipus did"), usageBars(figures))),
     passesCard(profile, figures));
 }

@@ -1,4 +1,5 @@
-"""Measures while tasks run: one clock reading an instruction. Without a recorder the driver measures nothing.
+"""Measures while tasks run: one clock reading an instruction, and the thread's own time of a computation, in which no
+other program is. Without a recorder the driver measures nothing.
 
 The first two steps are looked at closer: pieces read the clock after every operation, and what each ipu holds
 between instructions is written down (the second step replaces the first, in which memory is cold). Of long
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 from popengine.ir import Compute, Piece
@@ -28,18 +29,19 @@ _CALLS = 1000  # first ones, and last ones, whose times are kept
 
 
 class Times:
-    """One step of one ipu: when each instruction of its program began and ended, and on which core."""
+    """One step of one ipu: when each instruction of its program began and ended, and on which core; for how long a
+    core computed in it (0: not measured)."""
 
     def __init__(self, call: int, step: int, length: int) -> None:
         self.call, self.step, self.length = call, step, length
-        self.begins, self.ends = (array("q", bytes(8 * length)) for _ in range(2))
+        self.begins, self.ends, self.computed = (array("q", bytes(8 * length)) for _ in range(3))
         self.cores = array("h", bytes(2 * length))
 
-    def note(self, index: int, begin: int, end: int, core: int) -> None:
+    def note(self, index: int, begin: int, end: int, core: int, computed: int = 0) -> None:
         """An instruction has run. (Of an update, which may stop and go on, a part.)"""
         if index < self.length:
             self.begins[index] = self.begins[index] or begin
-            self.ends[index], self.cores[index] = end, core
+            self.ends[index], self.cores[index], self.computed[index] = end, core, computed
 
 
 @dataclass
@@ -163,13 +165,16 @@ class Recorder:
         is that of the work and not of starting it."""
         times = self._times[worker.replica, worker.ipu]
         detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
+        is_host = not worker.device.is_remote
         begin = perf_counter_ns()
         for index, (handle, instruction) in enumerate(body, start):
             self._ticks.read.clear()
+            before = thread_time_ns() if is_host and type(instruction) is Compute else 0
             handle(instruction)
             worker.device.settle()
+            computed = thread_time_ns() - before if before else 0
             end = perf_counter_ns()
-            times.note(index, begin, end, core)
+            times.note(index, begin, end, core, computed)
             if detail is not None and index < times.length:
                 detail.after(index, instruction, self._ticks.read)
                 end = perf_counter_ns()
