@@ -21,14 +21,13 @@ from .annotating.blocks import (
     print,
     removeBlocks,
 )
+from .annotating.stages import Phase, Stage
 from .annotating.strategies import (
     AutoBalance,
     ParallelPhasedExecution,
-    Phase,
     PipelinedExecution,
     SerialPhasedExecution,
     ShardedExecution,
-    Stage,
 )
 from .autocasting import autocast
 from .compiling.compilation_hooks import registerPostCompileHook, registerPreCompileHook

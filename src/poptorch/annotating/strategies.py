@@ -12,66 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from popengine.errors import Error, did_you_mean
-from popengine.settings import AutoRule, Mode, StagePlan, Strategy
+from popengine.settings import AutoRule, Mode, Strategy
 from poptorch.enums import AutoStage, Liveness
+
+from .stages import Phase, Stage, as_phase, as_stage
 
 _PIPELINED, _SHARDED, _PHASED = 0, 1, 2  # the values of `execution_mode`
 _AUTO_RULES: dict[AutoStage, AutoRule] = {
     AutoStage.SameAsIpu: "same_as_ipu",
     AutoStage.AutoIncrement: "auto_increment",
 }
-
-
-class Stage:
-    """Blocks that run on one ipu, one after another.
-
-    >>> Stage("embedding", "layer0").ipu(1)
-    """
-
-    def __init__(self, *block_ids: str) -> None:
-        for block in block_ids:
-            assert isinstance(block, str), f"Block ids are strings; found {block!r} in a Stage"
-        self._blocks = block_ids
-        self._ipu: int | None = None
-
-    @property
-    def blocks(self) -> list[str]:
-        return list(self._blocks)
-
-    def ipu(self, ipu: int) -> Self:
-        assert isinstance(ipu, int), f"Stage.ipu takes the number of an ipu; found {ipu!r}"
-        assert ipu >= 0, f"Stage.ipu takes a number from 0; found {ipu}"
-        self._ipu = ipu
-        return self
-
-    def freeze(self) -> StagePlan:
-        return StagePlan(self._blocks, self._ipu)
-
-    def __repr__(self) -> str:
-        ipu = "" if self._ipu is None else f".ipu({self._ipu})"
-        return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
-
-
-class Phase:
-    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Block ids alone form one stage."""
-
-    def __init__(self, *arg: Stage | str) -> None:
-        self.stages = _stages_of_phase(arg)
-
-    def stage(self, index: int) -> Stage:
-        assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
-        return self.stages[index]
-
-    def ipus(self, *ipus: int) -> Self:
-        assert len(ipus) == len(self.stages), (
-            f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
-        )
-        for stage, ipu in zip(self.stages, ipus, strict=True):
-            stage.ipu(ipu)
-        return self
-
-    def __repr__(self) -> str:
-        return f"Phase({', '.join(map(repr, self.stages))})"
 
 
 class ExecutionStrategy:
@@ -152,7 +102,7 @@ class PipelinedExecution(ExecutionStrategy):
         elif len(args) == 1 and isinstance(args[0], AutoStage | AutoBalance):
             self._auto = args[0]
         else:
-            self._order = tuple(_as_stage(argument) for argument in args)
+            self._order = tuple(as_stage(argument) for argument in args)
         super().__init__(self._order)
 
     def orSharded(self) -> Self:
@@ -196,7 +146,7 @@ class _PhasedExecution(ExecutionStrategy):
             "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
             'SerialPhasedExecution("a", ["b", "c"])'
         )
-        self._phases = [_as_phase(phase) for phase in phases]
+        self._phases = [as_phase(phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive
         super().__init__(stage for phase in self._phases for stage in phase.stages)
@@ -262,29 +212,3 @@ class ParallelPhasedExecution(_PhasedExecution):
                         f"  fix: strategy.phase({index}).ipus(...) with {'odd' if index % 2 else 'even'} ipus"
                     )
         return super().freeze()
-
-
-def _as_stage(argument: Any) -> Stage:
-    if isinstance(argument, Stage):
-        return argument
-    blocks = [argument] if isinstance(argument, str) else argument
-    assert isinstance(blocks, list | tuple) and all(isinstance(block, str) for block in blocks), (
-        f"A stage is a poptorch.Stage, a block id or a list of block ids (an AutoStage stands alone); "
-        f"found {argument!r}"
-    )
-    return Stage(*blocks)
-
-
-def _stages_of_phase(members: Sequence[Any]) -> list[Stage]:
-    if members and all(isinstance(member, Stage) for member in members):
-        return list(members)
-    assert members and all(isinstance(member, str) for member in members), (
-        f"A phase is made of stages only, or of block ids only; found {list(members)!r}"
-    )
-    return [Stage(*members)]
-
-
-def _as_phase(argument: Any) -> Phase:
-    if isinstance(argument, Phase):
-        return argument
-    return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)

@@ -20,7 +20,9 @@ from ..annotating.notes import Note, kept
 from ..annotating.replica_groups import one_row_each
 from ..autocasting import following
 from ..enums import OutputMode
-from ..executor.arguments import Call, Compiled, is_wide, narrowed, sample, traced_outputs
+from ..executor.arguments import Call, is_wide, narrowed, sample
+from ..executor.compiled_inputs import CompiledInputs
+from ..executor.outputs import traced_outputs
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
 from . import compilation_hooks, compilation_log
@@ -42,7 +44,7 @@ class Executable:
 
     plan: Plan
     settings: Settings
-    inputs: Compiled
+    inputs: CompiledInputs
     template: Any
     outputs: int
     anchors: Anchors
@@ -98,7 +100,7 @@ def compile_model(
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    inputs = Compiled(call, settings.counts, wide)
+    inputs = CompiledInputs(call, settings.counts, wide)
     return Executable(
         plan,
         settings,

@@ -35,7 +35,7 @@ from . import arguments, executable_file, marked_model, training_state
 from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
 from .optimizer_link import OptimizerLink
-from .outputs import marked_as_output
+from .outputs import returned
 from .synthetic_data import synthetic_inputs
 from .weight_sync import WeightSync
 from .wrapped_model import WrappedModel
@@ -129,7 +129,7 @@ class PoplarExecutor:
         self._latest = latest_call(executable, results, made_up)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
-        return arguments.returned(executable.template, [marked_as_output(value) for value in outputs])
+        return returned(executable.template, outputs)
 
     def _inputs(self, call: arguments.Call) -> list[Tensor]:
         mode = self.options._Popart.options.get("syntheticDataMode", 0)

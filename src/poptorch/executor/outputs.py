@@ -1,15 +1,38 @@
-"""Outputs of a call: plain tensors, of which nobody can go backward."""
+"""What a forward returned: its structure, and a call's outputs in it, of which nobody can go backward."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
 
 from popengine.errors import Error
+from poptorch.annotating.notes import without_values
+from poptorch.nested_values import tensors_of, with_tensors
 
 
-def marked_as_output(value: Tensor) -> Tensor:
+def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
+    """What forward returned, as a structure without contents and the tensors that the graph computes.
+
+    A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
+    """
+    template, traced = without_values(value)
+    if len(traced) < len(tensors_of(template)):
+        warnings.warn(
+            "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
+        )
+    return template, traced
+
+
+def returned(template: Any, outputs: list[Tensor]) -> Any:
+    """The forward's output structure with these tensors."""
+    values = map(_marked_as_output, outputs)
+    filled = [next(values) if tensor.is_meta else tensor for tensor in tensors_of(template)]
+    return with_tensors(template, iter(filled))
+
+
+def _marked_as_output(value: Tensor) -> Tensor:
     """The same tensor; `backward()` on it is an error that says what to write."""
     if value.is_floating_point():
         value.backward = _refuse_backward
