@@ -8,6 +8,7 @@ should return the same.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -132,17 +133,30 @@ def _divide(parameters: Sequence[nn.Parameter], by: int) -> None:
     torch._foreach_div_([p.grad for p in parameters if p.grad is not None], by)
 
 
-def data_parallel(rank: int, task: Task, port: int) -> Unit:
-    """DistributedDataParallel: two gloo processes of one thread; each takes half of an update's micro-batches,
-    and they meet at the last of them."""
+def data_parallel(
+    rank: int,
+    task: Task,
+    port: int,
+    processes: int = 2,
+    shares_state: bool = False,
+    after: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+) -> Unit:
+    """DistributedDataParallel: gloo processes of one thread; each takes its share of an update's micro-batches, and
+    they meet at the last of them.
+
+    Args: shares_state: with ZeroRedundancyOptimizer
+          after:        is shown the optimizer after each unit
+    """
     from torch.nn.parallel import DistributedDataParallel
 
-    _meet(rank, port)
+    meet(rank, port, processes)
     model = task.model()
     replica = DistributedDataParallel(model)
     optimizer = task.optimizer(model.parameters())
-    half = task.micro_batches // 2
-    work = [tuple(part.chunk(2)[rank] for part in batch) for batch in task.batches()]
+    if shares_state:
+        optimizer = _zero_redundancy(optimizer, model)
+    count = task.micro_batches // processes
+    work = shares(task, processes, rank)
 
     def unit() -> float:
         loss = torch.zeros(())
@@ -150,14 +164,28 @@ def data_parallel(rank: int, task: Task, port: int) -> Unit:
             optimizer.zero_grad()
             micro_batches = list(zip(*(part.split(task.rows) for part in batch), strict=True))
             for number, micro_batch in enumerate(micro_batches):
-                with contextlib.nullcontext() if number == half - 1 else replica.no_sync():
+                with contextlib.nullcontext() if number == count - 1 else replica.no_sync():
                     loss = replica(*micro_batch)[-1]
                     loss.backward()
-            _divide(list(model.parameters()), half)  # DDP has made the mean of the two already
+            _divide(list(model.parameters()), count)  # DDP has made the mean of the processes already
             optimizer.step()
+        after(optimizer)
         return loss.item()
 
     return unit
+
+
+def shares(task: Task, processes: int, rank: int) -> list[tuple[Tensor, ...]]:
+    """The rows of each weight update that one of several processes takes."""
+    return [tuple(part.chunk(processes)[rank] for part in batch) for batch in task.batches()]
+
+
+def _zero_redundancy(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind, known = type(optimizer), inspect.signature(type(optimizer)).parameters
+    rates = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return ZeroRedundancyOptimizer(model.parameters(), kind, **rates)
 
 
 def pipelining(rank: int, task: Task, port: int) -> Unit:
@@ -165,7 +193,7 @@ def pipelining(rank: int, task: Task, port: int) -> Unit:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    _meet(rank, port)
+    meet(rank, port, 2)
     halves = task.halves(task.model())
     part = halves[rank]
     # A tied weight is in both processes: they add up its gradients, as training frameworks do.
@@ -194,9 +222,10 @@ def pipelining(rank: int, task: Task, port: int) -> Unit:
     return unit
 
 
-def _meet(rank: int, port: int) -> None:
+def meet(rank: int, port: int, processes: int) -> None:
+    """Join the gloo processes of a contender, each of one thread."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)

@@ -29,6 +29,11 @@ def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)
 
 
+def test_the_sum_of_gradients_in_two_processes_is_measured_against_all_reduce():
+    output = run("instances", "--cases", "--processes", "2", "--megabytes", "1", "--rounds", "1")
+    assert re.search(r"the sum of 1 MB in 2 processes: [\d.]+ ms, all_reduce [\d.]+ ms", output)
+
+
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightnings_trainers_make_the_same_updates():
     output = run("lightning", "--rounds", "1", "--calls", "1", "--only", "ipu2", "loop2")
