@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-lightning test check fuzz bench bench-all clean
+.PHONY: demo demo-lightning test kube check fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ demo-lightning: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# A real Kubernetes API server for tests/ipujob, kept in ~/.cache/pando-kube; without it those tests are skipped.
+kube:
+	scripts/kube-apiserver-build
 
 check: $(READY)
 	$(BIN)/ruff check .

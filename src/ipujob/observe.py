@@ -190,7 +190,7 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
             "type": kind,
             "status": "True" if message else "False",
             "reason": _REASONS[kind],
-            "message": message,
+            "message": message or "no longer",  # some API servers take an empty string for none
         }
         if before is None or any(before.get(key) != item for key, item in new.items()):
             turned = before is None or before["status"] != new["status"]

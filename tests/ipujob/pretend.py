@@ -87,6 +87,8 @@ class Pretend:
         mine = self._known(known)
         if mine["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
             raise Refused(409, "the object has been modified")
+        # The real server of 2021 took an empty message for none, refused the status, and the job never ended.
+        assert all(condition["message"] for condition in patch.get("conditions", ()))
         mine["status"] = merged(mine.get("status", {}), patch)
         mine["metadata"]["resourceVersion"] = str(next(self._numbers))
         self.after("patch", known)
