@@ -18,6 +18,7 @@ VALUES = {
     "popengine.errors",
     "popengine.control_flow",
     "popengine.piece",
+    "popengine.replica_gather",
     "popengine.virtual_time",
 }
 ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}

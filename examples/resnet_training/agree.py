@@ -34,8 +34,6 @@ def check(made: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
         made.error(f"--bn-group-size {flags.bn_group_size} needs --norm-type batch, not {flags.norm_type}")
     if flags.bn_group_size > 1 and flags.pipeline_splits:
         made.error("--bn-group-size needs one ipu a replica: leave out --pipeline-splits")
-    if flags.bn_group_size > 1:
-        made.error("--bn-group-size: replicas can't share statistics yet; --norm-type group needs none")
     ipus = len(flags.pipeline_splits) + 1
     if len(flags.available_memory_proportion) not in (0, 1, ipus):
         made.error(

@@ -139,7 +139,8 @@ def norm_of(flags: argparse.Namespace) -> Norm:
     if flags.norm_type == "group":
         groups = flags.norm_num_groups
         return lambda channels: nn.GroupNorm(min(groups, channels), channels, eps=flags.norm_eps)
-    return lambda channels: nn.BatchNorm2d(channels, flags.norm_eps, flags.batchnorm_momentum)
+    size, eps, momentum = flags.bn_group_size, flags.norm_eps, flags.batchnorm_momentum
+    return lambda channels: poptorch.GroupedBatchNorm2d(channels, size, eps, momentum)
 
 
 def layer(net: nn.Module, path: str) -> nn.Module:

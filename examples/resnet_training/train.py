@@ -149,6 +149,7 @@ class Training:
     def _end_epoch(self) -> None:
         """Checkpoint and validation, where it is their turn."""
         flags, is_last = self.flags, self.epoch == self.flags.epoch
+        self.trainer.averageRunningStatistics()  # each replica has seen its own rows
         if flags.validation_mode == "during" and (self.epoch % flags.validation_frequency == 0 or is_last):
             self._validate("Validation Accuracy")
         if flags.checkpoint_output_dir is not None and (

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 Phase = Literal["F", "B"]
 GETITEM = "getitem"  # the call that takes one value out of an operation's several
+GATHER = "popengine.gather_over_replicas.default"  # the call that waits for other replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,12 @@ class Piece:
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
+    def gathers(self) -> int:
+        """How many replicas meet in it, at most; 0: it waits for none. Else it is a generator, which yields (its value,
+        the number of replicas, the name of the result) and is sent what it waits for."""
+        return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
+
+    @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
         """What the source calls: from an operation, and whether it draws, to its name in the source."""
         found: dict[tuple[str, bool], str] = {}
@@ -95,10 +102,11 @@ class Piece:
         """Python that defines `piece(values)`; it empties the list, so that each tensor dies at its last use."""
         return self.written()
 
-    def written(self, after_each: str = "") -> str:
-        """The source, with a statement after each line of the body, and before the first."""
+    def written(self, after_each: str = "", alone: bool = False) -> str:
+        """The source, with a statement after each line of the body, and before the first. `alone`: it waits for nobody,
+        as if other replicas had the same values."""
         head = self._head()
-        body = [self._written(line) for line in self.lines]
+        body = [self._written(line, alone) for line in self.lines]
         lines = [*head[:-1], *(line + after_each for line in [head[-1], *body])]
         return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
 
@@ -114,9 +122,11 @@ class Piece:
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
         return [*head, "    values.clear()" + _forgotten(unread)]
 
-    def _written(self, line: Line) -> str:
+    def _written(self, line: Line, alone: bool) -> str:
         if line.call == GETITEM:
             value = "{}[{}]".format(*map(_text, line.arguments))
+        elif line.call == GATHER and not alone:
+            value = f"yield {', '.join(map(_text, line.arguments))}, {line.name!r}"
         else:
             call = self.functions[line.call, line.draw is not None]
             given = [_text(argument) for argument in line.arguments]

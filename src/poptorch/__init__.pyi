@@ -56,6 +56,7 @@ from .nested_values import ICustomArgParser, registerCustomArgParser
 from .ops import (
     CPU,
     Attribute,
+    GroupedBatchNorm2d,
     MultiConv,
     NameScope,
     cond,
@@ -106,6 +107,7 @@ __all__ = [
     "DataLoader",
     "DataLoaderMode",
     "Error",
+    "GroupedBatchNorm2d",
     "HalfFloatCastingBehavior",
     "ICustomArgParser",
     "LegacyBeginBlockFn",

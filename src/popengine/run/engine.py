@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -32,6 +33,7 @@ from .instances.meeting import Broken, Left
 from .measure.recorder import Recorder
 from .state.alignment import aligned
 from .state.loaded_tensors import Tensors
+from .state.mean_buffers import mean_over_replicas
 from .state.results import Results
 
 logger = logging.getLogger("popengine")
@@ -207,6 +209,19 @@ class Engine(Tensors):
         super().write(weights)
         parameters = {slot.key for slot in self._slots.values() if slot.role == "parameter"}
         self._unconfirmed = parameters.intersection(weights)
+
+    def average_buffers(self) -> None:
+        """Give all replicas of all instances the mean of their buffers that forward changes: of those that are
+        floating point numbers."""
+        with self._turn:
+            self._await_idle()
+            results = self.plan.partition.signature.results
+            names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+            if names:
+                buffers = [{name: each[name] for name in names} for each in self.read_buffers()]
+                mean = mean_over_replicas(buffers, self.settings.counts, self._meeting)
+                self.write_buffers([mean] * len(buffers))
+                self.snapshot = replace(self.snapshot, host_is_stale=True)
 
     def _tell_others(self, run: Run, error: BaseException) -> None:
         """As soon as something fails here: nobody need wait for this instance."""

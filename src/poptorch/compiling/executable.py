@@ -30,6 +30,7 @@ from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
 from .memory_format import laid_out
 from .overlap_rules import check_overlap
+from .replica_meetings import check_groups
 from .traced_functions import Traced
 
 
@@ -99,6 +100,7 @@ def compile_model(
         settings = balanced(graph, settings, weights, samples)
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
+    check_groups(plan, settings)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     inputs = CompiledInputs(call, settings.counts, wide)
     return Executable(

@@ -284,6 +284,7 @@ class PoplarExecutor:
     copyWeightsToHostIfNeeded = _part("_weights", WeightSync.copyWeightsToHostIfNeeded)
     copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
     copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
+    averageRunningStatistics = _part("_weights", WeightSync.averageRunningStatistics)
     hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
     setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
 

@@ -101,6 +101,16 @@ class WeightSync:
             engine.write(weights)
         self._writes = self._count_writes()
 
+    def averageRunningStatistics(self) -> None:
+        """*Ours*: give all replicas the mean of their running statistics, over the replicas of all instances.
+
+        Each replica sees other rows, and the host gets those of replica 0 of its instance: call it before a validation
+        or a checkpoint. All floating point buffers that forward changes are averaged. In several instances all call it.
+
+        Raises: Error, if the model is not attached to its devices
+        """
+        self._lease.need_engine().average_buffers()
+
     def _check_shapes(self, weights: dict[str, Tensor]) -> None:
         """Raises Error, where the user has given a weight another shape since the compilation."""
         executable = self._lease.need_executable()

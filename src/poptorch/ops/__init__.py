@@ -6,6 +6,7 @@ One concept a file. Outside compilation each computes its true result, or is the
 from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*
 from .control import cond, for_loop
 from .custom import custom_op, registerCustomOp
+from .grouped_norm import GroupedBatchNorm2d
 from .host import CPU
 from .losses import identity_loss, isRunningOnIpu
 from .marks import nop, recomputationCheckpoint, set_available_memory
@@ -21,6 +22,7 @@ from .slices import dynamic_slice, dynamic_update
 __all__ = [
     "CPU",
     "Attribute",
+    "GroupedBatchNorm2d",
     "MultiConv",
     "NameScope",
     "cond",

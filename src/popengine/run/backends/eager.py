@@ -33,6 +33,7 @@ def build(
     call: Callable[[Any], Callable[..., Any]] = direct,
     device: torch.device = CPU,
     after_each: str = "",
+    alone: bool = False,
     **more: Any,
 ) -> Code:
     """The function of a piece: takes the list of what it reads, empties it, returns what it writes.
@@ -41,6 +42,7 @@ def build(
         call: from an operation of torch.ops to what the source calls for it
         device: where what it reads is, and all that it makes
         after_each: a statement after each line of its body, and before the first
+        alone: it waits for no other replicas, as if they had the same values
         more: other names that its source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
@@ -50,7 +52,7 @@ def build(
         # Draws look at what they are given to draw.
         function = operation if is_drawn else _there(operation, call, device)
         names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.written(after_each), _file(piece), "exec"), names)
+    exec(compile(piece.written(after_each, alone), _file(piece), "exec"), names)
     return names["piece"]
 
 

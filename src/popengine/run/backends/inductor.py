@@ -66,7 +66,7 @@ def why_not(kind: str) -> tuple[str, str] | None:
 
 
 def _function(piece: Piece, reads: Sequence[Like], device: torch.device) -> Code:
-    if not piece.calls or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
+    if not piece.calls or piece.gathers or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece, device=device)
     try:
         return compiled(piece, tuple(reads), device)

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from popengine.control_flow import Body
+from popengine.errors import Error
 
 from .eager import Code, build
 
 
 @functools.cache
 def _code(body: str, device: torch.device) -> Code:
-    return build(Body.unpacked(body).piece, device=device)
+    piece = Body.unpacked(body).piece
+    if piece.gathers:
+        raise Error(
+            "replicas can't gather values in a branch or a loop\n  fix: a layer that doesn't, or no poptorch.cond"
+        )
+    return build(piece, device=device)
 
 
 def _run(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:

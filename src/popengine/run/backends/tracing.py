@@ -55,7 +55,7 @@ def values_read(partition: Partition, device: torch.device) -> list[tuple[Like, 
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
-            code = build(piece, device=device, draw=_pretend_draw(device))
+            code = build(piece, device=device, alone=True, draw=_pretend_draw(device))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
     return found

@@ -31,9 +31,12 @@ _JUDGED = 32  # tasks, after as many that warm up
 def tasks_of(plan: ir.Plan, settings: Settings, threads: int, lanes: bool) -> list[Task]:
     """The tasks of a step of each replica, in the order in which `threads` threads take them."""
     schedule = plan.schedule
+    in_flight = max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight
+    # What instances exchange has no names: one micro-batch after another, so that all exchange in the same order.
+    meets_others = any(piece.gathers > settings.counts.replicas for piece in plan.partition.pieces)
     return tasks(
         plan,
-        max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight,
+        1 if meets_others else in_flight,
         adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
         in_order=settings.finite_checks,
         lanes=lanes,
@@ -46,7 +49,7 @@ class _Node(NamedTuple):
     worker: Worker
     start: int  # its first instruction's place in the program of its ipu
     body: list[tuple[Callable[[Any], Any], Any]]
-    is_update: bool
+    waits: bool  # maybe: an update does, and a piece that gathers values of other replicas
 
 
 class Driver:
@@ -62,7 +65,7 @@ class Driver:
         self._workers, self.inside = workers, inside
         self._run: Run
         self._lay_out(tasks_of(plan, settings, threads, lanes), plan, settings.counts.replicas)
-        # Updates that wait for a channel, and those that need not any more: their work, and its name.
+        # Tasks that wait for a channel, and those that need not any more: their work, and its name.
         self._paused: dict[int, tuple[Any, Any]] = {}
         self._resumed: dict[int, tuple[Any, Any]] = {}
         self._changed = threading.Condition(threading.Lock())
@@ -87,10 +90,12 @@ class Driver:
         self._followers: list[list[int]] = [[] for _ in range(size)]
         self._waits_for = [0] * size
         for task in found:
-            is_update = isinstance(plan.programs[task.ipu][task.start], ir.Update)
+            waits = isinstance(plan.programs[task.ipu][task.start], ir.Update) or (
+                task.piece >= 0 and plan.partition.pieces[task.piece].gathers > 0
+            )
             for worker in of_ipu[task.ipu]:
                 node = place[id(task)] + worker.replica
-                nodes[node] = _Node(worker, task.start, worker.program[task.start : task.stop], is_update)
+                nodes[node] = _Node(worker, task.start, worker.program[task.start : task.stop], waits)
                 self._waits_for[node] = len(task.after)
                 for other in task.after:
                     self._followers[place[id(other)] + worker.replica].append(node)
@@ -187,10 +192,10 @@ class Driver:
         self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
 
     def _perform(self, node: int, core: int) -> bool:
-        """Do a task; False if it's an update that now waits for another one."""
-        worker, start, body, is_update = self._nodes[node]
-        if is_update:
-            return self._update(node, core)
+        """Do a task; False if it now waits for another one."""
+        worker, start, body, waits = self._nodes[node]
+        if waits:
+            return self._go_on(node, core)
         with worker.device.running():
             if self._run.recorder is None:
                 for handle, instruction in body:
@@ -199,15 +204,15 @@ class Driver:
                 self._run.recorder.perform(worker, start, body, core)
         return True
 
-    def _update(self, node: int, core: int) -> bool:
-        worker, start, [(updating, instruction)], _ = self._nodes[node]
+    def _go_on(self, node: int, core: int) -> bool:
+        """Begin a task that may wait, or go on with it."""
+        worker, start, body, _ = self._nodes[node]
         recorder = self._run.recorder
-        begin = recorder.now() if recorder is not None else 0
-        work, name = self._resumed.pop(node, None) or (updating(instruction), None)
+        work, name = self._resumed.pop(node, (None, None))
+        if work is None:
+            work = recorder.performing(worker, start, body, core) if recorder else worker.performing(body)
         with worker.device.running():
             name = worker.go_on(work, name)
-        if recorder is not None:
-            recorder.updated(worker, start, instruction, begin, core)
         if name is not None:
             self._paused[node] = work, name
         return name is None
@@ -228,7 +233,7 @@ class Driver:
             self._changed.notify_all()
 
     def _resume(self) -> None:
-        """Updates go on whose channels have something for them."""
+        """Tasks go on whose channels have something for them."""
         for node, (_, name) in list(self._paused.items()):
             if self._run.channels.has(name):
                 self._resumed[node] = self._paused.pop(node)

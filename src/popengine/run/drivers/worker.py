@@ -22,7 +22,7 @@ from popengine.settings import Hyper, Settings
 
 from ..backends.eager import Code, user_line
 from ..devices.base import Device
-from ..instances.collectives import take_in
+from ..instances.collectives import Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check
@@ -134,6 +134,7 @@ class Worker:
         self._updater = Updater(ipu, replica, plan, settings, store, meeting, device)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._prepared = Prepared(plan, ipu, store, device)
+        self._gathering = Gathering(ipu, replica, settings.counts, meeting)
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
         self.run: Run
         self.step = 0
@@ -231,7 +232,7 @@ class Worker:
     def take(self, name: Any) -> Any:
         return self.run.channels.receive(name)
 
-    def _compute(self, instruction: ir.Compute) -> None:
+    def _compute(self, instruction: ir.Compute) -> Generator[Any, Any, None] | None:
         if self.run.channels.stopped:
             raise Stopped
         piece = self.plan.partition.pieces[instruction.piece]
@@ -251,12 +252,31 @@ class Worker:
             step, counts = self.run.first_step + self.step, self.settings.counts
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
+        if piece.gathers:
+            return self._computing(instruction, self._code[instruction.piece](values))
         try:
             with self._checks():
                 made = self._code[instruction.piece](values)
         except Exception as error:
             raise self._explained(error, piece, instruction.micro_batch) from error
         frame.update(zip(piece.writes, made, strict=True))
+        return None
+
+    def _computing(self, instruction: ir.Compute, code: Any) -> Generator[Any, Any, None]:
+        """Run a piece that waits for other replicas; yields the name of each channel that it waits for."""
+        piece = self.plan.partition.pieces[instruction.piece]
+        gathered = None
+        while True:
+            try:
+                with self._checks():
+                    value, size, name = code.send(gathered)
+            except StopIteration as done:
+                self.frames[instruction.micro_batch].update(zip(piece.writes, done.value, strict=True))
+                return
+            except Exception as error:
+                raise self._explained(error, piece, instruction.micro_batch) from error
+            place = (instruction.piece, name, instruction.micro_batch)
+            gathered = yield from self._gathering(value, size, place, self.give)
 
     def _explained(self, error: Exception, piece: ir.Piece, micro_batch: int) -> Error:
         phase = "forward" if piece.phase == "F" else "backward"
@@ -298,8 +318,14 @@ class Worker:
         for name in instruction.names:
             del frame[name]
 
+    def performing(self, body: Sequence[tuple[Callable[[Any], Any], Any]]) -> Generator[Any, Any, None]:
+        """Perform instructions; yields the name of each channel that one of them waits for."""
+        for handle, instruction in body:
+            if (work := handle(instruction)) is not None:
+                yield from work
+
     def go_on(self, work: Any, name: Any) -> Any:
-        """Go on with an update that waits for a channel (None: it has not begun), as far as there is no wait.
+        """Go on with a task that waits for a channel (None: it has not begun), as far as there is no wait.
 
         Returns: the channel that it waits for now; None at its end
         """

@@ -12,9 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .instance_sums import Instances
+from popengine.settings import Counts
+
+from .instance_sums import Instances, gather_among
+from .meeting import Meeting
 from .tree_sums import Node, add, total
 
+_GATHER_TAG = 8
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -54,6 +58,51 @@ def reduce_over_replicas(
     else:
         give((name, replica), sums)
         torch._foreach_copy_(sums, (yield name, "total", replica))
+
+
+class Gathering:
+    """How one ipu of one replica gets the values of its group, and gives them its own.
+
+    Groups are neighbours among the replicas of all instances. Of those in this instance the first exchanges values with
+    other instances, where the group has some there; then all replicas here are its members, and nothing else is sent
+    meanwhile.
+    """
+
+    def __init__(self, ipu: int, replica: int, counts: Counts, meeting: Meeting | None) -> None:
+        self._ipu, self._replica, self._counts, self._meeting = ipu, replica, counts, meeting
+
+    def __call__(self, value: Tensor, size: int, place: Any, give: Give) -> Generator[Any, Any, Tensor]:
+        """The values [size, ...] of the group.
+
+        Args:
+            size:  replicas of a group
+            place: in the program, and the micro-batch
+        """
+        here, mine = self._counts.replicas, self._replica
+        before = self._counts.instance * here  # replicas of other instances
+        start = (before + mine) // size * size - before  # of the group
+        members = range(max(start, 0), min(start + size, here))
+        first, name = members[0], ("gather", self._ipu, place)
+        if size <= here:
+            for other in members:
+                if other != mine:
+                    give((name, mine, other), value)
+            found = []
+            for other in members:
+                found.append(value if other == mine else (yield name, other, mine))
+            return torch.stack(found)
+        if mine != first:
+            give((name, mine), value)
+            return (yield name, "all", mine)
+        found = [value]
+        for other in members[1:]:
+            found.append((yield name, other))
+        assert self._meeting is not None
+        places = [(before + start) // here + i for i in range(size // here)]
+        everything = gather_among(self._meeting, places, _GATHER_TAG, torch.stack(found))
+        for other in members[1:]:
+            give((name, "all", other), everything)
+        return everything
 
 
 def take_in(means: list[Tensor], values: list[Tensor], count: int) -> None:

@@ -136,6 +136,18 @@ class Instances:
             self._meeting.wait(work, other, "the sum of gradients")
 
 
+def gather_among(meeting: Any, places: Sequence[int], tag: int, mine: Tensor) -> Tensor:
+    """The rows of some instances, one after another; each has as many."""
+    here = mine.cpu()
+    parts = [here if place == meeting.place else torch.empty_like(here) for place in places]
+    others = [(place, part) for place, part in zip(places, parts, strict=True) if part is not here]
+    begun = [meeting.send(here, place, tag) for place, _ in others]
+    begun += [meeting.receive(part, place, tag) for place, part in others]
+    for work, other in begun:
+        meeting.wait(work, other, "values that replicas gather")
+    return torch.cat(parts).to(mine.device)
+
+
 def even_cuts(elements: int, size: int) -> list[int]:
     """Where equal shares begin, and the end."""
     share = -(-elements // (size * _ALIGNED)) * _ALIGNED

@@ -49,7 +49,7 @@ def _measured(
     with torch.no_grad():
         for name, piece in partition.prepared.items():
             (given[name],) = build(piece)([given[read] for read in piece.reads])
-    codes = [build(piece) for piece in partition.pieces]
+    codes = [build(piece, alone=True) for piece in partition.pieces]
     best = [float("inf")] * len(codes)
     torch.set_num_threads(1)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,10 +38,10 @@ class Times:
         self.cores = array("h", bytes(2 * length))
 
     def note(self, index: int, begin: int, end: int, core: int, computed: int = 0) -> None:
-        """An instruction has run. (Of an update, which may stop and go on, a part.)"""
+        """An instruction has run, with its waits."""
         if index < self.length:
-            self.begins[index] = self.begins[index] or begin
-            self.ends[index], self.cores[index], self.computed[index] = end, core, computed
+            self.begins[index], self.ends[index] = begin, end
+            self.cores[index], self.computed[index] = core, computed
 
 
 @dataclass
@@ -132,8 +132,6 @@ class Recorder:
 
     # ---- the driver's side -------------------------------------------------------------------------------
 
-    now = staticmethod(perf_counter_ns)
-
     @contextmanager
     def recording(self, workers: Sequence[Any], number: int) -> Iterator[None]:
         """A step runs inside; if it comes to its end, its times are kept."""
@@ -161,8 +159,15 @@ class Recorder:
             self.kept[place].add(times)
 
     def perform(self, worker: Any, start: int, body: Program, core: int) -> None:
-        """Run instructions `start` ... of a worker's program. What a device has begun is waited for, so that the time
-        is that of the work and not of starting it."""
+        """Run instructions `start` ... of a worker's program, none of which waits."""
+        for _ in self.performing(worker, start, body, core):
+            raise AssertionError("nothing that waits is performed at once")
+
+    def performing(self, worker: Any, start: int, body: Program, core: int) -> Generator[Any, Any, None]:
+        """Run instructions `start` ... of a worker's program; yields the name of each channel that one waits for.
+
+        What a device has begun is waited for, so that the time is that of the work and not of starting it.
+        """
         times = self._times[worker.replica, worker.ipu]
         detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
         is_host = not worker.device.is_remote
@@ -170,22 +175,18 @@ class Recorder:
         for index, (handle, instruction) in enumerate(body, start):
             self._ticks.read.clear()
             before = thread_time_ns() if is_host and type(instruction) is Compute else 0
-            handle(instruction)
+            work = handle(instruction)
+            if work is not None:
+                yield from work
+                before = 0  # other threads may have done a part
             worker.device.settle()
             computed = thread_time_ns() - before if before else 0
             end = perf_counter_ns()
             times.note(index, begin, end, core, computed)
             if detail is not None and index < times.length:
-                detail.after(index, instruction, self._ticks.read)
+                detail.after(index, instruction, self._ticks.read if work is None else [])
                 end = perf_counter_ns()
             begin = end
-
-    def updated(self, worker: Any, index: int, instruction: Any, begin: int, core: int) -> None:
-        """An update has run, as far as it could."""
-        worker.device.settle()
-        self._times[worker.replica, worker.ipu].note(index, begin, perf_counter_ns(), core)
-        if worker.replica == 0 and worker.ipu in self._looking:
-            self._looking[worker.ipu].after(index, instruction, [])
 
 
 class _Ticks(threading.local):

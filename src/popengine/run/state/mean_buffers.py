@@ -1,0 +1,40 @@
+"""Means of buffers over the replicas of all instances: running statistics that have seen all rows, and not a share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from popengine.settings import Counts
+
+from ..instances.instance_sums import Instances
+from ..instances.meeting import Meeting
+from ..instances.tree_sums import Node, add, total
+
+_TAG = 10  # of messages
+_WHAT = "the mean of running statistics"
+
+
+def mean_over_replicas(
+    values: Sequence[Mapping[str, Tensor]], counts: Counts, meeting: Meeting | None
+) -> dict[str, Tensor]:
+    """The mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
+
+    Args:
+        values: of each replica of this instance
+    """
+    nodes: list[Node] = []
+    for replica, buffers in enumerate(values, counts.instance * counts.replicas):
+        add(nodes, Node(0, replica, [value.double() for value in buffers.values()]))
+    if meeting is None:
+        sums = total(nodes)
+    else:
+        shapes = {name: str(tuple(value.shape)) for name, value in values[0].items()}
+        everybody = Instances(meeting, _TAG, counts.replicas)
+        meeting.meet(_WHAT, {"buffers": shapes}, lambda: everybody.sum(nodes))
+        sums = nodes[0].values
+    return {
+        name: (value / counts.global_replicas).to(values[0][name].dtype)
+        for name, value in zip(values[0], sums, strict=True)
+    }

@@ -1,0 +1,120 @@
+"""Batch norm over the micro-batches of several replicas: one meeting in forward, one in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from popengine.compile.capture import current
+from popengine.errors import Error
+from popengine.replica_gather import gather_over_replicas
+
+_BUT_CHANNELS = (1, -1, 1, 1)
+
+
+class GroupedBatchNorm2d(nn.BatchNorm2d):
+    """*Ours*: batch norm whose statistics are those of a group of neighbouring replicas, G·n values of a channel where
+    each replica has n. (Elsewhere: distributed, or synchronized, batch norm.)
+
+    A group lies in one process, or takes all replicas of several. In evaluation and outside a compiled model this is
+    `nn.BatchNorm2d`, as by its state.
+
+    Args:
+        num_features: channels; inputs are [rows, channels, height, width]
+        group_size:   replicas of a group, G; must divide the replicas of all instances
+        others:       as `nn.BatchNorm2d`
+    """
+
+    def __init__(self, num_features: int, group_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_features, *args, **kwargs)
+        if not isinstance(group_size, int) or group_size < 1:
+            raise Error(
+                f"GroupedBatchNorm2d: group_size is a number of replicas from 1; found {group_size!r}"
+            )
+        self.group_size = group_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        takes_statistics = self.training or self.running_mean is None
+        if self.group_size == 1 or not takes_statistics or current() is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        made, mean, variance = _Normalised.apply(input, self.weight, self.bias, self.eps, self.group_size)
+        if self.training and self.running_mean is not None:
+            self._follow(mean, variance, self.group_size * input.numel() // input.shape[1])
+        return made
+
+    def _follow(self, mean: Tensor, variance: Tensor, values: int) -> None:
+        """Let the running statistics take these in; the variance as an estimate without bias."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share: Any = self.momentum
+            if share is None:  # the mean of all so far
+                share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
+            unbiased = variance * (values / (values - 1))
+            for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+                running.mul_(1 - share).add_(share * value.to(running.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, group_size={self.group_size}"
+
+
+class _Normalised(torch.autograd.Function):
+    """(x − μ)·γ/σ + β, μ and σ² of the group; also returns these.
+
+    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group; dγ and dβ are this replica's: they are gradients
+    like others, and summed over replicas before the update.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.eps, ctx.group, ctx.types = (
+            eps,
+            group,
+            [None if v is None else v.dtype for v in (x, weight, bias)],
+        )
+        x, weight, bias = _wide(x), _wide(weight), _wide(bias)
+        mine = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
+        means, variances = gather_over_replicas(mine, group).unbind(1)
+        mean = _sum(means) / group
+        variance = _sum(variances + (means - mean).square()) / group
+        made = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.mark_non_differentiable(mean, variance)
+        return made.to(ctx.types[0]), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, mean, variance = ctx.saved_tensors
+        alone = torch.ops.aten.native_batch_norm_backward(
+            _wide(gradients[0]), x, weight, mean, variance, mean, variance, False, ctx.eps, [True, True, True]
+        )
+        dx, weights, biases = alone  # of fixed statistics; the others are the two sums, Σ dy·x̂ and Σ dy
+        values = ctx.group * x.numel() // x.shape[1]
+        scaled, plain = _sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
+        scale = torch.rsqrt(variance + ctx.eps)
+        factor = scale if weight is None else scale * weight
+        slope = -factor * scale * scaled / values
+        offset = -factor * plain / values - slope * mean
+        dx = torch.addcmul(dx + offset.view(_BUT_CHANNELS), x, slope.view(_BUT_CHANNELS))
+        made = [dx, weights, biases]
+        return *(v.to(t) if t is not None else None for v, t in zip(made, ctx.types, strict=True)), None, None
+
+
+def _wide(value: Tensor | None) -> Any:
+    """Sums of many values of half precision are made in float32."""
+    return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in the order of a binary tree: the same bits wherever the replicas are."""
+    values = list(parts.unbind(0))
+    while len(values) > 1:
+        left, right = values[::2], values[1::2]
+        values = [a + b for a, b in zip(left, right, strict=False)] + left[len(right) :]
+    return values[0]
