@@ -48,8 +48,11 @@ MAY_IMPORT = {
     "lightning_graphcore": {"lightning_ipu"},
 }
 
-# The one import upwards: an executor that is profiled writes the viewer's page, and loads the viewer only then.
-EXCEPTIONS = {"poptorch.reporting.reporter": {"popvision.html"}}
+# The imports upwards: who writes a page loads the viewer, and only then.
+EXCEPTIONS = {
+    "poptorch.reporting.reporter": {"popvision.html"},
+    "poptorch.reporting.overview": {"popvision.plan"},
+}
 
 
 def room_of(module: str) -> str | None:

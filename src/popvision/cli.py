@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import webbrowser
 from pathlib import Path
 
 from popengine.profile import ProfileError, load
 
-from . import chrome, compare, html
+from . import chrome, compare, html, plan
 from .find import profiles_at
 from .text import summary
 
@@ -17,18 +18,23 @@ _USAGE = """\
 popvision REPORT                        open the report in a browser
        popvision summary REPORT                print its headline
        popvision compare REPORT OTHER          set two runs side by side
-       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing"""
+       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing
+       popvision plan PROGRAM.py [ARGUMENT...] show what a program's first model will run; nothing is computed"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; 1 if a profile can't be read."""
     given = sys.argv[1:] if arguments is None else arguments
-    commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export}
+    commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
         given = ["open", *given]
     args = _parser().parse_args(given)
     try:
         commands[args.command](args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough: `popvision summary report | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ProfileError, OSError) as error:
         print(f"popvision: {error}", file=sys.stderr)
         return 1
@@ -51,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="write a Chrome trace")
     command.add_argument("report", type=Path)
     command.add_argument("trace", type=Path)
+    command = commands.add_parser("plan", help="show what will run, before it does")
+    command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
+    command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
     return parser
 
 
@@ -83,3 +92,11 @@ def _compare(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     args.trace.write_text(chrome.chrome_trace([load(path) for path in profiles_at(args.report)]))
     print(args.trace)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    if not args.program:
+        raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
+    found = plan.plan_of(args.program)
+    print("\n".join(plan.bottleneck(plan.estimated(found))))
+    print(plan.write(found, args.output))

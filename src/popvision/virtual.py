@@ -46,7 +46,7 @@ class Step:
 
 def apart(step: Step) -> float:
     """ns on separate devices."""
-    return _length(step, lambda shorter: _apart(shorter).length)
+    return _length(step, lambda shorter: on_devices(shorter).length)
 
 
 def bubble_apart(step: Step) -> float:
@@ -97,7 +97,8 @@ def schedule(step: Step) -> dict[int, list[int]]:
     return rows
 
 
-def _apart(step: Step) -> Timeline:
+def on_devices(step: Step) -> Timeline:
+    """The whole step on separate devices: task m * len(phases) + i is phase i of micro-batch m; updates come last."""
     after = _needs(step)
     owners = [step.ipus[stage] for _, stage in step.phases] * step.micro_batches
     costs = step.costs * step.micro_batches

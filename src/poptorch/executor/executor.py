@@ -29,6 +29,7 @@ from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..reporting.logs import logger, repeats
 from ..reporting.overview import Overview, overview
+from ..reporting.planned import stop_where_a_plan_was_asked_for
 from ..reporting.reporter import reporter_for
 from ..reporting.tracebacks import face
 from . import arguments, executable_file, marked_model, training_state
@@ -169,6 +170,7 @@ class PoplarExecutor:
                         found = compile_model(model, call, options, settings, done)
                     cache.store(found)
             announce(found.plan, found.settings)
+            stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)
             self._lease.executable = found
             try:
                 if options.connection_type != ConnectionType.Never:

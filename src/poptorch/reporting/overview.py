@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from popengine.compile.describe import Description
 from popengine.compile.schedule import draw
 from popengine.ir import Graph, Plan
-from popengine.profile import Part
+from popengine.profile import Part, Profile
 from popengine.settings import Settings
+
+from .planned import planned
 
 _DRAWN = 64  # micro-batches; a wider drawing shows nothing
 
@@ -31,6 +34,13 @@ class Overview:
     transfers: tuple[tuple[int, int, int | None, str], ...]
     schedule: str
     pieces: tuple[tuple[str, int, str], ...]
+    planned: Profile = field(repr=False, compare=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write a page: the stages, the memory of each ipu, an ideal timeline, and what bounds it."""
+        from popvision import plan  # loaded only for this
+
+        plan.write(self.planned, Path(path))
 
     def __str__(self) -> str:
         lines = [self.title, ""]
@@ -83,6 +93,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
             (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
             for piece in partition.pieces
         ),
+        planned(plan, settings, graph),
     )
 
 
