@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT, VERSION = "pando-profile", 1
-PLAN_WISH = "PANDO_PLAN"  # a variable: the file into which a program's first executor writes its plan, and ends
+PLAN_WISH = "PANDO_PLAN"  # a variable: where a program writes its first plan, and ends
 
 
 class Pass(NamedTuple):
