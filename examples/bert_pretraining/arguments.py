@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Flags:
     for add in (_add_execution, _add_data, _add_model, _add_training, _add_checkpoints, _add_rest):
         add(parser)
     flags = parse(parser, argv, CONFIGS, default="demo_tiny_128")
+    if flags.packed_data:
+        _account_for_packing(parser, flags)
     _check(parser, flags)
     return flags
 
@@ -90,6 +93,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
         parser, "--enable-half-partials", default=False, help="sum products in half precision (recorded)"
     )
     add("--precision", choices=("16.16", "32.32"), default="16.16", help="of weights and computation")
+    add_switch(parser, "--stochastic-rounding", default=True, help="of weights of half precision")
     add("--executable-cache-dir", default="", help="folder that keeps compiled models")
     add("--compile-only", action="store_true", help="compile, and end")
     add("--profile-dir", default=None, help="folder for a profile")
@@ -205,6 +209,20 @@ def _check(parser: argparse.ArgumentParser, flags: Flags) -> None:
          "held_out_files", "dataset")  # fmt: skip
     if wrong:
         parser.error("\n  ".join(["flags do not agree", *wrong]))
+
+
+def _account_for_packing(parser: argparse.ArgumentParser, flags: Flags) -> None:
+    """Fewer micro-batches, so that a weight update sees as many sequences as without packing."""
+    factor, length = flags.packing_factor, flags.sequence_length
+    if isinstance(factor, dict):
+        if length not in factor:
+            parser.error(
+                f"no packing factor is known for {flags.named('sequence_length')}\n"
+                "  fix: give --packing-factor, the mean number of sequences in a row"
+            )
+        factor = factor[length]
+    flags.unpacked = flags.gradient_accumulation
+    flags.gradient_accumulation = math.ceil(flags.unpacked / factor)
 
 
 def _spread(parser: argparse.ArgumentParser, flags: Flags) -> list[int]:

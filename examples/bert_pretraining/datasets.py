@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from common.sampling import GlobalBatches, Layout
 from markov import Language
+from packing import packed
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -50,17 +51,26 @@ class RandomRows(Dataset):
 
 
 def random_row(flags: Any, seed: int) -> dict[str, Tensor]:
-    """Uniform words, positions and labels."""
+    """Uniform words, positions and labels; packed data has more fields."""
     random = torch.Generator().manual_seed(seed)
     length, masked = flags.sequence_length, flags.mask_tokens
-    return {
+    most = flags.max_sequences_per_pack if flags.packed_data else 1
+    masked += most - 1
+    row = {
         "input_ids": torch.randint(flags.vocab_size, (length,), generator=random),
         "attention_mask": torch.ones(length, dtype=torch.int64),
         "token_type_ids": torch.zeros(length, dtype=torch.int64),
+        "position_ids": torch.arange(length),
         "masked_lm_positions": torch.randint(length, (masked,), generator=random),
         "masked_lm_labels": torch.randint(flags.vocab_size, (masked,), generator=random),
-        "next_sentence_label": torch.randint(2, (1,), generator=random),
+        "masked_lm_mask": torch.ones(masked, dtype=torch.int64),
+        "next_sentence_labels": torch.randint(2, (most,), generator=random),
+        "next_sentence_mask": torch.ones(most, dtype=torch.int64),
     }
+    if flags.packed_data:
+        return row
+    row["next_sentence_label"] = row["next_sentence_labels"]
+    return {name: row[name] for name in FIELDS}
 
 
 def generated(flags: Any, rows: int) -> Rows:
@@ -80,9 +90,9 @@ def training_set(flags: Any, layout: Layout) -> Dataset:
     elif flags.dataset == "random":
         data = RandomRows(flags)
     elif flags.dataset == "markov":
-        data = Rows(language_of(flags).sample(LANGUAGE_ROWS, seed=flags.random_seed))
+        data = as_read(flags, language_of(flags).sample(LANGUAGE_ROWS, seed=flags.random_seed))
     else:
-        data = samples(flags, flags.input_files, "--input-files")
+        data = as_read(flags, samples(flags, flags.input_files, "--input-files"))
     if len(data) < layout.call:
         raise SystemExit(
             f"{len(data)} samples don't fill one call of {layout.call}: "
@@ -97,13 +107,22 @@ def training_set(flags: Any, layout: Layout) -> Dataset:
 def held_out_set(flags: Any) -> Rows | None:
     """What the trained model is measured with, if there is something."""
     if flags.dataset == "markov":
-        return Rows(language_of(flags).sample(HELD_OUT_ROWS, seed=flags.random_seed + 1))
+        return as_read(flags, held_out_language(flags))
     if flags.dataset == "pretraining" and flags.held_out_files:
-        return samples(flags, flags.held_out_files, "--held-out-files")
+        return as_read(flags, samples(flags, flags.held_out_files, "--held-out-files"))
     return None
 
 
-def samples(flags: Any, patterns: list[str], flag: str) -> Rows:
+def held_out_language(flags: Any) -> dict[str, Tensor]:
+    return language_of(flags).sample(HELD_OUT_ROWS, seed=flags.random_seed + 1)
+
+
+def as_read(flags: Any, fields: dict[str, Tensor]) -> Rows:
+    """The samples as the model reads them: packed or not."""
+    return Rows(packed(fields, flags.max_sequences_per_pack) if flags.packed_data else fields)
+
+
+def samples(flags: Any, patterns: list[str], flag: str) -> dict[str, Tensor]:
     """The samples of all files that the patterns match, checked against the flags."""
     if not patterns:
         raise SystemExit(
@@ -117,7 +136,7 @@ def samples(flags: Any, patterns: list[str], flag: str) -> Rows:
             raise SystemExit(f"{flag} {pattern}: no file matches")
         files += matched
     shards = [_shard(Path(file), flags) for file in files]
-    return Rows({name: torch.cat([shard[name] for shard in shards]) for name in shards[0]})
+    return {name: torch.cat([shard[name] for shard in shards]) for name in FIELDS}
 
 
 def _shard(path: Path, flags: Any) -> dict[str, Tensor]:
@@ -163,10 +182,11 @@ def loader(
     )
 
 
-def what_is_known(flags: Any, rows: Rows) -> str:
+def what_is_known(flags: Any) -> str:
     """What can be reached on held-out rows, for the line that says what was."""
     if flags.dataset == "markov":
         language = language_of(flags)
-        return f" (unigram entropy {language.unigram_entropy:.3f}; no model below {language.bound(rows.fields):.3f})"
+        bound = language.bound(held_out_language(flags))
+        return f" (unigram entropy {language.unigram_entropy:.3f}; no model below {bound:.3f})"
     known = description(flags)
-    return f" (unigram entropy {known['unigram_entropy']:.3f})" if known else ""
+    return f" ({known['held_out_unigram']:.3f} for who looks at no other word)" if known else ""

@@ -26,9 +26,11 @@ class Language:
                 f"and rows of 7 (--sequence-length {length})"
             )
         random = torch.Generator().manual_seed(seed)
-        successors = torch.rand(self.words, self.words, generator=random).argsort(1)[:, : len(CHANCES)]
+        self.successors = torch.rand(self.words, self.words, generator=random).argsort(1)[:, : len(CHANCES)]
         chances = torch.tensor(CHANCES, dtype=torch.float64).expand(self.words, -1)
-        self.chain = torch.zeros(self.words, self.words, dtype=torch.float64).scatter_(1, successors, chances)
+        self.chain = torch.zeros(self.words, self.words, dtype=torch.float64).scatter_(
+            1, self.successors, chances
+        )
         stationary = torch.full((self.words,), 1 / self.words, dtype=torch.float64)
         for _ in range(1000):
             stationary = stationary @ self.chain
@@ -109,9 +111,11 @@ class Language:
 
     def _chains(self, word: Tensor, length: int, random: torch.Generator) -> Tensor:
         """The next words [rows, length] after each of `word` [rows]."""
+        chances = torch.tensor(CHANCES, dtype=torch.float64)
+        lots = torch.multinomial(chances, length * len(word), replacement=True, generator=random)
         found = []
-        for _ in range(length):
-            word = torch.multinomial(self.chain[word], 1, generator=random)[:, 0]
+        for lot in lots.view(length, -1):
+            word = self.successors[word, lot]
             found.append(word)
         return torch.stack(found, 1)
 

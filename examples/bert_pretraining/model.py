@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForPreTraining
 import poptorch
 
 IGNORED = 0  # label of positions that only fill up a row; as a word it is [PAD]
+NO_SEQUENCE = -100  # label of a sequence that a packed row does not have
 
 
 def bert_config(flags: Any) -> BertConfig:
@@ -95,6 +96,48 @@ class Bert(BertForPreTraining):
         return self
 
 
+class PackedBert(Bert):
+    """BERT on rows that hold several sequences; see `packing`."""
+
+    def __init__(self, config: BertConfig, most: int = 3) -> None:
+        super().__init__(config)
+        self.bert.pooler = LastPooler(self.bert.pooler, most)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        masked_lm_positions: Tensor,
+        masked_lm_labels: Tensor,
+        masked_lm_mask: Tensor,
+        next_sentence_labels: Tensor,
+        next_sentence_mask: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns: what `Bert` returns, and the mean number of sequences in a row."""
+        same = attention_mask[:, None, :, None] == attention_mask[:, None, None, :]
+        hidden, pooled = self.bert(
+            input_ids, attention_mask=same, token_type_ids=token_type_ids, position_ids=position_ids
+        )[:2]
+        words, answers = self.cls(at_positions(hidden, masked_lm_positions), pooled)
+        labels = masked_lm_labels.where(masked_lm_mask > 0, IGNORED)
+        following = next_sentence_labels.where(next_sentence_mask > 0, NO_SEQUENCE)
+        sequences = next_sentence_mask.sum(-1).float().mean()
+        return *losses(words, answers.flatten(0, 1), labels, following.flatten()), sequences
+
+
+class LastPooler(nn.Module):
+    """A pooler of the last positions, where packed rows have the [CLS] of their sequences."""
+
+    def __init__(self, pooler: nn.Module, most: int) -> None:
+        super().__init__()
+        self.dense, self.activation, self.most = pooler.dense, pooler.activation, most
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.activation(self.dense(hidden[:, -self.most :]))
+
+
 class SerializedLinear(nn.Module):
     """A linear layer with the weights of another one, computed for a part of its outputs at a time."""
 
@@ -126,15 +169,17 @@ def at_positions(hidden: Tensor, positions: Tensor) -> Tensor:
 def losses(words: Tensor, answers: Tensor, labels: Tensor, next_sentence: Tensor) -> tuple[Tensor, ...]:
     """Total loss, then masked-word loss, next-sentence loss, and the accuracy of both; all float32.
 
-    Args: words [n, P, vocab], answers [n, 2], labels [n, P] (`IGNORED` where there is none), next_sentence [n]
+    Args: words [n, P, vocab], labels [n, P] (`IGNORED` where there is none), answers [m, 2], next_sentence [m]
+        (`NO_SEQUENCE` where there is none)
     """
     words, answers = words.float(), answers.float()
     mlm_loss = nn.functional.cross_entropy(words.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    nsp_loss = nn.functional.cross_entropy(answers, next_sentence)
+    nsp_loss = nn.functional.cross_entropy(answers, next_sentence, ignore_index=NO_SEQUENCE)
     counted = labels != IGNORED
     correct = (words.argmax(-1) == labels) & counted
     mlm_acc = (correct.sum(-1).float() / counted.sum(-1).float()).mean()
-    nsp_acc = (answers.argmax(-1) == next_sentence).float().mean()
+    right = (answers.argmax(-1) == next_sentence).sum().float()
+    nsp_acc = right / (next_sentence != NO_SEQUENCE).sum().float()
     total = poptorch.identity_loss(mlm_loss + nsp_loss, reduction="none")
     return total, mlm_loss, nsp_loss, mlm_acc, nsp_acc
 
@@ -155,8 +200,12 @@ def device_allocation(flags: Any) -> list[str]:
     return [f"{name:<10} --> IPU {ipu}" for name, ipu in blocks]
 
 
-def weights_of(path: Any, config: BertConfig) -> Bert:
-    """The model of a checkpoint. Ends the program, if the checkpoint is of another size than the flags ask for."""
+def make_model(flags: Any, path: Any = None) -> Bert:
+    """A new model, or that of a checkpoint. Ends the program, if it is of another size than the flags ask for."""
+    config = bert_config(flags)
+    kind, arguments = (PackedBert, (flags.max_sequences_per_pack,)) if flags.packed_data else (Bert, ())
+    if path is None:
+        return kind(config, *arguments)
     theirs = BertConfig.from_pretrained(path)
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     other = [
@@ -166,6 +215,6 @@ def weights_of(path: Any, config: BertConfig) -> Bert:
     ]
     if other:
         raise SystemExit(f"the checkpoint {path} is of another model: {'; '.join(other)}")
-    model = Bert.from_pretrained(path, config=config, dtype=torch.float32)
+    model = kind.from_pretrained(path, *arguments, config=config, dtype=torch.float32)
     assert isinstance(model, Bert)
     return model

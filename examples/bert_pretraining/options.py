@@ -28,7 +28,8 @@ def training_options(flags: Any) -> poptorch.Options:
     opts.deviceIterations(flags.device_iterations)
     opts.Training.gradientAccumulation(flags.gradient_accumulation)
     opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
-    if flags.precision == "16.16":  # a sum of many scaled gradients is too large for half precision
+    half = flags.precision == "16.16"
+    if half:  # a sum of many scaled gradients is too large for half precision
         opts.Training.setMeanAccumulationAndReplicationReductionStrategy(
             poptorch.MeanReductionStrategy.Running
         )
@@ -41,7 +42,7 @@ def training_options(flags: Any) -> poptorch.Options:
         .useReplicatedTensorSharding(flags.replicated_tensor_sharding)
     )
     _set_placement(opts, flags)
-    opts.Precision.enableStochasticRounding(flags.precision == "16.16")
+    opts.Precision.enableStochasticRounding(half and flags.stochastic_rounding)
     if flags.enable_half_partials:
         opts.Precision.setPartialsType(torch.float16)
     if flags.executable_cache_dir:

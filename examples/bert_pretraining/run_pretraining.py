@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> Tracker:
     first = popdist.getInstanceIndex() == 0
     logs.start(shows=first)
     say(f"Using config: {flags.config}")
+    if flags.packed_data:
+        say(
+            f"Packed data: {flags.gradient_accumulation} micro-batches of a weight update, {flags.unpacked} before"
+        )
     if flags.checkpoint_output_dir and first:
         checkpoints.check_unused(flags.checkpoint_output_dir)
     np.random.seed(flags.random_seed)
@@ -59,7 +63,6 @@ class Training:
 
     def __init__(self, flags: Any, shows: bool) -> None:
         self.flags, self.shows, self.start = flags, shows, 0
-        self.config = models.bert_config(flags)
         self.opts = options.training_options(flags)
         self.layout = options.layout(self.opts, flags)
         self.state = self._read_checkpoint()
@@ -93,11 +96,8 @@ class Training:
 
     def _make_model(self) -> models.Bert:
         flags = self.flags
-        if flags.checkpoint_input_dir:
-            model = models.weights_of(checkpoints.newest(flags.checkpoint_input_dir), self.config)
-        else:
-            model = models.Bert(self.config)
-        return model.parallelize(flags).train()
+        path = checkpoints.newest(flags.checkpoint_input_dir) if flags.checkpoint_input_dir else None
+        return models.make_model(flags, path).parallelize(flags).train()
 
     def _announce(self) -> None:
         """What a step needs, before anything is compiled."""
@@ -123,7 +123,7 @@ class Training:
         optimization.set_rate(self.optimizer, self.flags, self.start)
         self.executor = poptorch.trainingModel(self.model, self.opts, self.optimizer)
         rows = self.layout.call * self.layout.local // self.layout.replicas
-        shapes = datasets.random_row(self.flags, seed=0).values()
+        shapes = datasets.random_row(self.flags, seed=0).values()  # so that no data is used up
         title, done = "Compilation/Loading from Cache Started", "Compiled/Loaded model in {} secs"
         with logs.phase(title, done):
             self.executor.compile(*(torch.zeros((rows, *field.shape), dtype=field.dtype) for field in shapes))
@@ -208,19 +208,17 @@ class Training:
         rows = None if self.flags.compile_only else datasets.held_out_set(self.flags)
         if rows is None or not self.shows:
             return
-        calls = min(
-            len(rows) // self.flags.micro_batch_size, 2 * arguments.forward_stages(self.flags.layers_per_ipu)
-        )
-        opts = options.inference_options(self.flags, calls)
-        loader = poptorch.DataLoader(opts, rows, batch_size=self.flags.micro_batch_size)
+        stages = arguments.forward_stages(self.flags.layers_per_ipu)  # a pipeline needs as many micro-batches
+        size = min(self.flags.micro_batch_size, len(rows) // stages)
+        if size == 0:
+            raise SystemExit(f"{len(rows)} held-out rows are too few for a pipeline of {stages} stages")
+        opts = options.inference_options(self.flags, stages)
+        loader = poptorch.DataLoader(opts, rows, batch_size=size)
         executor = poptorch.inferenceModel(self.model.eval(), opts)
         losses = torch.cat([executor(*batch)[1] for batch in loader])
         executor.destroy()
         self.tracker.held_out = float(losses.mean())
-        say(
-            f"Held-out masked words: {self.tracker.held_out:.3f} nats"
-            + datasets.what_is_known(self.flags, rows)
-        )
+        say(f"Held-out masked words: {self.tracker.held_out:.3f} nats" + datasets.what_is_known(self.flags))
 
 
 if __name__ == "__main__":

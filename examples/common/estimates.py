@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +27,11 @@ class Cost:
 def measured(model: nn.Module, rows: tuple[Tensor, ...]) -> Cost:
     """Run the model on one micro-batch, or on one row of it where that takes long. Leaves no trace.
 
+    On one thread, as micro-batches run here: others run beside it.
+
     Args: model: returns its loss first
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_thread():
         one, count = tuple(field[:1] for field in rows), len(rows[0])
         cost = _timed(model, one)
         if cost.seconds < 10 * LONG:
@@ -35,6 +39,16 @@ def measured(model: nn.Module, rows: tuple[Tensor, ...]) -> Cost:
         if cost.seconds > LONG:
             return Cost(cost.seconds * count, cost.kept * count)
         return _timed(model, rows)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _timed(model: nn.Module, rows: tuple[Tensor, ...]) -> Cost:
@@ -68,13 +82,14 @@ def announce(
     under_way = min(max(stages, torch.get_num_threads()), layout.accumulation * layout.local)
     # Updates go on in a spare set of weights and state, so that a call that fails leaves them as they were.
     memory = 2 * (size + count * state_bytes) + count * gradient_bytes * layout.local + cost.kept * under_way
-    micro_batches = layout.call // layout.micro_batch * layout.local // layout.replicas
+    micro_batches = layout.iterations * layout.accumulation * layout.local
+    at_once = min(torch.get_num_threads(), layout.accumulation * layout.local)
     say(
         f"A step reads {layout.call:,} samples: {layout.iterations} weight updates of {layout.global_batch:,}"
     )
     say(
         f"This instance: {count / 1e6:.1f} M weights, about {memory / 2**30:.1f} GiB of memory, and about "
-        f"{duration(cost.seconds * micro_batches)} a step ({cost.seconds:.2g} s a micro-batch, here and now)"
+        f"{duration(cost.seconds * micro_batches / at_once)} a step ({cost.seconds:.2g} s a micro-batch on one core)"
     )
 
 

@@ -1,5 +1,6 @@
 """BERT's pretraining: what users type and see, the same numbers in every layout, and checkpoints that resume."""
 
+import importlib
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 TINY = ["--config", "unit_test_cpu", "--disable-progress-bar"]
+HALF = ["--precision", "16.16", "--loss-scaling", "64"]
 UNSPLIT = ["--layers-per-ipu", "2", "--ipus-per-replica", "1"]
 
 
@@ -19,6 +21,16 @@ def bert(program):
 
 def losses(tracker):
     return [step["total loss"] for step in tracker.steps]
+
+
+def twin_losses(flags):
+    """Of the program in plain PyTorch; on one thread, since two wait for each other in so small operations."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return importlib.import_module("train_torch").main(flags).losses
+    finally:
+        torch.set_num_threads(threads)
 
 
 def weights(folder, step):
@@ -138,6 +150,50 @@ def test_as_many_replicas_times_micro_batches_make_the_same_curve(bert):
     one = losses(bert.main([*TINY, *flags, "16"]))
     two = losses(bert.main([*TINY, *flags, "8", "--replication-factor", "2"]))
     assert two == pytest.approx(one, abs=1e-6)
+
+
+def test_lamb_agrees_with_its_twin_in_plain_pytorch(bert):
+    flags = [
+        *TINY,
+        "--dataset",
+        "markov",
+        "--optimizer",
+        "LAMB",
+        "--training-steps",
+        "20",
+        "--learning-rate",
+        "0.01",
+    ]
+    ours, twin = losses(bert.main(flags)), twin_losses(flags)
+    assert ours == pytest.approx(twin, abs=1e-5)
+    assert ours[-1] < ours[0] - 0.03  # it moves
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMBNoBiasCorrection"])
+def test_other_optimizers_agree_with_their_twins(bert, optimizer):
+    flags = [*TINY, "--dataset", "markov", "--optimizer", optimizer, "--training-steps", "5"]
+    ours, twin = losses(bert.main(flags)), twin_losses(flags)
+    assert ours == pytest.approx(twin, abs=1e-5)
+
+
+def test_stochastic_rounding_follows_float32_where_nearest_rounding_stands_still(bert, tmp_path):
+    """Updates of at most 6.6e-6, where numbers of half precision are 1.5e-5 apart or more: of weights above 0.016."""
+    flags = ["--learning-rate", "1e-6", "--lr-schedule", "constant", "--weight-decay", "0"]
+    flags += ["--device-iterations", "10", "--training-steps", "2"]
+    kinds = {"float32": [], "stochastic": HALF, "nearest": [*HALF, "--stochastic-rounding", "0"]}
+    moved, large = {}, None
+    for name, precision in kinds.items():
+        bert.main([*TINY, *flags, *precision, "--checkpoint-output-dir", str(tmp_path / name)])
+        before, after = (
+            torch.cat([value.float().flatten() for value in weights(tmp_path / name, step).values()])
+            for step in (0, 2)
+        )
+        large = before.abs() > 0.016 if large is None else large
+        moved[name] = (after - before)[large]
+    reference = moved["float32"]
+    followed = {name: float(change @ reference / (reference @ reference)) for name, change in moved.items()}
+    assert followed["stochastic"] == pytest.approx(1, abs=0.1)
+    assert followed["nearest"] == pytest.approx(0, abs=0.02)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
