@@ -78,7 +78,7 @@ class Cluster:
         )  # fmt: skip
         self._context = ssl.create_default_context()
         self._context.check_hostname, self._context.verify_mode = False, ssl.CERT_NONE
-        self._wait_until_ready(60)
+        self._wait_until_ready(180)
         self.kubeconfig.write_text(yaml.safe_dump({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
             "clusters": [{"name": "test", "cluster": {
