@@ -39,7 +39,7 @@ def alone():
 
 
 def test_all_files_are_right_and_can_be_rendered(capsys):
-    files = sorted(map(str, FOLDER.glob("*.yaml")))
+    files = sorted(str(path) for path in FOLDER.glob("*.yaml") if path.name != "service.yaml")
     assert len(files) == 5 and main(["check", *files]) == 0
     for file in files:
         assert main(["render", file, "--as", "pod"]) == 0
@@ -138,8 +138,7 @@ def test_two_hosts_find_each_other_by_the_names_of_their_service(hosts, alone, c
 
 
 def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
-    value = yaml.safe_load_all((FOLDER / "servers.yaml").read_text())
-    server = next(value)
+    server = yaml.safe_load((FOLDER / "servers.yaml").read_text())
     server["spec"]["jobInstances"] = 1
     (tmp_path / "servers.yaml").write_text(yaml.safe_dump(server))
     words = [

@@ -146,7 +146,7 @@ def test_the_manifest_is_valid_and_names_its_image(capsys):
         "Deployment",
     ]  # fmt: skip
     assert objects[0]["metadata"]["labels"]["app.kubernetes.io/part-of"] == "pando"
-    assert objects[5]["data"]["images"] == "graphcore/pytorch:*=me/pando:2\n"
+    assert objects[5]["data"]["images"] == "graphcore/pytorch:*=me/pando:2\npando:latest=me/pando:2\n"
     deployment = objects[6]["spec"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
     container = deployment["template"]["spec"]["containers"][0]
