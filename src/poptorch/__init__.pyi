@@ -88,6 +88,7 @@ from .refused_names import (
     poptorchAtExit,
 )
 from .reporting.logs import logger, setLogLevel
+from .reporting.report import Report
 from .system import ipuHardwareIsAvailable, ipuHardwareVersion
 from .version import __version__
 
@@ -126,6 +127,7 @@ __all__ = [
     "PoplarExecutor",
     "RecoverableError",
     "ReductionType",
+    "Report",
     "SerialPhasedExecution",
     "ShardedExecution",
     "SharingStrategy",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from popengine.compile import schedule as schedules
 from popengine.errors import CaptureError, Error, PartitionError, ScheduleError

@@ -29,6 +29,7 @@ const page = {
     if (!entry) main.replaceChildren(emptyCard("No profile", "This page was made of nothing: run a program with profiling on."));
     else if (entry.error && page.view !== "compare") main.replaceChildren(make("p", { class: "fault", role: "alert" }, entry.error));
     else main.replaceChildren(VIEWS.find(([name]) => name === page.view)[2](entry, page));
+    if (location.protocol === "about:") return; // in a notebook's frame, which has no address of its own
     if (location.hash !== `#${page.view}`) history.replaceState(null, "", `#${page.view}`);
   },
 };
