@@ -22,6 +22,8 @@ class Dealing(Sampler[int]):
         micro:     rows of a micro-batch
         steps:     accumulation × device iterations
         replicas:  of this instance
+        epoch:     the first one
+        calls:     of an epoch, at most
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class Dealing(Sampler[int]):
         instances: int,
         seed: int,
         epoch: int,
+        calls: int | None = None,
     ) -> None:
         self.rows, self.instance, self.instances = rows, instance, instances
         self.here, self.seed, self.epoch = micro * replicas, seed, epoch
         call = self.here * instances * steps
-        self.used = rows // call * call
+        self.used = min(rows // call, calls or rows) * call
         if not self.used:
             raise SystemExit(
                 f"{rows} images don't fill one call of {call}: lower --micro-batch-size, --gradient-accumulation,"

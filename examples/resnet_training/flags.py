@@ -147,6 +147,7 @@ def _running(found: argparse.ArgumentParser) -> None:
     group = found.add_argument_group("running")
     add = group.add_argument
     add("--epoch", type=int, default=10)
+    add("--epoch-calls", type=int, help="end an epoch after so many calls")
     add("--validation-mode", choices=("none", "during", "after"), default="after")
     add("--validation-frequency", type=int, default=4, help="epochs from one validation to the next")
     add("--logs-per-epoch", type=int, default=1)

@@ -207,6 +207,7 @@ class Training:
             layout.instances,
             flags.seed,
             self.epoch,
+            flags.epoch_calls,
         )
         mode = poptorch.DataLoaderMode.Async if flags.dataloader_worker else poptorch.DataLoaderMode.Sync
         if flags.dataloader_rebatch_size:

@@ -434,3 +434,14 @@ def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
         assert torch.equal(one["model_state_dict"][name], two["model_state_dict"][name]), name
     assert len(list((tmp_path / "two").glob("*.pt"))) == 1
     assert len(re.findall(r"Accuracy on test set: [\d.]+%", done.stderr)) == 1
+
+
+def test_the_picture_of_curves_says_how_far_they_are_apart(program, data_dir, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    pictures = importlib.import_module("pictures")
+    path = tmp_path / "curves.png"
+    words = ["--micro-batch-size", "1", "--width", "4", "--data-dir", str(data_dir), "--bn-group-size", "1"]
+    pictures.main(["curves", "--updates", "3", "--output", str(path), "--norm-type", "group", *words])
+    found = re.search(r"largest distance of 5 curves over 3 updates: (\S+);", capsys.readouterr().out)
+    assert found and float(found[1]) < 1e-5
+    assert path.read_bytes().startswith(b"\x89PNG")
