@@ -7,55 +7,39 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from common.sampling import Layout
 from torch.utils.data import Sampler
 
 
 class Dealing(Sampler[int]):
     """Keys (epoch × rows + index) of one instance's rows, in the order in which its executor reads them.
 
-    Micro-batch m of a weight update belongs to accumulation step m // replicas and replica m % replicas, where
-    replicas are those of all instances. Each instance draws the whole permutation of an epoch, from seed and epoch,
-    and takes its own rows.
+    Each instance draws the whole permutation of an epoch, from seed and epoch, and takes its own rows of each call.
 
     Args:
-        rows:      of the dataset
-        micro:     rows of a micro-batch
-        steps:     accumulation × device iterations
-        replicas:  of this instance
-        epoch:     the first one
-        calls:     of an epoch, at most
+        rows:  of the dataset
+        epoch: the first one
+        calls: of an epoch, at most
     """
 
-    def __init__(
-        self,
-        rows: int,
-        micro: int,
-        steps: int,
-        replicas: int,
-        instance: int,
-        instances: int,
-        seed: int,
-        epoch: int,
-        calls: int | None = None,
-    ) -> None:
-        self.rows, self.instance, self.instances = rows, instance, instances
-        self.here, self.seed, self.epoch = micro * replicas, seed, epoch
-        call = self.here * instances * steps
-        self.used = min(rows // call, calls or rows) * call
-        if not self.used:
+    def __init__(self, rows: int, layout: Layout, seed: int, epoch: int, calls: int | None = None) -> None:
+        self.rows, self.layout, self.seed, self.epoch = rows, layout, seed, epoch
+        self.calls = min(rows // layout.call, calls or rows)
+        if not self.calls:
             raise SystemExit(
-                f"{rows} images don't fill one call of {call}: lower --micro-batch-size, --gradient-accumulation,"
-                " --device-iterations or the number of replicas"
+                f"{rows} images don't fill one call of {layout.call}: lower --micro-batch-size,"
+                " --gradient-accumulation, --device-iterations or the number of replicas"
             )
 
     def __len__(self) -> int:
-        return self.used // self.instances
+        return self.calls * self.layout.call * self.layout.local // self.layout.replicas
 
     def __iter__(self) -> Iterator[int]:
         random = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-        order = torch.randperm(self.rows, generator=random)[: self.used] + self.epoch * self.rows
+        order = torch.randperm(self.rows, generator=random) + self.epoch * self.rows
         self.epoch += 1
-        return iter(order.view(-1, self.instances, self.here)[:, self.instance].flatten().tolist())
+        for call in order[: self.calls * self.layout.call].view(self.calls, -1):
+            yield from self.layout.share(call).tolist()
 
 
 class Waits:

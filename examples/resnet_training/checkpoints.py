@@ -46,7 +46,11 @@ def load(path: Path) -> dict[str, Any]:
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that a checkpoint was made with, to be the defaults of another run."""
-    return {name: value for name, value in content["args"].items() if name not in ("warnings", "config")}
+    return {
+        name: value
+        for name, value in content["args"].items()
+        if name not in ("warnings", "config", "sources")
+    }
 
 
 def refuse_folder_in_use(folder: Path) -> None:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+import common.flags
 from agree import check
+from common.flags import Flags, add_switch
 from models import DEPTHS
 
 CONFIGS = Path(__file__).with_name("configs.yml")
-TRUE, FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 RENAMED = {"--checkpoint-path": "--checkpoint-output-dir", "--batch-size": "--micro-batch-size"}
 REFUSED = (
     *("mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high", "cutmix-disable-prob", "half-res-training"),
     *("fine-tune-epoch", "fine-tune-lr", "fine-tune-first-trainable-layer", "use-bbox-info"),
     *("input-image-padding", "num-io-tiles", "exchange-memory-target"),
 )
-
-
-def boolean(text: str) -> bool:
-    if text.lower() not in (*TRUE, *FALSE):
-        raise argparse.ArgumentTypeError(f"not a valid boolean value: {text!r}")
-    return text.lower() in TRUE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,7 +162,7 @@ def _running(found: argparse.ArgumentParser) -> None:
 
 def _switches(group: Any, *names: str) -> None:
     for name in names:
-        group.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=False, metavar="BOOL")
+        add_switch(group, f"--{name}", default=False, help="")
 
 
 class _Refuse(argparse.Action):
@@ -182,60 +178,25 @@ class _Renamed(argparse.Action):
         self.new = new
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser.exit_lines.append(f"{option_string} is now called {self.new}")
+        parser.renamed[f"{option_string} is now called {self.new}"] = None
         name, _, fixed = self.new.partition(" ")
         action = next(a for a in parser._actions if name in a.option_strings)
         value = fixed or values
-        if fixed and str(values).lower() in FALSE:
+        if fixed and str(values).lower() in common.flags.FALSE:
             value = "none"
         setattr(namespace, action.dest, action.type(value) if action.type else value)
 
 
-def parse(words: Sequence[str] | None = None, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None, defaults: dict[str, Any] | None = None) -> Flags:
     """The flags; `warnings` holds lines to be said.
 
     Args:
-        defaults: what a checkpoint was made with, in place of the built-in defaults and its config
+        defaults: what a checkpoint was made with, in place of the built-in defaults
     """
     made = parser()
-    made.exit_lines = []  # type: ignore[attr-defined]
-    first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--config")
-    config = first.parse_known_args(words)[0].config
     made.set_defaults(**(defaults or {}))
-    if config is not None:
-        made.set_defaults(**_configured(made, config))
-    flags = made.parse_args(words)
-    flags.warnings = made.exit_lines  # type: ignore[attr-defined]
+    made.renamed = {}  # type: ignore[attr-defined]
+    flags = common.flags.parse(made, words, CONFIGS, default=None)
+    flags.warnings = list(made.renamed)  # type: ignore[attr-defined]
     check(made, flags)
     return flags
-
-
-def _configured(made: argparse.ArgumentParser, name: str) -> dict[str, Any]:
-    """An entry of configs.yml by its name, as written or else without regard to case."""
-    configs = read_configs()
-    found = next((key for key in configs if key == name), None)
-    found = found or next((key for key in configs if key.lower() == name.lower()), None)
-    if found is None or found.startswith("_"):
-        known = [key for key in configs if not key.startswith("_")]
-        near = difflib.get_close_matches(name.lower(), known, cutoff=0.4) or known
-        made.error(f"--config {name} is not in {CONFIGS.name}; near it are {', '.join(near)}")
-    actions = {action.dest: action for action in made._actions}
-    unknown = [key for key in configs[found] if key not in actions]
-    if unknown:
-        made.error(f"config {found} of {CONFIGS.name} has unknown keys: {', '.join(unknown)}")
-    for key, value in configs[found].items():
-        choices = actions[key].choices
-        if choices is not None and value not in choices:
-            made.error(
-                f"config {found}: {key} is {value!r}, and must be one of {', '.join(map(str, choices))}"
-            )
-    return configs[found]
-
-
-def read_configs() -> dict[str, dict[str, Any]]:
-    try:
-        import yaml
-    except ImportError:
-        raise SystemExit("--config needs the package PyYAML: pip install pyyaml") from None
-    return yaml.safe_load(CONFIGS.read_text())

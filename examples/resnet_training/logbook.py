@@ -7,7 +7,7 @@ import csv
 import json
 from typing import Any
 
-from parts import Layout
+from common.sampling import Layout
 
 from popdist import collectives
 
@@ -23,7 +23,6 @@ class Logbook:
     """Rows of training.csv; instance 0 writes them to the checkpoints' folder, if there is one."""
 
     def __init__(self, flags: argparse.Namespace, layout: Layout) -> None:
-        self.flags, self.layout = flags, layout
         self.rows: list[dict[str, Any]] = []
         is_first = layout.instance == 0
         self.folder = flags.checkpoint_output_dir if is_first else None
@@ -33,7 +32,7 @@ class Logbook:
         self.wandb = _wandb(flags) if flags.wandb and is_first else None
 
     def add(
-        self, done: float, iteration: int, means: list[list[float]], rates: dict[str, float], rows: float
+        self, done: float, iteration: int, means: list[list[float]], rates: dict[str, float], speed: float
     ) -> None:
         """A row of training.csv.
 
@@ -42,13 +41,13 @@ class Logbook:
             iteration: calls
             means:     of each call of the epoch so far: the model's outputs, over this instance's replicas
             rates:     learning rate and loss scale
-            rows:      images of this instance a second, since the epoch began
+            speed:     images a second by this instance's clock, since the epoch began
         """
-        slowest = collectives.all_reduce(rows, "min")
+        slowest = collectives.all_reduce(speed, "min")
         row: dict[str, Any] = {"epoch": done, "iteration": iteration}
         for name, average, batch in zip(NAMES, averages(means), averages(means[-1:]), strict=True):
             row |= {f"{name}_avg": average, f"{name}_batch": batch}
-        row |= {**rates, "train_img_per_sec": slowest * self.layout.instances, "validation_accuracy": None}
+        row |= {**rates, "train_img_per_sec": slowest, "validation_accuracy": None}
         self.rows.append(row)
         if self.wandb is not None:
             self.wandb.log(row)

@@ -3,87 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
-import logging
 import re
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
 import folders
 import images
+import numpy as np
 import torch
+from common import estimates, logs
+from common.logs import say
+from common.sampling import Layout
 from models import SMALL, Classifier, Norm, Normalise, ResNet
-from torch import nn
+from torch import Tensor, nn
 
 import popart
 import popdist.poptorch
 import poptorch
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Who trains: this instance among all, and the replicas."""
-
-    instance: int
-    instances: int
-    replicas: int  # of this instance
-    ipus: int  # of a replica
-    micro: int
-    accumulation: int
-    iterations: int
-
-    @property
-    def total_replicas(self) -> int:
-        return self.replicas * self.instances
-
-    @property
-    def global_batch(self) -> int:
-        """Rows of a weight update."""
-        return self.micro * self.accumulation * self.total_replicas
-
-    @property
-    def samples(self) -> int:
-        """Rows of a call of all instances."""
-        return self.global_batch * self.iterations
-
-
 def layout_of(flags: argparse.Namespace) -> Layout:
     """Meets the other instances, if poprun has started this one."""
-    replicas = flags.replicas
+    local = flags.replicas
     if popdist.isPopdistEnvSet():
         popdist.init()
-        replicas = popdist.getNumLocalReplicas()
-    first = popdist.getInstanceIndex() == 0
-    logging.basicConfig(level=logging.INFO if first else logging.WARNING, format="%(message)s", force=True)
+        local = popdist.getNumLocalReplicas()
+    logs.start(popdist.getInstanceIndex() == 0)
     for line in flags.warnings:
-        logging.info(line)
-    if replicas != flags.replicas:
-        logging.info(
-            "poprun gives %d replicas to each instance, in place of --replicas %d", replicas, flags.replicas
-        )
+        say(line)
+    if local != flags.replicas:
+        say(f"poprun gives {local} replicas to each instance, in place of --replicas {flags.replicas}")
     found = Layout(
-        popdist.getInstanceIndex(),
-        popdist.getNumInstances(),
-        replicas,
-        len(flags.pipeline_splits) + 1,
         flags.micro_batch_size,
         flags.gradient_accumulation,
         flags.device_iterations,
+        local * popdist.getNumInstances(),
+        local,
+        popdist.getInstanceIndex(),
     )
-    if found.total_replicas % flags.bn_group_size:
+    if found.replicas % flags.bn_group_size:
         raise SystemExit(
-            f"--bn-group-size {flags.bn_group_size} does not divide the {found.total_replicas} replicas"
+            f"--bn-group-size {flags.bn_group_size} does not divide the {found.replicas} replicas"
         )
     if flags.lr_per_256 is not None:
         flags.lr = flags.lr_per_256 * found.global_batch / 256
-    if flags.norm_type == "batch" and found.micro * flags.bn_group_size < 4:
-        logging.info(
-            "batch norm over %d rows is noisy, and often fails in validation: a larger --micro-batch-size,"
-            " --bn-group-size, or --norm-type group",
-            found.micro * flags.bn_group_size,
+    if flags.norm_type == "batch" and found.micro_batch * flags.bn_group_size < 4:
+        say(
+            f"batch norm over {found.micro_batch * flags.bn_group_size} rows is noisy, and often fails in validation:"
+            " a larger --micro-batch-size, --bn-group-size, or --norm-type group"
         )
     return found
+
+
+def ipus_of(flags: argparse.Namespace) -> int:
+    """Ipus of a replica, and stages of its forward."""
+    return len(flags.pipeline_splits) + 1
 
 
 # ---- data ------------------------------------------------------------------------------------------------
@@ -98,12 +77,10 @@ def dataset(flags: argparse.Namespace, layout: Layout, part: str) -> Any:
     elif flags.data == "fashion-mnist":
         found = images.fashion(flags.data_dir, "train" if part == "train" else "t10k")
         if flags.data_dir is None and not images.FASHION.is_dir() and part == "train":
-            logging.info(
-                "%s does not exist: handwritten digits take the place of Fashion-MNIST", images.FASHION
-            )
+            say(f"{images.FASHION} does not exist: handwritten digits take the place of Fashion-MNIST")
     else:
         shape, classes = ((1, 28, 28), 10) if flags.model in SMALL else ((3, 224, 224), 1000)
-        rows = flags.iterations * layout.samples if part == "train" else layout.samples
+        rows = flags.iterations * layout.call if part == "train" else layout.call
         found = images.generated(shape, classes, rows, flags.seed)
     found.seed = flags.seed
     if part != "train":
@@ -112,6 +89,20 @@ def dataset(flags: argparse.Namespace, layout: Layout, part: str) -> Any:
     half = flags.precision == "16.16"  # autocast takes float32
     found.form = torch.uint8 if flags.eight_bit_io else torch.float16 if half else torch.float32
     return found
+
+
+def blank(data: Any, rows: int) -> tuple[Tensor, Tensor]:
+    """A batch to compile with. It takes no memory: numpy's zeros are read-only pages until somebody writes."""
+    pixels = np.zeros((rows, *data.shape), torch.empty(0, dtype=data.form).numpy().dtype)
+    return torch.from_numpy(pixels), torch.from_numpy(np.zeros(rows, np.int64))
+
+
+def announce(model: nn.Module, data: Any, layout: Layout, stages: int) -> None:
+    """Say what a call will need on this machine, from one micro-batch in plain PyTorch."""
+    cost = estimates.measured(
+        copy.deepcopy(model).train(), blank(data, layout.micro_batch)
+    )  # statistics move
+    estimates.announce(model, cost, layout, stages, state_bytes=4, gradient_bytes=4)
 
 
 # ---- the model -------------------------------------------------------------------------------------------
@@ -170,9 +161,9 @@ def keep_outputs(net: nn.Module, patterns: Iterable[str]) -> None:
 def options(flags: argparse.Namespace, layout: Layout) -> poptorch.Options:
     """What training and validation have in common."""
     if popdist.isPopdistEnvSet():
-        opts: poptorch.Options = popdist.poptorch.Options(ipus_per_replica=layout.ipus)
+        opts: poptorch.Options = popdist.poptorch.Options(ipus_per_replica=ipus_of(flags))
     else:
-        opts = poptorch.Options().replicationFactor(layout.replicas)
+        opts = poptorch.Options().replicationFactor(layout.local)
     opts.randomSeed(flags.seed)
     opts.autoRoundNumIPUs(True)
     opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
@@ -180,7 +171,7 @@ def options(flags: argparse.Namespace, layout: Layout) -> poptorch.Options:
     opts.showCompilationProgressBar(not flags.disable_progress_bar and layout.instance == 0)
     memory = flags.available_memory_proportion
     if memory:
-        each = memory * layout.ipus if len(memory) == 1 else memory
+        each = memory * ipus_of(flags) if len(memory) == 1 else memory
         opts.setAvailableMemoryProportion({f"IPU{ipu}": value for ipu, value in enumerate(each)})
     if flags.half_partial:
         opts.Precision.setPartialsType(torch.half)

@@ -7,7 +7,6 @@ poprun --num-instances 2 --num-replicas 4 python3 train.py --config resnet20
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
-import estimate
 import flags as command_line
 import parts
 from batches import Dealing, Waits
+from common.logs import say
 from images import as_they_are
 from logbook import Logbook, averages
 from schedules import learning_rate, loss_scaling
@@ -64,21 +63,20 @@ class Training:
         self.logbook = Logbook(flags, self.layout)
 
     def run(self) -> list[dict[str, Any]]:
-        flags, layout = self.flags, self.layout
-        logging.info("Total replicas: %d", layout.total_replicas)
-        logging.info("Global batch size: %d", layout.global_batch)
-        logging.info("Number of IPUs required: %d", layout.total_replicas * layout.ipus)
+        flags, layout, ipus = self.flags, self.layout, parts.ipus_of(self.flags)
+        say(f"Total replicas: {layout.replicas}")
+        say(f"Global batch size: {layout.global_batch}")
+        say(f"Number of IPUs required: {layout.replicas * ipus}")
         if self.is_first:
-            for line in estimate.lines(self.model, self.data, layout):
-                logging.info(line)
+            parts.announce(self.model, self.data, layout, ipus)
         self.trainer = poptorch.trainingModel(self.model, self.options, self.optimizer)
-        self.trainer.compile(*estimate.blank(self.data, layout.samples // layout.instances))
+        self.trainer.compile(*parts.blank(self.data, layout.call * layout.local // layout.replicas))
         if flags.compile_only:
-            logging.info("The model is compiled, and --compile-only asks for no more")
+            say("The model is compiled, and --compile-only asks for no more")
             return []
         self.validation = Validation(self.model, flags, layout) if flags.validation_mode != "none" else None
         while self.epoch < flags.epoch:
-            logging.info("Epoch %d/%d", self.epoch + 1, flags.epoch)
+            say(f"Epoch {self.epoch + 1}/{flags.epoch}")
             self._train_epoch()
             if flags.profile:
                 break
@@ -105,30 +103,25 @@ class Training:
                 bar.set_description(text, refresh=False)
                 bar.update()
                 if flags.disable_progress_bar:
-                    logging.info("Step %d/%d %s", call + 1, calls, text)
+                    say(f"Step {call + 1}/{calls} {text}")
                 if (call + 1) % every == 0:
                     rates = {"learning_rate": rate, "loss_scaling": self.scaling}
-                    speed = (
-                        (call + 1)
-                        * self.layout.samples
-                        / self.layout.instances
-                        / (time.perf_counter() - began)
-                    )
+                    speed = (call + 1) * self.layout.call / (time.perf_counter() - began)
                     done = self.epoch + (call + 1) / calls
                     self.logbook.add(done, self.epoch * calls + call + 1, means, rates, speed)
                 if flags.profile:
-                    logging.info("--profile ends after one call: see %s", flags.profile_dir)
+                    say(f"--profile ends after one call: see {flags.profile_dir}")
                     return
         self.epoch += 1
         seconds = collectives.all_reduce(time.perf_counter() - began, "max")
         waited = collectives.all_reduce(waits.seconds / (time.perf_counter() - began), "max")
         loss, accuracy, *_ = averages(means)
         self.loss, self.accuracy = loss, accuracy
-        logging.info("Epoch %d", self.epoch)
-        logging.info("loss: %.4f,", loss)
-        logging.info("accuracy: %.2f %%", 100 * accuracy)
-        logging.info("throughput: %.1f samples/sec", calls * self.layout.samples / seconds)
-        logging.info("waiting for data: %.1f %% of the time", 100 * waited)
+        say(f"Epoch {self.epoch}")
+        say(f"loss: {loss:.4f},")
+        say(f"accuracy: {100 * accuracy:.2f} %")
+        say(f"throughput: {calls * self.layout.call / seconds:.1f} samples/sec")
+        say(f"waiting for data: {100 * waited:.1f} % of the time")
 
     def _set_rates(self, done: float, call: float) -> float:
         rate, scaling = learning_rate(self.flags, done, call), loss_scaling(self.flags, int(done + 1e-9))
@@ -178,7 +171,7 @@ class Training:
     def _validate(self, name: str) -> None:
         assert self.validation is not None
         accuracy = self.validation.accuracy()
-        logging.info("%s: %.2f%%", name, 100 * accuracy)
+        say(f"{name}: {100 * accuracy:.2f}%")
         self.logbook.add_validation(self.epoch, accuracy)
 
     def _save(self, name: int | str | None = None) -> None:
@@ -193,29 +186,18 @@ class Training:
                 "args": vars(self.flags),
             }
             checkpoints.save(path, content)
-            logging.info("Checkpoint saved to: %s", path)
+            say(f"Checkpoint saved to: {path}")
 
     def _loader(self) -> poptorch.DataLoader:
         flags, layout = self.flags, self.layout
-        steps = layout.accumulation * layout.iterations
-        sampler = Dealing(
-            len(self.data),
-            layout.micro,
-            steps,
-            layout.replicas,
-            layout.instance,
-            layout.instances,
-            flags.seed,
-            self.epoch,
-            flags.epoch_calls,
-        )
+        sampler = Dealing(len(self.data), layout, flags.seed, self.epoch, flags.epoch_calls)
         mode = poptorch.DataLoaderMode.Async if flags.dataloader_worker else poptorch.DataLoaderMode.Sync
         if flags.dataloader_rebatch_size:
             mode = poptorch.DataLoaderMode.AsyncRebatched
         return poptorch.DataLoader(
             self.options,
             self.data,
-            batch_size=layout.micro,
+            batch_size=layout.micro_batch,
             num_workers=flags.dataloader_worker,
             mode=mode,
             rebatched_worker_size=flags.dataloader_rebatch_size,

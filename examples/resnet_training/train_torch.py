@@ -15,8 +15,8 @@ import flags as command_line
 import parts
 import torch
 from batches import Dealing
+from common.sampling import Layout
 from models import ResNet
-from parts import Layout
 from schedules import learning_rate
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,11 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     flags = command_line.parse(words)
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = Layout(
-        0, 1, flags.replicas, 1, flags.micro_batch_size, flags.gradient_accumulation, flags.device_iterations
+        flags.micro_batch_size,
+        flags.gradient_accumulation,
+        flags.device_iterations,
+        flags.replicas,
+        flags.replicas,
     )
     data = parts.dataset(flags, layout, "train")
     torch.manual_seed(flags.seed)
@@ -42,13 +46,12 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     groups = [{"params": decayed, "weight_decay": flags.weight_decay}, {"params": others}]
     optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=flags.momentum)
 
-    micro_batches = layout.accumulation * layout.total_replicas  # of a weight update
-    steps = layout.accumulation * layout.iterations
-    dealing = Dealing(len(data), layout.micro, steps, layout.replicas, 0, 1, flags.seed, 0, flags.epoch_calls)
+    micro_batches = layout.accumulation * layout.replicas  # of a weight update
+    dealing = Dealing(len(data), layout, flags.seed, 0, flags.epoch_calls)
     losses = []
     for epoch in range(flags.epoch):
         started, order = time.perf_counter(), torch.tensor(list(dealing))
-        calls = order.view(-1, layout.iterations, micro_batches, layout.micro).tolist()
+        calls = order.view(-1, layout.iterations, micro_batches, layout.micro_batch).tolist()
         for call, updates in enumerate(calls):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(flags, epoch + call / len(calls), 1 / len(calls))

@@ -6,16 +6,16 @@ python3 validate.py --checkpoint-input-path FILE|DIR        # all checkpoints of
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import checkpoints
 import flags as command_line
 import parts
+from common.logs import say
+from common.sampling import Layout
 from images import FilledUp, as_they_are
 from models import Classifier
-from parts import Layout
 
 import poptorch
 from popdist import collectives
@@ -25,12 +25,12 @@ class Validation:
     """Every replica of every instance takes a share; the last batch is filled up with blank images."""
 
     def __init__(self, model: Classifier, flags: argparse.Namespace, layout: Layout) -> None:
-        stages = layout.ipus
+        stages = parts.ipus_of(flags)
         opts = parts.options(flags, layout).deviceIterations(max(stages, 4))
         opts.outputMode(poptorch.OutputMode.All)
         self.model, self.data = model, parts.dataset(flags, layout, "validation")
-        filled = FilledUp(self.data, layout.micro * max(stages, 4) * layout.total_replicas)
-        self.loader = poptorch.DataLoader(opts, filled, batch_size=layout.micro, collate_fn=as_they_are)
+        filled = FilledUp(self.data, layout.micro_batch * max(stages, 4) * layout.replicas)
+        self.loader = poptorch.DataLoader(opts, filled, batch_size=layout.micro_batch, collate_fn=as_they_are)
         self.executor = poptorch.inferenceModel(model, opts)
 
     def accuracy(self) -> float:
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> list[float]:
         model = parts.model_of(flags, parts.dataset(flags, layout, "validation"))
         model.load_state_dict(content["model_state_dict"])
         found.append(Validation(model, flags, layout).accuracy())
-        logging.info("%s: Validation Accuracy: %.2f%%", path.name, 100 * found[-1])
+        say(f"{path.name}: Validation Accuracy: {100 * found[-1]:.2f}%")
     return found
 
 
