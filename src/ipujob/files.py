@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from . import local, pods, spec, standins
+from . import local, pods, rules, spec, standins
 from . import render as rendering
 from .documents import Document, Faults
 from .documents import read as read_documents
@@ -34,12 +34,12 @@ def load(document: Document) -> Job:
     """
     if not isinstance(document.value, dict):
         raise Faults([document.say((), f"this is a {document.kind()}, not an IPUJob", "kind: IPUJob")])
-    job, faults = spec.parse(document.value)
+    job, faults = rules.parse(document.value)
     faults = [*document.faults, *faults]
     if faults or job is None:
         lines = {document.say(fault.place, fault.message, fault.fix): None for fault in faults}
         raise Faults(list(lines))
-    for place, text in spec.notes(job, document.value):
+    for place, text in rules.notes(job, document.value):
         print(document.say(place, f"warning: {text}"), file=sys.stderr)
     return job
 

@@ -10,7 +10,8 @@ from typing import Any
 from . import instances, pods
 from .instances import ENDED, Actions, leaving, phase
 from .pods import Images, Object
-from .spec import TTL, Job, notes, parse
+from .rules import notes, parse
+from .spec import TTL, Job
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 

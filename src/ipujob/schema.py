@@ -30,7 +30,10 @@ _CONTAINER = {
         "env": _NAMED,
         "volumeMounts": _MOUNTS,
         "resources": {**_OBJECT, "properties": {"limits": _OBJECT, "requests": _OBJECT}},
-        "securityContext": {**_OBJECT, "properties": {"capabilities": _OBJECT}},
+        "securityContext": {
+            **_OBJECT,
+            "properties": {"capabilities": {**_OBJECT, "properties": {"add": {"type": "array"}}}},
+        },
     },
 }
 _TEMPLATE = {

@@ -171,3 +171,22 @@ def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+SMALL = (
+    "--micro-batch-size 2 --gradient-accumulation 16 --hidden-size 32 --num-attention-heads 2 --num-hidden-layers 4 "
+    "--layers-per-ipu 0 1 1 2 --vocab-size 128 --sequence-length 16 --mask-tokens 4"
+)
+
+
+def test_the_tutorials_command_trains_bert(tmp_path):
+    """Its file and text as they stand, over four ipus; only sizes are added to the end of the last line."""
+    pytest.importorskip("transformers")
+    file = Path(__file__).parent / "files/bert.yaml"
+    text = yaml.safe_load(file.read_text())["spec"]["workers"]["template"]["spec"]["containers"][0]["args"][0]
+    clone = f"https://github.com/graphcore/examples.git={FOLDER / 'graphcore_examples'}"
+    command = f"{text.rstrip()} {SMALL}"
+    said = run("-m", "ipujob", "run", file, "--local", "--clone", clone, "--command", command)
+    assert "Encoder 3  --> IPU 3" in said
+    assert re.search(r"total loss: [45]\.\d{3} - mlm_loss: 4\.\d{3}", said)  # ln 128 is 4.85
+    assert "Training Metrics" in said

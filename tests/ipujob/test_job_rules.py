@@ -1,14 +1,22 @@
 """Every rule that an IPUJob must follow, as `ipujob check` says it: with file and line, all at once."""
 
+import contextlib
+import copy
 import io
+import random
 import sys
+from datetime import UTC, datetime
 
 import pytest
 import yaml
 from jobs import FILES, job
 
+from ipujob import local, pods
 from ipujob.cli import main
-from ipujob.spec import Shape, parse
+from ipujob.observe import observe
+from ipujob.render import render
+from ipujob.rules import parse
+from ipujob.spec import Shape
 
 
 @pytest.fixture
@@ -154,3 +162,54 @@ def test_a_file_that_is_not_there_and_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("--- {kind: Pod}\n"))
     assert main(["check", "-"]) == 2
     assert capsys.readouterr().err.startswith("-:1: kind Pod isn't an IPUJob")
+
+
+def places(value, place=()):
+    yield place
+    for key, item in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from places(item, (*place, key))
+
+
+FULL = job(
+    annotations={"pando/device": "cuda", "pando/security": "drop", "pando/ttl-seconds-after-finished": "9"},
+    restartPolicy={"type": "ExitCode", "exitCodes": "1,3-5", "backOffLimit": 1},
+    launcher={"command": ["poprun"], "env": [{"name": "A", "value": "1"}]},
+    cleanPodPolicy="Workers",
+    modelReplicasPerWorker="1",
+    workersPerJobInstance="2",
+    workers={"replicas": 2},
+    container={
+        "env": [{"name": "B"}],
+        "resources": {"limits": {"cpu": 2}},
+        "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+    },
+    template={"volumes": [{"name": "v"}], "restartPolicy": "Never", "hostIPC": True},
+)
+JUNK = [None, 0, -1, 2.5, True, "", "x", "1;", [], [None], {}, {"x": {}}, [[]], 10**30]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_stands_in_a_file_it_is_refused_with_a_sentence_or_becomes_pods(seed):
+    draw = random.Random(seed)
+    everywhere = [place for place in places(FULL) if place]
+    for _ in range(100):
+        value = copy.deepcopy(FULL)
+        for place in draw.sample(everywhere, draw.choice([1, 1, 2])):
+            parent = value
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # what was above it is junk already
+                for key in place[:-1]:
+                    parent = parent[key]
+                parent[place[-1]] = copy.deepcopy(draw.choice(JUNK))
+        made, faults = parse(value)
+        assert (made is None) == bool(faults), value
+        assert all(fault.message and "\n" not in fault.message for fault in faults)
+        if made:
+            for number in range(min(made.shape.instances, 2) * made.shape.workers):
+                pods.pod(made, number)
+            list(local.refusals(made, {})), local.not_looked_at(made)
+            render(made, "pod")
+        value["metadata"] = {"name": "a", "uid": "u", "namespace": "n"}
+        observe(value, [], datetime.now(UTC))

@@ -5,7 +5,7 @@ from jobs import job, seed
 
 from ipujob import pods
 from ipujob.render import named
-from ipujob.spec import parse
+from ipujob.rules import parse
 
 
 def made(value, number=0, **more):
