@@ -137,18 +137,29 @@ def fashion(folder: Path | None, part: str) -> Images:
 
 
 def cifar10(folder: Path | None, part: str) -> Images:
-    """From the python batches of CIFAR-10."""
+    """From the python or the binary batches of CIFAR-10."""
     if folder is None:
-        raise SystemExit("--data cifar10 needs --data-dir with CIFAR-10's python batches (data_batch_1, ...)")
+        raise SystemExit(
+            "--data cifar10 needs --data-dir with CIFAR-10's batches (data_batch_1, or data_batch_1.bin, ...)"
+        )
     names = [f"data_batch_{n}" for n in range(1, 6)] if part == "train" else ["test_batch"]
-    missing = [name for name in names if not (folder / name).is_file()]
+    paths = [folder / name if (folder / name).is_file() else folder / f"{name}.bin" for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise SystemExit(f"--data-dir {folder} has no {', '.join(missing)} of CIFAR-10's python batches")
-    batches = [pickle.loads((folder / name).read_bytes(), encoding="bytes") for name in names]
-    pixels = np.concatenate([np.asarray(batch[b"data"], np.uint8) for batch in batches])
-    labels = np.concatenate([np.asarray(batch[b"labels"], np.int64) for batch in batches])
+        raise SystemExit(f"--data-dir {folder} has no {', '.join(missing)} of CIFAR-10")
+    parts = [_cifar10_batch(path) for path in paths]
+    pixels, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
     mean, deviation = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
     return Images(pixels.reshape(-1, 3, 32, 32), labels, mean, deviation, 10, 4, flips=True)
+
+
+def _cifar10_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels [n, 3072] and labels [n]. A binary row is a byte with the label, then the pixels."""
+    if path.suffix == ".bin":
+        rows = np.fromfile(path, np.uint8).reshape(-1, 1 + 3072)
+        return rows[:, 1:], rows[:, 0].astype(np.int64)
+    batch = pickle.loads(path.read_bytes(), encoding="bytes")
+    return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[b"labels"], np.int64)
 
 
 def generated(shape: tuple[int, int, int], classes: int, rows: int, seed: int) -> Images:

@@ -46,7 +46,8 @@ class Logbook:
         slowest = collectives.all_reduce(speed, "min")
         row: dict[str, Any] = {"epoch": done, "iteration": iteration}
         for name, average, batch in zip(NAMES, averages(means), averages(means[-1:]), strict=True):
-            row |= {f"{name}_avg": average, f"{name}_batch": batch}
+            scale = 100 if name == "train_accuracy" else 1  # percent
+            row |= {f"{name}_avg": scale * average, f"{name}_batch": scale * batch}
         row |= {**rates, "train_img_per_sec": slowest, "validation_accuracy": None}
         self.rows.append(row)
         if self.wandb is not None:
@@ -54,12 +55,12 @@ class Logbook:
 
     def add_validation(self, epoch: int, accuracy: float) -> None:
         if self.rows:
-            self.rows[-1]["validation_accuracy"] = accuracy
+            self.rows[-1]["validation_accuracy"] = 100 * accuracy
         if self.folder is not None:
             path = self.folder / "validation.csv"
             head = "" if path.exists() else "epoch,validation_accuracy\n"
             with path.open("a") as file:
-                file.write(f"{head}{epoch},{accuracy}\n")
+                file.write(f"{head}{epoch},{100 * accuracy}\n")
             self.write()
 
     def write(self) -> None:

@@ -182,7 +182,7 @@ class Training:
                 "model_state_dict": self.model.state_dict(),
                 "optimizer_state_dict": self.optimizer.state_dict(),
                 "loss": self.loss,
-                "train_accuracy": self.accuracy,
+                "train_accuracy": 100 * self.accuracy,
                 "args": vars(self.flags),
             }
             checkpoints.save(path, content)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -225,6 +226,27 @@ def test_an_image_is_moved_and_mirrored_as_drawn(program):
     ]
 
 
+def test_cifar10_is_the_same_from_python_and_from_binary_batches(program, tmp_path):
+    pixels = np.random.RandomState(0).randint(0, 256, (4, 3072), np.uint8)
+    labels = [3, 1, 4, 1]
+    for name, folder in (("test_batch", "python"), ("test_batch.bin", "binary")):
+        (tmp_path / folder).mkdir()
+        rows = pickle.dumps({b"data": pixels, b"labels": labels})
+        if folder == "binary":
+            rows = np.concatenate([np.array(labels, np.uint8)[:, None], pixels], axis=1).tobytes()
+        (tmp_path / folder / name).write_bytes(rows)
+    python, binary = (
+        program.images.cifar10(tmp_path / folder, "validation") for folder in ("python", "binary")
+    )
+    for (image, label), (other, other_label) in zip(
+        map(python.__getitem__, range(4)), map(binary.__getitem__, range(4)), strict=True
+    ):
+        assert torch.equal(image, other) and label == other_label
+    assert python.shape == (3, 32, 32) and python.labels.tolist() == labels
+    with pytest.raises(SystemExit, match=r"has no data_batch_1\.bin, .* of CIFAR-10"):
+        program.images.cifar10(tmp_path / "binary", "train")
+
+
 def test_images_of_folders_and_of_tar_files_are_the_same(program, tmp_path):
     image = pytest.importorskip("PIL.Image")
     folders = importlib.import_module("folders")
@@ -369,15 +391,10 @@ def test_a_split_at_an_unknown_layer_names_those_near_it(program, tiny):
     [
         ["--precision", "16.16", "--enable-stochastic-rounding", "--loss-scaling", "128", "--eight-bit-io"],
         ["--precision", "16.32", "--optimizer", "lars", "--norm-type", "group", "--auto-loss-scaling"],
-        [
-            "--optimizer",
-            "lamb",
-            "--norm-type",
-            "none",
-            "--normalization-location",
-            "ipu",
-            "--offload-optimizer",
-        ],
+        ["--optimizer", "rmsprop_tf", "--lr", "0.001", "--initial-loss-scaling", "1", "--loss-scaling", "4"],
+        ["--optimizer", "adamw", "--lr", "0.001", "--data", "synthetic", "--iterations", "4"],
+        ["--optimizer", "lamb", "--norm-type", "none", "--normalization-location", "ipu"],
+        ["--optimizer", "sgd_combined", "--momentum", "0.9", "--offload-optimizer", "--enable-optimizer-rts"],
     ],
 )
 def test_other_precisions_optimizers_and_norms_train(program, tiny, flags):
@@ -406,6 +423,18 @@ def test_stochastic_rounding_follows_float32_where_nearest_rounding_stands_still
     along = wide / wide.norm() ** 2  # the share of a movement in float32's direction
     assert abs(float(nearest @ along)) < 0.3
     assert 0.6 < float(stochastic @ along) < 1.5
+
+
+def test_weights_of_checkpoints_are_averaged_in_float64(program, tmp_path):
+    paths = [tmp_path / f"net_data_{epoch}.pt" for epoch in (9, 10, 11)]
+    for path, value in zip(paths, (1.0, 2.0, 6.0), strict=True):
+        program.checkpoints.save(
+            path, {"model_state_dict": {"w": torch.full((2,), value), "n": torch.tensor(7)}}
+        )
+    assert program.checkpoints.all_in(tmp_path) == paths  # by number: 9 before 10
+    mean = program.checkpoints.averaged(paths, "mean", 0.0)
+    assert mean["w"].tolist() == [3.0, 3.0] and mean["n"] == 7
+    assert program.checkpoints.averaged(paths, "exponential", 0.5)["w"].tolist() == [3.75, 3.75]
 
 
 def test_a_loss_that_is_no_number_ends_the_training(program, tiny):
