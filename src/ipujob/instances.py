@@ -20,7 +20,16 @@ from .pods import ATTEMPT, INSTANCE, WORKER, Object
 from .spec import Job
 
 ENDED = ("Succeeded", "Failed")
-_CLUSTERS_FAULT = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated")
+_CLUSTERS_FAULT = (
+    "Evicted",
+    "Preempting",
+    "NodeLost",
+    "Shutdown",
+    "NodeShutdown",
+    "Terminated",
+    "NodeAffinity",
+    "UnexpectedAdmissionError",
+)
 
 
 @dataclass(frozen=True)
@@ -209,4 +218,7 @@ def _is_clusters_fault(pod: Object) -> bool:
         condition["type"] == "DisruptionTarget" and condition["status"] == "True"
         for condition in status.get("conditions") or []
     )
-    return disrupted or status.get("reason") in _CLUSTERS_FAULT
+    reason = status.get("reason") or ""
+    return (
+        disrupted or reason in _CLUSTERS_FAULT or reason.startswith("OutOf")
+    )  # a node that had no room after all

@@ -48,6 +48,7 @@ class Operator:
     Args:
         log: takes a line for each action
         clock: seconds, that refused creations wait by
+        beat: called before each job, to say that this process is alive
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Operator:
         images: Callable[[], Images] = tuple,
         log: Callable[[str], Any] = print,
         clock: Callable[[], float] = time.monotonic,
+        beat: Callable[[], Any] = lambda: None,
     ) -> None:
         self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
-        self.log, self.clock = log, clock
+        self.log, self.clock, self.beat = log, clock, beat
         self.trouble: dict[str, Trouble] = {}  # by the job's uid; only so that it isn't tried too often
 
     def round(self) -> None:
@@ -78,6 +80,7 @@ class Operator:
         uids = {job["metadata"]["uid"] for job in jobs}
         self.trouble = {uid: trouble for uid, trouble in self.trouble.items() if uid in uids}
         for job in jobs:
+            self.beat()
             try:
                 self._step(job, owned[job["metadata"]["uid"]])
             except Unreachable:
@@ -166,7 +169,7 @@ def _name(job: Object) -> str:
     return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
 
 
-def loop(operator: Operator, stop: threading.Event, wake: threading.Event, alive: Path | None = None) -> None:
+def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> None:
     """Rounds until `stop`: at any change, which sets `wake`, and every 10 seconds."""
     for kind, labels in (("IPUJob", ""), ("Pod", JOB)):
         threading.Thread(target=_watch, args=(operator, kind, labels, wake, stop), daemon=True).start()
@@ -176,8 +179,7 @@ def loop(operator: Operator, stop: threading.Event, wake: threading.Event, alive
             operator.round()
         except (Refused, Unreachable) as error:
             operator.log(str(error))
-        if alive is not None:
-            alive.touch()
+        operator.beat()
         retry = min(
             (trouble.until - operator.clock() for trouble in operator.trouble.values()), default=_ROUND
         )
@@ -226,6 +228,6 @@ def operator(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: (stop.set(), wake.set()))
     log(f"operator of {'all namespaces' if namespace is None else namespace} at {cluster.server}")
-    alive = Path(arguments.alive) if arguments.alive else None
-    loop(Operator(cluster, namespace, arguments.device, images, log), stop, wake, alive)
+    beat = Path(arguments.alive).touch if arguments.alive else lambda: None
+    loop(Operator(cluster, namespace, arguments.device, images, log, beat=beat), stop, wake)
     return 0

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from . import instances
 from .client import Cluster, Refused, Unreachable
@@ -63,7 +62,8 @@ def _submit(cluster: Cluster, arguments: argparse.Namespace) -> int:
 def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
     """Until the job ends: 0 Completed, 1 Failed."""
     name, place = job["metadata"]["name"], job["metadata"]["namespace"]
-    shown: set[str] = set()
+    shown: dict[str, int] = {}  # lines of each attempt's pod
+    read: set[str] = set()  # pods whose whole log was shown
     reached = time.monotonic()
     while True:
         try:
@@ -71,13 +71,11 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
             if now["metadata"]["uid"] != job["metadata"]["uid"]:
                 raise Refused(404, f"{name} was deleted, and another one was created")
             for pod in _pods(cluster, now) if follow else ():
-                if (
-                    _number(pod) == 0
-                    and instances.phase(pod) != "Pending"
-                    and pod["metadata"]["uid"] not in shown
-                ):
-                    shown.add(pod["metadata"]["uid"])
-                    _copy(cluster, pod, True, False, "")
+                uid, phase = pod["metadata"]["uid"], instances.phase(pod)
+                if _number(pod) == 0 and phase != "Pending" and uid not in read:
+                    # A stream may end before its pod does: the next one goes on behind what was shown.
+                    shown[uid] = _copy(cluster, pod, True, skip=shown.get(uid, 0))
+                    read |= {uid} if phase in instances.ENDED else set()
             reached = time.monotonic()
         except Unreachable:
             if time.monotonic() - reached > _PATIENCE:
@@ -142,15 +140,16 @@ def _details(cluster: Cluster, job: Object) -> str:
     if known := said.get("instances"):
         rows = [
             (number, each["state"], str(each["restarts"]))
-            for number, each in sorted(known.items(), key=_by_number)
+            for number, each in sorted(known.items(), key=lambda item: int(item[0]))
         ]
         parts.append(columns([("INSTANCE", "STATE", "RESTARTS"), *rows]))
     if pods := _pods(cluster, job):
-        rows = [
-            (pod["metadata"]["name"], instances.phase(pod), _text(instances.exit_code(pod)),
-             pod["metadata"]["labels"].get(ATTEMPT, ""), pod["spec"].get("nodeName", ""))
-            for pod in pods
-        ]  # fmt: skip
+        rows = []
+        for pod in pods:
+            code, metadata = instances.exit_code(pod), pod["metadata"]
+            ended = "" if code is None else str(code)
+            attempt, node = metadata["labels"].get(ATTEMPT, ""), pod["spec"].get("nodeName", "")
+            rows.append((metadata["name"], instances.phase(pod), ended, attempt, node))
         parts.append(columns([("POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"), *rows]))
     notes = [
         f"{each['type']}: {each.get('message', '')}"
@@ -161,14 +160,6 @@ def _details(cluster: Cluster, job: Object) -> str:
     events.sort(key=lambda event: event.get("lastTimestamp") or "")
     notes += [f"{each.get('lastTimestamp')} {each['reason']}: {each['message']}" for each in events[-5:]]
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
-
-
-def _by_number(item: tuple[str, Any]) -> int:
-    return int(item[0])
-
-
-def _text(value: int | None) -> str:
-    return "" if value is None else str(value)
 
 
 @_command
@@ -203,10 +194,17 @@ def logs(cluster: Cluster, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(cluster: Cluster, pod: Object, follow: bool, previous: bool, prefix: str) -> None:
+def _copy(
+    cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
+) -> int:
+    """Print a pod's log, but for its first lines; how many lines it had."""
+    lines = 0
     for line in cluster.logs(pod, follow, previous):
-        sys.stdout.write(f"{prefix}{line}\n")
-        sys.stdout.flush()
+        lines += 1
+        if lines > skip:
+            sys.stdout.write(f"{prefix}{line}\n")
+            sys.stdout.flush()
+    return max(lines, skip)
 
 
 def _prefix(pod: Object) -> str:

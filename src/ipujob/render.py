@@ -53,11 +53,6 @@ def render(
 
 def _refuse(job: Job, way: str) -> None:
     policy = job.restarts.policy
-    if policy == "Always":
-        raise ValueError(
-            f"restartPolicy Always can't be said as a {way}: what succeeded is never run again\n"
-            "  fix: OnFailure, or ipujob submit, where the operator runs"
-        )
     if way == "job" and job.shape.workers > 1 and policy != "Never":
         raise ValueError(
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {policy}\n"
@@ -74,6 +69,8 @@ def _left_out(job: Job, way: str) -> list[str]:
     found = []
     if job.clean != "None":
         found.append(f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}")
+    if way != "pod" and job.restarts.policy == "Always":
+        found.append("restartPolicy Always needs the operator: what succeeded is not run again")
     if way == "pod" and job.restarts.policy != "Never":
         found.append(
             f"restartPolicy {job.restarts.policy} needs the operator: bare pods are not started again"
@@ -113,7 +110,7 @@ def _job_spec(job: Job, instance: int, told: dict[str, Any], device: str, images
         "template": template,
     }
     if job.restarts.policy == "ExitCode":
-        codes = {"operator": "NotIn", "values": sorted(exit_codes(job.restarts.codes) - {0})}
+        codes = {"operator": "NotIn", "values": sorted(exit_codes(job.restarts.codes))[-255:]}
         spec["podFailurePolicy"] = {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

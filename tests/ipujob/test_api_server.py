@@ -110,6 +110,7 @@ def test_the_server_refuses_what_the_schema_forbids(real, value):
 def test_two_workers_are_told_their_ranks_and_one_address(real, ipujob):
     real.create(job("two", workers={"replicas": 2}))
     real.end("two")
+    assert ipujob("logs", "two", "--all", "--follow")[1].count("POPRUN_NUM_NODES=2") == 2
     code, said = ipujob("logs", "two", "--all")
     assert code == 0
     for rank in (0, 1):

@@ -133,7 +133,7 @@ def test_a_restart_is_written_down_before_its_pods_go():
 
 
 @pytest.mark.parametrize(
-    "how", ["deleted", "Evicted", "Preempting", "NodeLost", "Shutdown", "DisruptionTarget"]
+    "how", ["deleted", "Evicted", "Preempting", "NodeLost", "Shutdown", "OutOfcpu", "DisruptionTarget"]
 )
 def test_a_lost_pod_starts_its_instance_again_uncounted(how):
     world = World(job(workers={"replicas": 2}, restartPolicy={"type": "Never"}), lambda pod: RUNS)

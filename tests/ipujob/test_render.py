@@ -118,9 +118,9 @@ def test_several_workers_that_restart_need_a_job_set(render):
     assert env["MASTER_ADDR"]["value"] == "train-worker-0-0.train"
 
 
-def test_what_a_way_can_not_say_is_refused_or_warned_of(render):
-    code, said = render(job(restartPolicy={"type": "Always"}))
-    assert code == 2 and "restartPolicy Always can't be said as a job" in said
+def test_what_a_way_can_not_say_is_warned_of(render):
+    objects, said = render(job(restartPolicy={"type": "Always"}))
+    assert objects[0]["spec"]["backoffLimit"] == 3 and "what succeeded is not run again" in said
     _, said = render(job(restartPolicy={"type": "OnFailure"}, cleanPodPolicy="All"), "--as", "pod")
     assert "bare pods are not started again" in said and "cleanPodPolicy All needs the operator" in said
 
