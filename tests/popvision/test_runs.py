@@ -211,3 +211,13 @@ def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
     assert load(tmp_path / "report" / "inference" / "profile.pop").facts["calls"] == 1
     assert (tmp_path / "report" / "report.html").exists()
+
+
+def test_computations_and_updates_have_the_time_that_a_core_spent_in_them(tmp_path):
+    train(tmp_path, slow_block=1)
+    profile = load(tmp_path / "training" / "profile.pop")
+    events = list(profile.events(frozenset({"compute", "update", "load"})))
+    assert all(0 < event.computed <= event.end - event.start for event in events if event.kind != "load")
+    assert not any(event.computed for event in events if event.kind == "load")
+    asleep = [event for event in events if (event.phase, event.stage) == ("F", 1)]
+    assert all(event.computed / 1e9 < SLOW / 3 for event in asleep)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
-from popengine.ir import Compute, Piece
+from popengine.ir import Compute, Piece, Update
 
 from ..backends.eager import build
 from .memory_meter import Meter
@@ -174,19 +174,32 @@ class Recorder:
         begin = perf_counter_ns()
         for index, (handle, instruction) in enumerate(body, start):
             self._ticks.read.clear()
-            before = thread_time_ns() if is_host and type(instruction) is Compute else 0
+            is_work = is_host and type(instruction) in (Compute, Update)
+            before = thread_time_ns() if is_work else 0
             work = handle(instruction)
+            computed = thread_time_ns() - before if is_work else 0
             if work is not None:
-                yield from work
-                before = 0  # other threads may have done a part
+                computed += yield from _timed(work)
             worker.device.settle()
-            computed = thread_time_ns() - before if before else 0
             end = perf_counter_ns()
-            times.note(index, begin, end, core, computed)
+            times.note(index, begin, end, core, computed if is_work else 0)
             if detail is not None and index < times.length:
                 detail.after(index, instruction, self._ticks.read if work is None else [])
                 end = perf_counter_ns()
             begin = end
+
+
+def _timed(work: Generator[Any, Any, Any]) -> Generator[Any, Any, int]:
+    """Yields what work yields; returns the time that threads computed in it. (After a wait another one may go on.)"""
+    spent, answer = 0, None
+    while True:
+        before = thread_time_ns()
+        try:
+            name = work.send(answer)
+        except StopIteration:
+            return spent + thread_time_ns() - before
+        spent += thread_time_ns() - before
+        answer = yield name
 
 
 class _Ticks(threading.local):
