@@ -171,6 +171,7 @@ class Event(NamedTuple):
     bytes: int = 0
     core: int = -1
     computed: int = 0
+    channel: str = ""
 
     @property
     def cost(self) -> int:
@@ -249,6 +250,7 @@ class Profile:
                         part.bytes,
                         track.cores[index] if track.cores else -1,
                         track.computed[index] if track.computed else 0,
+                        part.channel,
                     )
 
     def to_json(self) -> str:

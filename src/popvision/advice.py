@@ -6,7 +6,7 @@ from popengine.profile import Profile
 
 from .analysis import Figures
 from .changes import LEAST, Change
-from .trace import cut_off
+from .trace import cut_off, whole_steps
 from .units import size
 
 
@@ -101,9 +101,9 @@ def _host(figures: Figures) -> str:
 
 
 def _left_out(profile: Profile) -> str:
-    if cut_off(profile):
+    if cut_off(profile) and profile.facts.get("steps", 0):
         return "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
-    kept = len({(track.call, track.step) for track in profile.tracks})
+    kept = len(whole_steps(profile))
     steps = profile.facts.get("steps", 0)
     if kept >= steps:
         return ""

@@ -27,6 +27,9 @@ class Figures:
     calls: int
     steps: int
     step_seconds: float | None  # without those of the first call if there are more
+    step_spread: (
+        float  # of calls: half of the range that the middle half of them takes, as a share of their median
+    )
     step_apart: float | None
     step_here: float | None  # None: no such machine, or nothing was computed
     here_is: str
@@ -77,6 +80,7 @@ def figures(profile: Profile) -> Figures:
         calls=profile.facts.get("calls", 0),
         steps=profile.facts.get("steps", 0),
         step_seconds=_step_seconds(profile),
+        step_spread=_step_spread(profile),
         step_apart=virtual.apart(step) / 1e9 if computed else None,
         step_here=virtual.here(step, cores) / 1e9 if computed and cores else None,
         here_is=f"here, where {cores} core{'s' * (cores != 1)} share all ipus",
@@ -124,6 +128,10 @@ def _step_seconds(profile: Profile) -> float | None:
     if len(calls) > 1 and steps > calls[0].steps:  # the first call pays for cold memory
         steps, ns = steps - calls[0].steps, ns - (calls[0].end - calls[0].start)
     return ns / steps / 1e9 if steps else None
+
+
+def _step_spread(profile: Profile) -> float:
+    return trace.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
 
 
 def host_times(profile: Profile) -> dict[str, float]:

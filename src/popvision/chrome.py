@@ -1,11 +1,15 @@
-"""A trace in the Chrome format, which Perfetto and chrome://tracing open: a track an ipu, counters for memory."""
+"""A trace in the Chrome format, which Perfetto and chrome://tracing open.
+
+A track an ipu, with the operations of the step that was looked at closer; arrows from sends to receives; counters for
+memory and for the time of a step.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from popengine.profile import Event, Profile
+from popengine.profile import Event, Operation, Profile
 
 from . import memory
 
@@ -21,9 +25,11 @@ def chrome_trace(profiles: list[Profile]) -> str:
             title = f"{profile.name}, replica {replica}"
             events.append(_name("process_name", process, 0, title))
             events += [_name("thread_name", process, ipu, f"ipu {ipu}") for ipu in profile.devices]
-            events += [_slice(event, process) for event in profile.events() if event.replica == replica]
+            own = [event for event in profile.events() if event.replica == replica]
+            events += [_slice(event, process) for event in own]
+            events += _flows(own, process)
             if replica == 0:
-                events += _memory(profile, process)
+                events += _memory(profile, process) + _operations(profile, own, process)
         process += 1
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
@@ -50,6 +56,66 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
         "tid": event.ipu,
         "args": arguments,
     }
+
+
+def _flows(events: list[Event], process: int) -> list[dict[str, Any]]:
+    """An arrow from each send to the end of its receive."""
+    sent = {
+        (event.channel, event.peer, event.step, event.micro_batch): event
+        for event in events
+        if event.kind == "send"
+    }
+    found = []
+    for event in events:
+        key = (event.channel, event.ipu, event.step, event.micro_batch)
+        if event.kind == "receive" and key in sent:
+            name = f"{process} " + " ".join(map(str, key))
+            for phase, end in (("s", sent[key]), ("f", event)):
+                time = end.start if phase == "s" else end.end
+                found.append(
+                    {
+                        "name": event.channel,
+                        "cat": "transfer",
+                        "ph": phase,
+                        "bp": "e",
+                        "id": name,
+                        "ts": time / 1e3,
+                        "pid": process,
+                        "tid": end.ipu,
+                    }
+                )
+    return found
+
+
+def _operations(profile: Profile, events: list[Event], process: int) -> list[dict[str, Any]]:
+    """The operations within the computations of the detailed step, each with its share of the average run."""
+    place = profile.facts.get("detailed_step")
+    inside: dict[tuple[str, int], list[Operation]] = {}
+    for operation in profile.operations:
+        piece = profile.pieces[operation.piece]
+        inside.setdefault((piece.phase, piece.stage), []).append(operation)
+    found = []
+    for event in events:
+        if place is None or event.kind != "compute" or [event.call, event.step] != list(place):
+            continue
+        operations = inside.get((event.phase, event.stage), [])
+        whole, at = sum(operation.ns for operation in operations) or 1, float(event.start)
+        for operation in operations:
+            lasted = (event.end - event.start) * operation.ns / whole
+            found.append(
+                {
+                    "name": operation.kind,
+                    "cat": "operation",
+                    "ph": "X",
+                    "ts": at / 1e3,
+                    "dur": lasted / 1e3,
+                    "pid": process,
+                    "tid": event.ipu,
+                    "args": {"block": operation.block, "where": operation.where, "flops": operation.flops},
+                }
+            )
+            at += lasted
+    return found
 
 
 def _memory(profile: Profile, process: int) -> list[dict[str, Any]]:
@@ -81,7 +147,27 @@ def _host(profile: Profile, process: int) -> list[dict[str, Any]]:
         }
         for kind, start, end in rows
     ]
-    return [_name("process_name", process, 0, f"{profile.name}, host"), *spans]
+    names = [
+        _name("process_name", process, 0, f"{profile.name}, host"),
+        _name("thread_name", process, 0, "calls"),
+    ]
+    return [*names, *spans, *_rates(profile, process)]
+
+
+def _rates(profile: Profile, process: int) -> list[dict[str, Any]]:
+    """A counter over all calls that were kept: how long a step took in each."""
+    return [
+        {
+            "name": "ms a step",
+            "ph": "C",
+            "ts": call.start / 1e3,
+            "pid": process,
+            "tid": 0,
+            "args": {"ms": (call.end - call.start) / 1e6 / call.steps},
+        }
+        for call in profile.calls
+        if call.steps
+    ]
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:

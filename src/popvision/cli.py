@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import sys
 import webbrowser
@@ -18,7 +19,7 @@ _USAGE = """\
 popvision REPORT                        open the report in a browser
        popvision summary REPORT                print its headline
        popvision compare REPORT OTHER          set two runs side by side
-       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing
+       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing (.json.gz: smaller)
        popvision plan PROGRAM.py [ARGUMENT...] show what a program's first model will run; nothing is computed"""
 
 
@@ -90,7 +91,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    args.trace.write_text(chrome.chrome_trace([load(path) for path in profiles_at(args.report)]))
+    text = chrome.chrome_trace([load(path) for path in profiles_at(args.report)]).encode()
+    args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
     print(args.trace)
 
 

@@ -14,13 +14,15 @@ from .units import rate, seconds, share, size
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both runs. `better` says who won, or nobody: less than 1 % between them."""
+    """One figure of both runs. `spread`: by what share it differs when nothing has changed. `better` says who won, or
+    nobody: less than that between them, or less than 1 %."""
 
     name: str
     first: float | None
     second: float | None
     kind: Literal["rate", "seconds", "share", "bytes", "count"]
     more_is_better: bool = False
+    spread: float = 0.0
 
     @property
     def ratio(self) -> float | None:
@@ -31,7 +33,7 @@ class Row:
         if self.first is None or self.second is None:
             return ""
         top = max(abs(self.first), abs(self.second))
-        if abs(self.first - self.second) <= 0.01 * top:
+        if abs(self.first - self.second) <= max(0.01, self.spread) * top:
             return ""
         return "second" if (self.second > self.first) == self.more_is_better else "first"
 
@@ -41,6 +43,7 @@ class Row:
             "first": shown(self.first, self.kind),
             "second": shown(self.second, self.kind),
             "ratio": self.ratio,
+            "spread": self.spread,
             "better": self.better,
         }
 
@@ -62,13 +65,25 @@ def compare(first: Profile, second: Profile) -> list[Row]:
     """The figures that both have, or one of them."""
     a, b = figures(first), figures(second)
 
-    def both(name: str, read: Callable[[Figures], float | None], kind: Any, more: bool = False) -> Row:
-        return Row(name, read(a), read(b), kind, more)
+    of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
+
+    def both(
+        name: str, read: Callable[[Figures], float | None], kind: Any, more: bool = False, spread: float = 0.0
+    ) -> Row:
+        return Row(name, read(a), read(b), kind, more, spread)
 
     rows = [
-        both("throughput", lambda f: f.samples_per_second, "rate", True),
-        both("throughput with the time between calls", lambda f: f.samples_per_second_overall, "rate", True),
-        both("time of a step", lambda f: f.step_seconds, "seconds"),
+        both("throughput", lambda f: f.samples_per_second, "rate", True, of_steps),
+        both(
+            "throughput with the time between calls",
+            lambda f: f.samples_per_second_overall,
+            "rate",
+            True,
+            of_steps,
+        ),
+        both("time of a step", lambda f: f.step_seconds, "seconds", spread=of_steps),
+        both("a step on separate devices", lambda f: f.step_apart, "seconds", spread=of_costs),
+        both("a step here", lambda f: f.step_here, "seconds", spread=of_costs),
         both("compilation", lambda f: f.compile_seconds, "seconds"),
         both("bubble, measured", lambda f: f.bubble_measured, "share"),
         both("bubble, ideal", lambda f: f.bubble_ideal, "share"),
@@ -80,7 +95,7 @@ def compare(first: Profile, second: Profile) -> list[Row]:
         for phase in ("forward", "backward", "update"):
             one, other = _stage(a, stage, phase), _stage(b, stage, phase)
             if one or other:
-                rows.append(Row(f"stage {stage}, {phase}", one, other, "seconds"))
+                rows.append(Row(f"stage {stage}, {phase}", one, other, "seconds", spread=of_costs))
     return rows + _blocks(first, second)
 
 
@@ -105,10 +120,13 @@ def _blocks(first: Profile, second: Profile) -> list[Row]:
 
 def text(first: Profile, second: Profile, names: tuple[str, str]) -> str:
     """A table for the terminal; `<` stands beside what is better."""
-    lines = [f"{'':40} {names[0][-24:]:>26} {names[1][-24:]:>26}    ratio"]
+    lines = [f"{'':40} {names[0][-24:]:>26} {names[1][-24:]:>26}    ratio   spread"]
     for row in compare(first, second):
         marks = ["<" if row.better == side else " " for side in ("first", "second")]
         ratio = "" if row.ratio is None else f"{row.ratio:8.2f}"
+        spread = f"± {row.spread:.0%}" if row.spread >= 0.005 else ""
         cells = [shown(value, row.kind) for value in (row.first, row.second)]
-        lines.append(f"{row.name[:40]:40} {cells[0]:>24} {marks[0]} {cells[1]:>24} {marks[1]} {ratio}")
+        lines.append(
+            f"{row.name[:40]:40} {cells[0]:>24} {marks[0]} {cells[1]:>24} {marks[1]} {ratio:8} {spread}"
+        )
     return "\n".join(lines) + "\n"

@@ -45,13 +45,13 @@ class StageTime:
 def steady(profile: Profile) -> list[Event]:
     """The events of whole steps, without the first two if there are more: in them caches are cold and the
     recorder looks closer."""
-    whole, seen = _whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
+    whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
     wanted = set(warm) or seen  # of a step that was cut off there is only the beginning: see `cut_off`
     return [event for event in profile.events() if (event.call, event.step) in wanted]
 
 
-def _whole_steps(profile: Profile) -> list[tuple[int, int]]:
+def whole_steps(profile: Profile) -> list[tuple[int, int]]:
     """Call and step of those of which everything was kept, on all ipus."""
     places = defaultdict(set)
     for track in profile.tracks:
@@ -63,7 +63,7 @@ def _whole_steps(profile: Profile) -> list[tuple[int, int]]:
 
 def cut_off(profile: Profile) -> bool:
     """Whether only the beginnings of steps were kept: what ipus did there says nothing of the whole."""
-    return bool(profile.tracks) and not _whole_steps(profile)
+    return bool(profile.tracks) and not whole_steps(profile)
 
 
 def usage(events: list[Event]) -> list[Usage]:
@@ -142,18 +142,20 @@ def _median(values: Sequence[float]) -> float:
 
 
 def spread(events: list[Event]) -> float:
-    """How far apart the costs of equal computations are: half of the range that the middle half of them takes, over
-    their median; of all pieces the middle one."""
+    """How far apart the costs of equal computations are; of all pieces the middle one."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in events:
         if event.kind == "compute":
             costs[event.phase, event.stage].append(event.cost)
-    found = []
-    for values in costs.values():
-        if len(values) >= 4 and (middle := median(values)):
-            low, _, high = quantiles(values, n=4)
-            found.append((high - low) / 2 / middle)
-    return _median(found)
+    return _median([spread_of(values) for values in costs.values() if len(values) >= 4])
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Half of the range that the middle half of them takes, as a share of their median; 0 for fewer than four."""
+    if len(values) < 4 or not (middle := median(values)):
+        return 0.0
+    low, _, high = quantiles(values, n=4)
+    return (high - low) / 2 / middle
 
 
 def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> Step:

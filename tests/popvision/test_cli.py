@@ -1,11 +1,15 @@
 """The program `popvision`: what it prints and writes."""
 
+import dataclasses
+import gzip
 import json
 
 import pytest
 from simulated import MS, simulated
+from test_runs import train
 
 from popvision.cli import main
+from popvision.compare import compare, text
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"forward 0.0", "backward 2.3", "receive 1.0", "call"} <= names
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert tracks == {"ipu 0", "ipu 1", "ipu 2"}
+    assert tracks == {"calls", "ipu 0", "ipu 1", "ipu 2"}
     forward = next(event for event in events if event["name"] == "forward 0.1")
     assert (forward["ts"], forward["dur"]) == (1000, 1000)  # microseconds
     assert any(event["ph"] == "C" and event["args"]["bytes"] == 1024 for event in events)
@@ -79,3 +83,36 @@ def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_pat
     assert main([str(tmp_path)]) == 1
     assert "no profile.pop in" in (error := capsys.readouterr().err)
     assert "POPLAR_ENGINE_OPTIONS" in error
+
+
+def test_a_trace_has_arrows_operations_and_a_counter_and_may_be_zipped(report, tmp_path):
+    train(tmp_path / "run", calls=4)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "trace.json.gz")]) == 0
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    starts, ends = ([event for event in events if event["ph"] == phase] for phase in "sf")
+    # Two borders, forward and backward, five micro-batches, eight steps.
+    assert len(starts) == len(ends) == 2 * 2 * 5 * 8
+    at = {event["id"]: event["ts"] for event in starts}
+    assert all(at[event["id"]] <= event["ts"] for event in ends)
+    inner = [event for event in events if event.get("cat") == "operation"]
+    assert {"addmm", "relu"} <= {event["name"] for event in inner}
+    assert len([event for event in inner if event["name"] == "addmm"]) == 3 * 5
+    assert len([event for event in events if event["name"] == "ms a step"]) == 4
+
+
+def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
+    profile = simulated(2, 8, steps=12)
+    slower = simulated(2, 8, steps=12, cost=lambda phase, stage: MS * 11 // 10)
+
+    def jittering(profile):
+        calls = [call._replace(end=call.end + call.call % 4 * 3 * MS) for call in profile.calls]
+        ns = sum(call.end - call.start for call in calls)
+        return dataclasses.replace(profile, calls=tuple(calls), facts={**profile.facts, "ns_in_calls": ns})
+
+    def row(first, second):
+        return next(row for row in compare(first, second) if row.name == "time of a step")
+
+    assert row(profile, slower).better == "first"
+    unsure = row(jittering(profile), jittering(slower))
+    assert unsure.better == "" and unsure.spread > 0.1
+    assert f"± {unsure.spread:.0%}" in text(jittering(profile), jittering(slower), ("a", "b"))

@@ -1,6 +1,7 @@
 """Profiles of real runs: what the page says comes from what the engine did."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -221,3 +222,48 @@ def test_computations_and_updates_have_the_time_that_a_core_spent_in_them(tmp_pa
     assert not any(event.computed for event in events if event.kind == "load")
     asleep = [event for event in events if (event.phase, event.stage) == ("F", 1)]
     assert all(event.computed / 1e9 < SLOW / 3 for event in asleep)
+
+
+def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_path):
+    options = poptorch.Options().deviceIterations(3).enableProfiling(tmp_path)
+    inference = poptorch.inferenceModel(Model(), options.showCompilationProgressBar(False))
+    for _ in range(2):  # these are looked at closer, with code of their own
+        inference(torch.randn(3 * ROWS, WIDTH))
+    worker = inference._lease.engine._workers[2]  # of the last ipu
+    code = dict(worker._code)
+    worker._code = {i: lambda values: 1 / 0 for i in code}
+    with pytest.raises(poptorch.Error):
+        inference(torch.randn(3 * ROWS, WIDTH))
+    worker._code = code
+    inference.destroy()
+    profile = load(tmp_path / "inference" / "profile.pop")
+    broken = {track.ipu: len(track.durations) for track in profile.tracks if track.call == 2}
+    whole = {ipu: len(program) // 2 for ipu, program in profile.programs.items()}
+    assert broken[0] > 0 and broken.get(2, 0) < whole[2]
+    found = figures(profile)
+    assert (found.calls, found.steps) == (2, 2)
+    assert sentences(profile, found)[0] == "1 call(s) failed and are not part of the figures."
+
+
+def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):
+    program = (
+        "import os, poptorch, signal, torch\n"
+        "model = poptorch.inferenceModel(torch.nn.Linear(2, 2), poptorch.Options().enableProfiling('report'))\n"
+        "for _ in range(3): model(torch.ones(1, 2))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('not reached')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")
+    assert load(tmp_path / "report" / "inference" / "profile.pop").facts["calls"] == 3
+
+
+def test_a_long_run_writes_its_profile_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("poptorch.reporting.reporter._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("poptorch.reporting.reporter._SHARE", 0)
+    options = poptorch.Options().deviceIterations(3).enableProfiling(tmp_path)
+    inference = poptorch.inferenceModel(Model(), options.showCompilationProgressBar(False))
+    for calls in (1, 2):
+        inference(torch.randn(3 * ROWS, WIDTH))
+        assert load(tmp_path / "inference" / "profile.pop").facts["calls"] == calls
+    inference.destroy()

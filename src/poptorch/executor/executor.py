@@ -126,6 +126,8 @@ class PoplarExecutor:
             if first:  # it may be these inputs that do not fit, and the model is not to be bound to them
                 self._forget_executable()
             raise
+        if self._reporter is not None:
+            self._reporter.called()
         made_up = None if self._synthetic is None else len(self._synthetic)
         self._latest = latest_call(executable, results, made_up)
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())

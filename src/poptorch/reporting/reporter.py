@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from popengine.compile.describe import Description
 from popengine.ir import Graph, Plan, Signature
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
-from popengine.run.measure.recorder import Recorder
+from popengine.run.measure.recorder import Recorder, Times
 from popengine.settings import Settings
 
 from ..data.batch_waits import listeners
@@ -31,6 +33,10 @@ from ..options.freeze_options import resolved
 from ..options.option_base import OptionsDict
 from ..version import __version__
 from .logs import logger
+
+_SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
+_SHARE = 100
+_live: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
@@ -48,6 +54,7 @@ class Reporter:
         self._graph: Graph | None = None
         self._memory: list[profile.Memory] = []
         self._since = time.perf_counter()
+        self._save_next = self._since + _SAVE_EVERY
 
     def compiling(self) -> None:
         """Compilation starts."""
@@ -66,6 +73,14 @@ class Reporter:
         """The executor lets its devices go: save, and keep nothing of them alive."""
         self.save()
         self._engine = self._graph = None
+
+    def called(self) -> None:
+        """A call has ended: write what there is now and then, so that a program that is killed leaves it, too."""
+        if time.perf_counter() >= self._save_next:
+            began = time.perf_counter()
+            self.save()
+            now = time.perf_counter()
+            self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
 
     def save(self) -> None:
         """Write the profile, and the page. A run is not lost for its profile: what fails here is logged."""
@@ -90,7 +105,22 @@ def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | 
     reporter = Reporter(directory / "profile.pop", options, training)
     weakref.finalize(executor, reporter.released)
     listeners.add(reporter.recorder)
+    _live.add(reporter)
+    if threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, _save_and_end)
     return reporter
+
+
+def _save_and_end(number: int, frame: Any) -> None:
+    """SIGTERM, where the program has no other wish about it: write what there is, and end by the signal."""
+    signal.signal(number, signal.SIG_DFL)
+    try:
+        for reporter in list(_live):
+            reporter.save()
+    finally:
+        os.kill(os.getpid(), number)
 
 
 def made(
@@ -176,27 +206,32 @@ def _facts(recorder: Recorder, described: Description, settings: Settings, plan:
 
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Steps in order of their start. A step of a call that failed half-way is not there on all ipus."""
-    found = []
-    for (replica, ipu), kept in recorder.kept.items():
-        for times in [*kept.first, *kept.last]:
-            durations = [end - begin for begin, end in zip(times.begins, times.ends, strict=True)]
-            gaps = [0, *(begin - end for end, begin in zip(times.ends, times.begins[1:], strict=False))]
-            start = times.begins[0] - recorder.origin
-            found.append(
-                profile.Track(
-                    times.call,
-                    times.step,
-                    replica,
-                    ipu,
-                    start,
-                    durations,
-                    gaps,
-                    list(times.cores),
-                    list(times.computed),
-                )
-            )
+    """Steps in order of their start; of the last one that failed what was done until then."""
+    found = [
+        _track(recorder, place, times, times.length)
+        for place, kept in recorder.kept.items()
+        for times in [*kept.first, *kept.last]
+    ]
+    for place, times in recorder.broken.items():
+        done = next((index for index, end in enumerate(times.ends) if not end), times.length)
+        if done:
+            found.append(_track(recorder, place, times, done))
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
+
+
+def _track(recorder: Recorder, place: tuple[int, int], times: Times, length: int) -> profile.Track:
+    """The first `length` instructions."""
+    begins, ends = times.begins[:length], times.ends[:length]
+    return profile.Track(
+        times.call,
+        times.step,
+        *place,
+        begins[0] - recorder.origin,
+        [end - begin for begin, end in zip(begins, ends, strict=True)],
+        [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))],
+        list(times.cores[:length]),
+        list(times.computed[:length]),
+    )
 
 
 def _timed(described: Description, recorder: Recorder) -> list[profile.Operation]:

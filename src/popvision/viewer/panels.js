@@ -137,10 +137,11 @@ function compareView(page) {
   }
   return make("div", {}, DATA.comparisons.map((comparison) => {
     const entries = [DATA.entries[comparison.first], DATA.entries[comparison.second]];
-    const head = ["", entries[0].label, entries[1].label, "ratio"];
+    const head = ["", entries[0].label, entries[1].label, "ratio", "spread"];
     const body = comparison.rows.map((row) => make("tr", {}, make("td", {}, row.name),
       ...["first", "second"].map((side) => make("td", { class: `right ${row.better === side ? "good" : ""}` }, row[side], row.better === side ? " ✓" : "")),
-      make("td", { class: "right" }, row.ratio === null ? "" : row.ratio.toFixed(2))));
+      make("td", { class: "right" }, row.ratio === null ? "" : row.ratio.toFixed(2)),
+      make("td", { class: "right" }, row.spread < 0.005 ? "" : `± ${units.share(row.spread)}`)));
     const traces = entries.map((entry) => new Trace(entry));
     align(traces);
     page.traces = traces;

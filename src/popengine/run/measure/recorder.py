@@ -104,6 +104,7 @@ class Recorder:
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
+        self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
         self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
         self._ticks = _Ticks()
 
@@ -150,6 +151,9 @@ class Recorder:
                     worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
         try:
             yield
+        except BaseException:
+            self.broken = self._times
+            raise
         finally:
             for worker in workers:
                 if worker.replica == 0:
