@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -91,16 +92,23 @@ class Process:
         self.pod["status"] = {"phase": phase, "containerStatuses": [{"name": name, "state": state}]}
 
     def _show(self, prefix: str) -> None:
-        """Copy what the worker says to the terminal and its log; whole lines, if several speak."""
+        """Copy what the worker says to its log and to the terminal; whole lines, if several speak."""
         assert self.process and self.process.stdout
-        read = (
-            self.process.stdout.readline if prefix else lambda: os.read(self.process.stdout.fileno(), 65536)
-        )
-        while text := read():
-            self._log.write(text)
+        pipe = self.process.stdout
+        read = pipe.readline if prefix else lambda: os.read(pipe.fileno(), 65536)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may come in two parts
+        listens = True
+        while said := read():
+            self._log.write(said)
             self._log.flush()
-            sys.stdout.write(prefix + text.decode(errors="replace"))
-            sys.stdout.flush()
+            text = prefix + decoder.decode(said)
+            try:
+                if listens:
+                    sys.stdout.write(f"{text}\n" if prefix and not text.endswith("\n") else text)
+                    sys.stdout.flush()
+            except OSError:  # `ipujob run ... | head`: the worker goes on, and must not wait for a reader
+                listens = False
+        self._log.close()
 
 
 def end(workers: Sequence[Process], signals: Sequence[int]) -> None:

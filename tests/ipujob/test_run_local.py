@@ -156,6 +156,18 @@ def test_a_variable_of_a_secret_can_be_given(run):
     assert (code, out) == (0, "a=b\n")
 
 
+def test_a_reader_that_goes_away_holds_no_worker_up(tmp_path):
+    """`ipujob run ... | head -1`: the thread that read the worker ended, and the worker waited for ever."""
+    text = f"echo first; head -c 1000000 /dev/zero; echo done > {tmp_path}/done"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job(container={"command": [*SH, text]})))
+    words = (sys.executable, "-m", "ipujob", "run", "job.yaml", "--local")
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.read(5) == b"first"
+    process.stdout.close()
+    process.wait(60)
+    assert (tmp_path / "done").exists()
+
+
 def test_other_kinds_and_other_places_are_refused(run, tmp_path, capfd):
     code, _, err = run({"apiVersion": "v1", "kind": "ConfigMap"})
     assert code == 2 and "this is a ConfigMap, and only IPUJobs can be run" in err
