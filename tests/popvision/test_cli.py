@@ -67,7 +67,7 @@ def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path
     assert tracks == {"calls", "ipu 0", "ipu 1", "ipu 2"}
     forward = next(event for event in events if event["name"] == "forward 0.1")
     assert (forward["ts"], forward["dur"]) == (1000, 1000)  # microseconds
-    assert any(event["ph"] == "C" and event["args"]["bytes"] == 1024 for event in events)
+    assert any(event["ph"] == "C" and event["args"].get("bytes") == 1024 for event in events)
 
 
 @pytest.mark.parametrize("command", [["summary"], [], ["export"]])
