@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from common.placement import layer_ipus
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
@@ -153,11 +154,6 @@ class SerializedLinear(nn.Module):
         layer = nn.Linear(*reversed(self.weight.shape), device="meta")
         layer.weight, layer.bias = self.weight, self.bias
         return layer
-
-
-def layer_ipus(layers_per_ipu: list[int]) -> list[int]:
-    """The ipu of each layer."""
-    return [ipu for ipu, layers in enumerate(layers_per_ipu) for _ in range(layers)]
 
 
 def at_positions(hidden: Tensor, positions: Tensor) -> Tensor:

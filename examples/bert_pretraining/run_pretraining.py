@@ -6,7 +6,6 @@ python3 run_pretraining.py --dataset generated --config pretrain_base_128_pod4 -
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -18,10 +17,8 @@ import arguments
 import datasets
 import model as models
 import numpy as np
-import optimization
-import options
 import torch
-from common import checkpoints, estimates, logs
+from common import checkpoints, estimates, execution, logs, optimization
 from common.logs import say
 from metrics import Tracker, averages, step_line
 from tqdm import tqdm
@@ -63,8 +60,8 @@ class Training:
 
     def __init__(self, flags: Any, shows: bool) -> None:
         self.flags, self.shows, self.start = flags, shows, 0
-        self.opts = options.training_options(flags)
-        self.layout = options.layout(self.opts, flags)
+        self.opts = execution.training_options(flags)
+        self.layout = execution.layout(self.opts, flags)
         self.state = self._read_checkpoint()
         with logs.phase("Data Loading Started", "Data loaded in {} secs"):
             self.data = datasets.training_set(flags, self.layout)
@@ -105,22 +102,23 @@ class Training:
         cost = estimates.measured(self.model, tuple(rows))
         half = self.flags.precision == "16.16"
         first_moment = 2 if self.flags.enable_half_first_order_momentum else 4
-        stages = arguments.forward_stages(self.flags.layers_per_ipu)
         if half:
             self.model.half()
         estimates.announce(
             self.model,
             cost,
             self.layout,
-            stages,
+            self.flags.stages,
             state_bytes=first_moment + 4,
             gradient_bytes=2 if half else 4,
         )
 
     def _compile(self) -> None:
         collectives.broadcast(dict(self.model.named_parameters()))
-        self.optimizer = optimization.make_optimizer(self.model, self.flags)
-        optimization.set_rate(self.optimizer, self.flags, self.start)
+        self.optimizer = optimization.make_optimizer(
+            self.model, self.flags, bias_correction=self.flags.optimizer == "LAMB"
+        )
+        optimization.set_rate(self.optimizer, self._rate(self.start))
         self.executor = poptorch.trainingModel(self.model, self.opts, self.optimizer)
         rows = self.layout.call * self.layout.local // self.layout.replicas
         shapes = datasets.random_row(self.flags, seed=0).values()  # so that no data is used up
@@ -153,11 +151,17 @@ class Training:
             self.loader.terminate()
         self.tracker.summary(time.perf_counter() - began)
 
+    def _rate(self, step: int) -> float:
+        flags = self.flags
+        warmup = int(flags.lr_warmup * flags.training_steps)
+        share = optimization.share_of_rate(flags.lr_schedule, warmup, flags.training_steps, step)
+        return flags.learning_rate * share
+
     def _is_quiet(self) -> bool:
         return self.flags.disable_progress_bar or not self.shows
 
     def _step(self, step: int, batch: Any, waited: float, bar: tqdm) -> None:
-        rate = optimization.set_rate(self.optimizer, self.flags, step)
+        rate = optimization.set_rate(self.optimizer, self._rate(step))
         self.executor.setOptimizer(self.optimizer)
         began = time.perf_counter()
         outputs = self.executor(*batch)
@@ -171,13 +175,7 @@ class Training:
             bar.set_description_str(description, refresh=False)
             bar.set_postfix_str(postfix)
             bar.update()
-        if not math.isfinite(numbers["total loss"]):
-            scale = self.optimizer.state_dict()["ipu_param"]["lossScaling_FLOAT"]
-            raise SystemExit(
-                f"the loss of step {step} is {numbers['total loss']} at a loss scaling of {float(scale):g}: "
-                "the training stops, and no checkpoint is written\n"
-                "  fix: a lower --loss-scaling or --learning-rate, or --precision 32.32"
-            )
+        optimization.stop_at_nan(self.optimizer, step, numbers["total loss"])
         done, every = step + 1, self.flags.checkpoint_steps
         if done == self.flags.training_steps or (every and done % every == 0):
             self._save(done)
@@ -208,15 +206,7 @@ class Training:
         rows = None if self.flags.compile_only else datasets.held_out_set(self.flags)
         if rows is None or not self.shows:
             return
-        stages = arguments.forward_stages(self.flags.layers_per_ipu)  # a pipeline needs as many micro-batches
-        size = min(self.flags.micro_batch_size, len(rows) // stages)
-        if size == 0:
-            raise SystemExit(f"{len(rows)} held-out rows are too few for a pipeline of {stages} stages")
-        opts = options.inference_options(self.flags, stages)
-        loader = poptorch.DataLoader(opts, rows, batch_size=size)
-        executor = poptorch.inferenceModel(self.model.eval(), opts)
-        losses = torch.cat([executor(*batch)[1] for batch in loader])
-        executor.destroy()
+        losses = execution.held_out_losses(self.model, rows, self.flags, output=1)
         self.tracker.held_out = float(losses.mean())
         say(f"Held-out masked words: {self.tracker.held_out:.3f} nats" + datasets.what_is_known(self.flags))
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import arguments
 import datasets
 import model as models
+from common.optimization import parameter_groups, share_of_rate
 from common.sampling import GlobalBatches, Layout
-from optimization import parameter_groups, share_of_rate
 
 
 def main(argv: Sequence[str] | None = None) -> SimpleNamespace:
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> SimpleNamespace:
     model = BertForPreTraining(models.bert_config(flags))
     model.load_state_dict(first_weights)
     optimizer = make_optimizer(model.train(), flags)
-    losses = []
+    losses, warmup = [], int(flags.lr_warmup * flags.training_steps)
     for step, updates in enumerate(calls(flags)):
-        share = share_of_rate(flags.lr_schedule, flags.lr_warmup, flags.training_steps, step)
+        share = share_of_rate(flags.lr_schedule, warmup, flags.training_steps, step)
         for group in optimizer.param_groups:
             group["lr"] = flags.learning_rate * share
         began = time.perf_counter()

@@ -28,20 +28,22 @@ def check_unused(folder: str) -> None:
 
 
 def newest(folder: str) -> Path:
-    """The checkpoint that a user means: the folder itself, if it is one, else its `step_N` with the highest N."""
+    """The checkpoint that a user means: the folder itself, if it is one, else the highest of its folders `step_N`, or
+    `epoch_N` where there are none. Ends the program, if there is no checkpoint."""
     path = Path(folder)
     if not path.is_dir():
         raise SystemExit(f"--checkpoint-input-dir {folder}: there is no such folder")
     if (path / "config.json").exists():
         return path
-    steps = {
-        int(match[1]): each for each in path.iterdir() if (match := re.fullmatch(r"step_(\d+)", each.name))
-    }
-    if not steps:
-        raise SystemExit(
-            f"--checkpoint-input-dir {folder} holds no checkpoint: neither config.json nor a folder step_N"
-        )
-    return steps[max(steps)]
+    for kind in ("step", "epoch"):
+        found = {
+            int(m[1]): each for each in path.iterdir() if (m := re.fullmatch(rf"{kind}_(\d+)", each.name))
+        }
+        if found:
+            return found[max(found)]
+    raise SystemExit(
+        f"--checkpoint-input-dir {folder} holds no checkpoint: neither config.json nor a folder step_N"
+    )
 
 
 def save(folder: str, name: str, model: Any, state: dict[str, Any]) -> None:

@@ -19,6 +19,20 @@ def boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is not a valid boolean value (true or false)")
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be between 0 and 1")
+    return number
+
+
 def add_switch(parser: Any, *names: str, default: bool, help: str) -> None:
     """A boolean flag: `--flag` alone is true, and `--flag false` is false."""
     parser.add_argument(
@@ -50,17 +64,17 @@ def _shown(value: Any) -> str:
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, configs: Path, default: str | None
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    configs: Path | None = None,
+    default: str | None = None,
 ) -> Flags:
-    """Parse a command line twice: for `--config` alone, then for everything with that config's values as defaults.
+    """Parse a command line; where there are configs, first for `--config` alone, whose values are defaults then.
 
     Ends the program with a usage error where a config or one of its keys is unknown.
     """
-    first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--config", default=default)
-    wanted = first.parse_known_args(argv)[0].config
     known = {action.dest: action for action in parser._actions}
-    name, values = (None, {}) if wanted is None else _config(parser, configs, wanted)
+    name, values = (None, {}) if configs is None else _config(parser, configs, _wanted(argv, default))
     for key, value in values.items():
         if key not in known:
             parser.error(
@@ -75,6 +89,12 @@ def parse(
     }
     flags.config = name
     return flags
+
+
+def _wanted(argv: Sequence[str] | None, default: str | None) -> str:
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--config", default=default)
+    return first.parse_known_args(argv)[0].config
 
 
 def _config(parser: argparse.ArgumentParser, path: Path, wanted: str) -> tuple[str, dict[str, Any]]:
@@ -111,11 +131,13 @@ def _refuse(parser: argparse.ArgumentParser, where: str, why: Any) -> NoReturn:
 
 def _typed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> set[str]:
     """The flags that were given on the command line."""
-    before = {action: action.default for action in parser._actions}
+    before, more = {action: action.default for action in parser._actions}, parser._defaults
     for action in before:
         action.default = argparse.SUPPRESS
+    parser._defaults = {}
     try:
         return set(vars(parser.parse_args(argv)))
     finally:
+        parser._defaults = more
         for action, default in before.items():
             action.default = default

@@ -1,13 +1,16 @@
-"""The optimizer's groups, and the learning rate of each call."""
+"""The optimizer with its groups, and the learning rate of each call."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from poptorch.optim import LAMB, AdamW
+from poptorch.optim import LAMB, Adam, AdamW
+
+KINDS: dict[str, Any] = {"Adam": Adam, "AdamW": AdamW, "LAMB": LAMB, "LAMBNoBiasCorrection": LAMB}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, lamb: bool) -> list[dict[str, Any]]:
@@ -29,40 +32,52 @@ def parameter_groups(model: nn.Module, weight_decay: float, lamb: bool) -> list[
     return groups
 
 
-def make_optimizer(model: nn.Module, flags: Any) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, flags: Any, bias_correction: bool) -> torch.optim.Optimizer:
+    """Args: bias_correction: of AdamW and LAMB"""
     half = flags.precision == "16.16"
-    first = torch.float16 if flags.enable_half_first_order_momentum else torch.float32
-    groups = parameter_groups(model, flags.weight_decay, lamb=flags.optimizer != "AdamW")
-    kind = AdamW if flags.optimizer == "AdamW" else LAMB
+    kind = KINDS[flags.optimizer]
+    more = {} if kind is Adam else {"bias_correction": bias_correction}
     optimizer = kind(
-        groups,
+        parameter_groups(model, flags.weight_decay, lamb=kind is LAMB),
         lr=flags.learning_rate,
         betas=(0.9, 0.999),
         eps=1e-6,
         loss_scaling=flags.loss_scaling,
-        bias_correction=flags.optimizer == "LAMB",
         accum_type=torch.float16 if half else torch.float32,
-        first_order_momentum_accum_type=first,
+        first_order_momentum_accum_type=torch.float16
+        if flags.enable_half_first_order_momentum
+        else torch.float32,
         second_order_momentum_accum_type=torch.float32,
+        **more,
     )
     for name in ("weight_decay", *(["max_weight_norm"] if kind is LAMB else [])):
         optimizer.variable_attrs.markAsConstant(name)  # only the rate moves
     return optimizer
 
 
-def share_of_rate(schedule: str, warmup: float, steps: int, step: int) -> float:
+def share_of_rate(schedule: str, warmup: int, steps: int, step: int) -> float:
     """The factor of the learning rate in call `step` of `steps`: grows to 1 over the warm-up, then falls to 0."""
     if schedule == "constant":
         return 1.0
-    grown = int(warmup * steps)
-    if step < grown:
-        return step / grown
-    return (steps - step) / (steps - grown) if steps > grown else 1.0
+    if step < warmup:
+        return step / warmup
+    passed = (step - warmup) / (steps - warmup) if step < steps else 1.0
+    return 1 - passed if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * passed))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, flags: Any, step: int) -> float:
-    """Give all groups the rate of this call, and return it."""
-    rate = flags.learning_rate * share_of_rate(flags.lr_schedule, flags.lr_warmup, flags.training_steps, step)
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Give it to all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
+
+
+def stop_at_nan(optimizer: torch.optim.Optimizer, step: int, loss: float) -> None:
+    """End the program, if the loss of this step is no number."""
+    if math.isfinite(loss):
+        return
+    scale = optimizer.state_dict()["ipu_param"]["lossScaling_FLOAT"]
+    raise SystemExit(
+        f"the loss of step {step} is {loss} at a loss scaling of {float(scale):g}: the training stops, and no "
+        "checkpoint is written\n  fix: a lower --loss-scaling or --learning-rate, or --precision 32.32"
+    )

@@ -1,0 +1,170 @@
+"""GPT-2: what users type and see, the same numbers in every layout, and less than the bigram entropy."""
+
+import importlib
+import math
+import random
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SENTENCES = [
+    "the cat sees a dog",
+    "the dog sees the cat",
+    "a cat is the one",
+    "one dog is a cat",
+    "the one sees one",
+]
+TINY = ["--model", "tiny", "--max-len", "16", "--stride", "16", "--precision", "32.32", "--loss-scaling", "1"]
+TINY += [
+    "--gradient-accumulation",
+    "7",
+    "--batch-size",
+    "2",
+    "--device-iterations",
+    "2",
+    "--training-steps",
+    "4",
+]
+TINY += [
+    "--layers-per-ipu",
+    "0",
+    "2",
+    "--ipus-per-replica",
+    "2",
+    "--learning-rate",
+    "0.003",
+    "--val-num",
+    "16",
+]
+TINY += [
+    "--num-workers",
+    "0",
+    "--async-dataloader",
+    "false",
+    "--tokenizer",
+    "characters",
+    "--sample-words",
+    "5",
+]
+
+
+@pytest.fixture(scope="module")
+def gpt2(program):
+    pytest.importorskip("transformers")
+    with program("gpt2_pretraining", "train_gpt2") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Sentences in random order: what a word is depends on the two before it."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    documents = ("\n".join(draw.choices(SENTENCES, k=8)) for _ in range(80))
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    return [*TINY, "--input-files", str(folder / "text.txt"), "--text-dir", str(folder / "numbers")]
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+def assert_equal_weights(one, other):
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_a_step_has_the_originals_line(gpt2, flags, caplog):
+    found = gpt2.main([*flags, "--training-steps", "1"])
+    assert found.losses[0] == pytest.approx(math.log(128), abs=0.3)
+    line = next(line for line in caplog.messages if line.startswith("step"))
+    pattern = (
+        r"step 0 of epoch 0, loss: \d\.\d+, acc: 0\.\d{4}, lr: 3\.00e-03, throughput: [\d.]+ samples/sec, .*"
+    )
+    assert re.fullmatch(pattern, line)
+    assert "Positions  --> IPU 1" in caplog.messages
+    assert any(line.startswith("Made up: ") for line in caplog.messages)
+
+
+def test_it_uses_more_than_the_word_before(gpt2, flags):
+    found = gpt2.main([*flags, "--training-steps", "60", "--epochs", "50", "--dropout", "0"])
+    assert found.notes["bigram"] < found.notes["unigram"] - 0.5
+    assert found.held_out < found.notes["bigram"] - 0.2
+
+
+LAYOUTS = {
+    "unsplit": ["--layers-per-ipu", "2", "--ipus-per-replica", "1"],
+    "recomputed": ["--recompute-checkpoint-layers", "0"],
+    "sharded state": ["--replicated-tensor-sharding"],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(gpt2, flags, tmp_path_factory):
+    """Four calls with dropout, and a checkpoint in the middle."""
+    folder = tmp_path_factory.mktemp("reference")
+    return gpt2.main([*flags, "--checkpoint-output-dir", str(folder), "--save-per-steps", "2"]).losses, folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_makes_the_same_bits(gpt2, flags, reference, layout):
+    assert gpt2.main([*flags, *LAYOUTS[layout]]).losses == reference[0]
+
+
+def test_a_loss_in_parts_differs_by_rounding(gpt2, flags, reference):
+    parts = [
+        "--enable-sequence-serialized",
+        "--serialized-seq-len",
+        "4",
+        "--embedding-serialization-factor",
+        "4",
+    ]
+    assert gpt2.main([*flags, *parts]).losses == pytest.approx(reference[0], abs=5e-6)
+
+
+def test_a_resumed_training_is_the_unbroken_one_to_the_last_bit(gpt2, flags, reference, tmp_path):
+    expected, folder = reference
+    resume = ["--checkpoint-input-dir", str(folder / "step_2"), "--resume-training-from-checkpoint"]
+    found = gpt2.main([*flags, *LAYOUTS["unsplit"], *resume, "--checkpoint-output-dir", str(tmp_path)])
+    assert found.losses == expected[2:]
+    assert_equal_weights(weights(tmp_path / "epoch_0"), weights(folder / "step_4"))
+
+
+def test_the_library_reads_a_checkpoint(reference):
+    from transformers import GPT2LMHeadModel
+
+    path = reference[1] / "step_4"
+    assert torch.equal(
+        GPT2LMHeadModel.from_pretrained(path).transformer.wpe.weight, weights(path)["transformer.wpe.weight"]
+    )
+
+
+def test_it_agrees_with_its_twin_in_plain_pytorch(gpt2, flags):
+    threads, plain = torch.get_num_threads(), [*flags, "--dropout", "0", "--weight-decay", "0.01"]
+    torch.set_num_threads(1)
+    try:
+        twin = importlib.import_module("train_torch").main(plain)
+    finally:
+        torch.set_num_threads(threads)
+    ours = gpt2.main(plain)
+    assert ours.losses == pytest.approx(twin.losses, abs=1e-5)
+    assert ours.held_out == pytest.approx(twin.held_out, abs=1e-4)
+
+
+def test_the_bigram_entropy_is_that_of_the_counts(gpt2):
+    import text
+
+    training, held_out = torch.tensor([0, 1, 0, 2, 0, 1, 0, 2, 0]), torch.tensor([0, 1, 0, 2])
+    single = [6 / 12, 3 / 12, 3 / 12]  # one is added to each count
+    assert text.unigram(training, held_out, 3) == pytest.approx(
+        -sum(math.log(single[w]) for w in (1, 0, 2)) / 3
+    )
+    chances = [(2 + 0.25) / 5, (2 + 0.5) / 3, (2 + 0.25) / 5]  # with k = 1
+    assert text.bigram(training, held_out, 3) == pytest.approx(-sum(map(math.log, chances)) / 3)
+
+
+def test_too_few_micro_batches_are_refused(gpt2, capsys):
+    with pytest.raises(SystemExit):
+        gpt2.main(["--model", "nano"])
+    said = capsys.readouterr().err
+    assert "this pipeline needs at least 9 micro-batches: --gradient-accumulation 1 (default)" in said
