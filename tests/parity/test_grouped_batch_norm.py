@@ -301,3 +301,30 @@ def test_groups_over_several_instances_give_the_bits_of_one_process(instances):
         weights = [key for key in expected if "running" not in key]
         for one in ended:
             assert [key for key in weights if one.value[name][1][key] != expected[key]] == []
+
+
+def failing_in_the_second(calls):
+    """What two instances say of a call in which one fails, and of the next."""
+    popdist.init()
+    opts = popdist.poptorch.Options().showCompilationProgressBar(False)
+    opts.setExecutionStrategy(
+        poptorch.ShardedExecution(poptorch.Stage("a").ipu(0), poptorch.Stage("b").ipu(0))
+    )
+    torch.manual_seed(0)
+    model = Net(grouped(2))
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+    images, labels = torch.randn(4, 2, 6, 6), torch.arange(4) % 3
+    found = []
+    for call in range(calls):
+        wrong = call == 1 and popdist.getInstanceIndex() == 1
+        try:
+            found.append(float(executor(images, labels + 7 if wrong else labels)))
+        except poptorch.Error as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_instance_that_fails_wakes_those_who_wait_for_its_values():
+    first, second = (one.value for one in processes.run(failing_in_the_second, 2, 3, replicas=1))
+    assert "another instance failed" in first[1] and "forward of stage 0" in second[1]
+    assert first[0] == second[0] and first[2] == second[2]
