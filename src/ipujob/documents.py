@@ -69,6 +69,7 @@ def read(file: str) -> list[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
+            assert node is not None
             lines: dict[Place, int] = {}
             twice = tuple(_walk(node, (), lines, set()))
             value = loader.construct_document(node)

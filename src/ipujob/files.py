@@ -178,7 +178,7 @@ def _run(value: dict[str, Any], job: Job, arguments: argparse.Namespace) -> int:
 
 
 def manifest(arguments: argparse.Namespace) -> int:
-    text = resources.files(__package__).joinpath("operator.yaml").read_text()
+    text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}
     print(dump([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")
     return 0

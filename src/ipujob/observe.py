@@ -194,8 +194,9 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
             "message": message or "no longer",  # some API servers take an empty string for none
         }
         if before is None or any(before.get(key) != item for key, item in new.items()):
-            turned = before is None or before["status"] != new["status"]
-            since = stamp(now) if turned else before.get("lastTransitionTime", stamp(now))
+            since = stamp(now)
+            if before is not None and before["status"] == new["status"]:
+                since = before.get("lastTransitionTime", since)
             found[kind] = {**new, "lastUpdateTime": stamp(now), "lastTransitionTime": since}
     return list(found.values())
 

@@ -107,7 +107,7 @@ def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 def table(jobs: Sequence[Object]) -> str:
     """The columns of `kubectl get ipujobs`; empty, if there is no job."""
-    rows = [("NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE")]
+    rows: list[tuple[str, ...]] = [("NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE")]
     for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
         said = job.get("status", {})
         fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")

@@ -38,7 +38,7 @@ def parse(value: Mapping[str, Any]) -> tuple[Job | None, list[Fault]]:
         mode="launched" if launcher else "joined" if workers > 1 else "single",
         launch=tuple(launcher.get("command", ())),
         launch_env=tuple(launcher.get("env") or ()),
-        restarts=Restarts(policy["type"], limit, policy.get("exitCodes") or ""),
+        restarts=Restarts(policy["type"], int(limit), policy.get("exitCodes") or ""),
         clean=spec.get("cleanPodPolicy") or "None",
         ttl=(spec.get("interactive") or {}).get("ttl"),
         annotations=annotations,

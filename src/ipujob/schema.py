@@ -58,7 +58,7 @@ _GONE = {"modelReplicas": "modelReplicasPerWorker", "ipusPerModelReplica": "ipus
 @cache
 def crd() -> dict[str, Any]:
     """The CustomResourceDefinition."""
-    return yaml.safe_load(resources.files(__package__).joinpath("crd.yaml").read_text())
+    return yaml.safe_load(resources.files("ipujob").joinpath("crd.yaml").read_text())
 
 
 def check(value: dict[str, Any]) -> Iterator[Fault]:
@@ -105,7 +105,7 @@ def _check(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
     if kind == "array":
         for index, item in enumerate(value):
             yield from _check(item, schema.get("items", {}), (*place, index))
-    if kind == "object":
+    if kind == "object" and isinstance(value, dict):
         yield from _check_fields(value, schema, place)
 
 

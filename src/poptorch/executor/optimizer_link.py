@@ -131,7 +131,7 @@ class OptimizerLink:
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_torch_state is not None:
             self.load_states(optimizer._pending_torch_state, self._model.parameter_names())
             optimizer._pending_torch_state = None
-            optimizer.state.clear()  # the devices have the newest from now on
+            self.optimizer.state.clear()  # the devices have the newest from now on
         if self._loaded:
             engine.write_optimizer(self._loaded)
             self._loaded = {}

@@ -76,16 +76,14 @@ def freeze_optimizer(
 
 def kind_of(optimizer: Any) -> str:
     """The rule an optimizer stands for, whichever library it's from: a key of `RULES`."""
-    kind = getattr(optimizer, "_kind", None) if isinstance(optimizer, Optimizer) else None
-    if kind is None:
-        kind = next(
-            (kind for of_torch, kind in _TORCH_KINDS.items() if isinstance(optimizer, of_torch)), None
-        )
+    kinds = (kind for of_torch, kind in _TORCH_KINDS.items() if isinstance(optimizer, of_torch))
+    own: Any = optimizer
+    kind: str | None = own._kind if isinstance(optimizer, Optimizer) else next(kinds, None)
     if kind == Adam._kind:
-        decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in own.param_groups}
         if len(decoupled) > 1:
             raise AssertionError("decoupled_weight_decay must be equal in all parameter groups of Adam")
-        return AdamW._kind if decoupled == {True} else kind
+        return AdamW._kind if decoupled == {True} else Adam._kind
     if kind is not None:
         return kind
     supported = ", ".join(

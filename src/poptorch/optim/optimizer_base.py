@@ -113,7 +113,7 @@ class Optimizer:
                 " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
-        refuse_other_rules(self, rest)
+        refuse_other_rules(self._kind, self, rest)
         super().load_state_dict(rest)  # type: ignore[misc]
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))

@@ -7,6 +7,7 @@ plain PyTorch, and back. (poptorch's optimizers have a format of their own: `sta
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -37,15 +38,13 @@ def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> Sta
     return found
 
 
-def refuse_other_rules(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Look at torch's part of a dictionary before it is loaded.
+def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Look at torch's part of a dictionary before it is loaded into an optimizer of this kind.
 
     Raises:
         RuntimeError: it has the state of another kind of optimizer, or of parameters of other shapes
     """
-    from poptorch.optim.freeze_optimizer import kind_of  # which knows all optimizers
-
-    states = RULES[kind_of(optimizer)].states
+    states = RULES[kind].states
     always = {state.torch_name for state in states if state.dtype and not state.when}
     sometimes = {"step", *(state.torch_name for state in states)} - always - {""}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,6 +71,8 @@ def refuse_other_rules(optimizer: torch.optim.Optimizer, state_dict: Mapping[str
 class Owner(Protocol):
     """An executor's side, as the link sees it."""
 
+    frozen: settings.Optimizer
+
     def torch_states(self) -> dict[str, State]: ...
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None: ...
 
@@ -91,7 +92,9 @@ class Link:
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
-            optimizer.register_load_state_dict_pre_hook(refuse_other_rules),
+            optimizer.register_load_state_dict_pre_hook(
+                functools.partial(refuse_other_rules, owner.frozen.kind)
+            ),
             optimizer.register_load_state_dict_post_hook(lambda _: self._take()),
         ]
         if take:
