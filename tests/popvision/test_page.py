@@ -103,6 +103,8 @@ def test_the_trace_zooms_with_the_wheel_pans_with_a_drag_and_comes_back(chromium
     box = canvas_of(chromium)
     x, y = box["left"] + box["width"] / 2, box["top"] + 100
     chromium.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
+    assert chromium.value("popvision.trace.view") == before  # the page scrolls
+    chromium.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400, modifiers=2)  # Ctrl
     zoomed = chromium.value("popvision.trace.view")
     assert zoomed[1] - zoomed[0] < 0.7 * (before[1] - before[0])
     chromium.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
@@ -288,3 +290,37 @@ def test_the_page_never_stays_empty_when_its_script_fails(chromium, report, tmp_
     chromium.open(broken)
     time.sleep(0.1)
     assert "This page can't show the profile" in chromium.value("document.querySelector('.fault').innerText")
+
+
+def test_wasd_steer_the_trace_and_back_leads_back(chromium, report):
+    chromium.open(report, "headline")
+    chromium.value("document.getElementById('tab-trace').click()")
+    chromium.value("popvision.trace.canvas.focus()")
+    before = chromium.value("popvision.trace.view")
+    chromium.press("w")
+    closer = chromium.value("popvision.trace.view")
+    assert closer[1] - closer[0] == pytest.approx(0.7 * (before[1] - before[0]))
+    chromium.press("d")
+    assert chromium.value("popvision.trace.view")[0] > closer[0]
+    chromium.press("s")
+    back = chromium.value("popvision.trace.view")
+    assert back[1] - back[0] == pytest.approx(before[1] - before[0])
+    chromium.value(
+        "new Promise(done => { addEventListener('popstate', () => done(), {once: true}); history.back(); })"
+    )
+    assert chromium.value("document.querySelector('[aria-selected=true]').id") == "tab-headline"
+
+
+def test_lanes_out_of_sight_are_not_drawn(chromium, tmp_path):
+    page = write(tmp_path, simulated(64, 8))
+    chromium.open(page, "trace")
+    drawn = chromium.value(
+        "(popvision.trace.show([...popvision.trace.all]), popvision.trace.canvas.drawNow(), popvision.trace.drawn)"
+    )
+    chromium.value("scrollTo(0, 700)")
+    chromium.settle()
+    assert chromium.value("popvision.trace.seen()[0]") > 0
+    chromium.send("Emulation.setEmulatedMedia", media="print")
+    whole = chromium.value("(popvision.trace.canvas.drawNow(), popvision.trace.drawn)")
+    chromium.send("Emulation.setEmulatedMedia", media="")
+    assert 0 < drawn < 0.8 * whole

@@ -54,23 +54,36 @@ const MEMORY = [
   ["copies", "#8794a3"], ["activations", "#cc79a7"], ["between", "#d55e00"],
 ];
 
-function stageColour(stage, phase = "F") {
-  if (stage < 0) return OTHER;
-  const base = STAGES[stage % STAGES.length];
-  return phase === "B" ? mixed(base, "#000000", 0.38) : mixed(base, "#ffffff", 0.12);
+/** A function of strings and numbers that computes each result once: a picture asks 100,000 times a frame. */
+function remembered(compute) {
+  const known = new Map();
+  return (...given) => {
+    const key = given.join();
+    if (!known.has(key)) known.set(key, compute(...given));
+    return known.get(key);
+  };
 }
 
-function mixed(colour, other, share) {
+const COLOURS = [0, 1].map(() => new Array(STAGES.length)); // forward, backward
+
+function stageColour(stage, phase = "F") {
+  if (stage < 0) return OTHER;
+  const own = COLOURS[phase === "B" ? 1 : 0], i = stage % STAGES.length;
+  if (!own[i]) own[i] = phase === "B" ? mixed(STAGES[i], "#000000", 0.38) : mixed(STAGES[i], "#ffffff", 0.12);
+  return own[i];
+}
+
+const mixed = remembered((colour, other, share) => {
   const channel = (text, i) => parseInt(text.slice(1 + 2 * i, 3 + 2 * i), 16);
   const parts = [0, 1, 2].map((i) => Math.round(channel(colour, i) * (1 - share) + channel(other, i) * share));
   return `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
-}
+});
 
 /** Black or white, whichever is read better on the colour. */
-function inkOn(colour) {
+const inkOn = remembered((colour) => {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151b" : "#ffffff";
-}
+});
 
 function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -72,9 +72,11 @@ class Trace extends TracePicture {
     });
     canvas.addEventListener("dblclick", () => this.openOperations());
     canvas.addEventListener("wheel", (event) => {
+      const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      if (!sideways && !event.ctrlKey) return; // the page scrolls
       event.preventDefault();
       const [x, , width] = position(event);
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / width);
+      if (sideways) this.pan(event.deltaX / width);
       else this.zoom(Math.exp(event.deltaY * 0.0016), this.time(x, width));
     }, { passive: false });
     canvas.addEventListener("keydown", (event) => this.key(event));
@@ -83,6 +85,7 @@ class Trace extends TracePicture {
   key(event) {
     const actions = {
       ArrowLeft: () => this.pan(-0.15), ArrowRight: () => this.pan(0.15), "+": () => this.zoom(0.7), "=": () => this.zoom(0.7), "-": () => this.zoom(1 / 0.7),
+      a: () => this.pan(-0.15), d: () => this.pan(0.15), w: () => this.zoom(0.7), s: () => this.zoom(1 / 0.7),
       Home: () => this.show(this.oneStep()), 0: () => this.show([...this.all]), ".": () => this.next(1), ",": () => this.next(-1),
       ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1), Enter: () => this.openOperations(), Escape: () => { tip.hide(); this.choose(null); },
     };
@@ -147,7 +150,7 @@ function traceView(entry, page) {
         steps, button("One step", () => trace.show(trace.oneStep())), button("One call", () => trace.show(trace.oneCall())), button("All", () => trace.show([...trace.all])),
         button("−", () => trace.zoom(1 / 0.6)), button("+", () => trace.zoom(0.6))),
       map, trace.canvas, trace.legend()),
-    make("p", { class: "hint" }, "Wheel zooms, drag pans. ", ...["←", "→", "+", "−", "↑", "↓", ",", ".", "Enter"].flatMap((key) => [make("kbd", {}, key), " "]),
+    make("p", { class: "hint" }, "Ctrl + wheel zooms, drag pans. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter"].flatMap((key) => [make("kbd", {}, key), " "]),
       " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
 }
 

@@ -80,7 +80,11 @@ class TracePicture {
     context.clip();
     if (!this.compact) this.drawHost(context, width, colours);
     this.drawn = 0;
-    this.lanes.forEach((lane, i) => this.drawLane(context, width, lane, this.top + i * this.rowHeight, colours));
+    const [first, last] = this.seen();
+    this.lanes.forEach((lane, i) => {
+      const top = this.top + i * this.rowHeight;
+      if (top + this.rowHeight >= first && top <= last) this.drawLane(context, width, lane, top, colours);
+    });
     if (this.mark) this.drawMark(context, width, colours);
     context.restore();
     context.fillStyle = colours.ink;
@@ -88,6 +92,13 @@ class TracePicture {
       const name = this.lanes.some((other) => other.replica) ? `${lane.replica} · ipu ${lane.ipu}` : `ipu ${lane.ipu}`;
       context.fillText(name, 4, this.top + i * this.rowHeight + (this.rowHeight - 10) / 2);
     });
+  }
+
+  /** From where to where the window shows the canvas; all of it goes on paper. */
+  seen() {
+    if (window.matchMedia("print").matches || !this.canvas) return [0, Infinity];
+    const { top } = this.canvas.getBoundingClientRect();
+    return [-top, window.innerHeight - top];
   }
 
   drawAxis(context, width, colours) {

@@ -10,6 +10,7 @@ const page = {
 
   /** Show a view, optionally at a piece {phase, stage}. */
   goTo(view, wish = null) {
+    if (view !== page.view && location.protocol !== "about:") history.pushState(null, "", `#${view}`); // so that "back" leads back
     page.view = view; page.wish = wish;
     page.render();
     document.getElementById(`tab-${view}`).focus();
@@ -59,9 +60,18 @@ function start() {
   paint(dark.matches ? "dark" : "light");
   dark.addEventListener("change", () => paint(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
-  const asked = location.hash.slice(1);
-  page.view = VIEWS.some(([name]) => name === asked) ? asked : DATA.comparisons.length ? "compare" : "headline";
+  page.view = asked() || (DATA.comparisons.length ? "compare" : "headline");
   page.render();
+  window.addEventListener("popstate", () => { page.wish = null; page.view = asked() || page.view; page.render(); });
+  const redraw = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
+  window.addEventListener("scroll", redraw, { passive: true }); // pictures draw what the window shows
+  window.addEventListener("beforeprint", () => { for (const canvas of document.querySelectorAll("canvas")) canvas.drawNow(); });
+}
+
+/** The view that the address names, if there is such a one. */
+function asked() {
+  const wish = location.hash.slice(1);
+  return VIEWS.some(([name]) => name === wish) ? wish : null;
 }
 
 function fault(message) {
