@@ -145,7 +145,8 @@ class Hyper:
 
     Keys of a group: SGD lr, momentum, dampening, weight_decay, nesterov, maximize; Adam, AdamW and LAMB
     lr, beta1, beta2, eps, weight_decay, maximize (LAMB also max_weight_norm); RMSprop lr, alpha, eps,
-    weight_decay, momentum, maximize; LARS lr, momentum, weight_decay, eta, eps, maximize.
+    weight_decay, momentum, maximize; LARS lr, momentum, weight_decay, eta, eps, maximize. And "fused", where torch has
+    one kernel for a whole update, and the user wants that on CPUs: its last bits differ.
     """
 
     groups: tuple[dict[str, float], ...]

@@ -105,7 +105,8 @@ class Engine(Tensors):
                 threads = max(
                     threads, len(self._workers)
                 )  # each may wait for the other instances at the same time
-            return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside))
+            cores = torch.get_num_threads()
+            return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside, cores))
         is_one = len(places) == 1 and all(home.is_serial for home in homes)
         driver = Driver(self._workers, 1 if is_one else len(self._workers), lanes=True)
         has_graphs = all(home.has_graphs for home in homes)

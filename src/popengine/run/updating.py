@@ -6,7 +6,8 @@ it in a fixed order, so that every layout and every run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Settings
-from ..update.clipping import clamp_, clip_, norms
-from ..update.group_update import takes_tensors, update
+from ..update.blocks import Part, Task, blocks
+from ..update.clipping import clamp_, clipping_factor, norms, scale_
+from ..update.group_update import Prepare, phases, takes_tensors
 from ..update.loss_scaling import Count, all_finite, count, next_factor
 from .devices.base import Device
 from .instances.collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
@@ -25,6 +27,8 @@ from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
 from .state.state_owners import pass_on
 from .state.store import Store
+
+Share = Callable[[Sequence[Task], Any], None]
 
 
 class Updater:
@@ -66,9 +70,14 @@ class Updater:
         for tensor, rates in zip(self._lrs, hyper.groups, strict=True):
             tensor.fill_(rates["lr"])
 
-    def update(self, keys: Sequence[str], hyper: Hyper, key: int, give: Give) -> Generator[Any, Any, bool]:
+    def update(
+        self, keys: Sequence[str], hyper: Hyper, key: int, give: Give, share: Share | None = None
+    ) -> Generator[Any, Any, bool]:
         """One weight update of these parameters; `key` is that of the step's random numbers.
 
+        Args:
+            share: hands tasks to all cores, and a name to the channel of which they are done; without it they are
+                done here
         Returns: whether their gradients are finite, as far as it is of interest
         """
         optimizer, store = self.settings.optimizer, self.store
@@ -76,42 +85,101 @@ class Updater:
         sums = [store.sums[name] for name in keys]
         scale = hyper.loss_scaling * store.loss_factor
         for members, names in self._by_members(keys).items():
-            yield from self._reduce([store.sums[name] for name in names], members, scale, give)
+            yield from self._reduce([store.sums[name] for name in names], members, give)
+        prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
+        if self._looks_at_gradients(scale):
+            yield from self._each(sums, prepare.pop(), share)
         if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(sums, scale, give)):
             return True  # the update is left out, so nothing is lost
         is_finite = not self._may_overflow(scale) or all_finite(sums)
         if optimizer.max_grad_norm != float("inf"):
-            mine = dict(zip(keys, norms(sums), strict=True))
+            mine = dict(zip(keys, (yield from self._norms(sums, share)), strict=True))
             everything = yield from exchange(mine, "norms", self.ipu, self.replica, self.ipus, give)
             if keys:
-                clip_(sums, total_norm(everything, self.place), optimizer.max_grad_norm)
-        if optimizer.max_grad_value != float("inf") and sums:
-            clamp_(sums, optimizer.max_grad_value)
-        store.renew(self._off_device())
-        mine = [name for name in keys if store.owner.get(name, self.replica) == self.replica]
+                total = total_norm(everything, self.place)
+                prepare.append(partial(scale_, factor=clipping_factor(total, optimizer.max_grad_norm)))
+        if optimizer.max_grad_value != float("inf"):
+            prepare.append(partial(clamp_, max_value=optimizer.max_grad_value))
+        trained = [name for name in keys if name in optimizer.group_of]
+        store.renew(trained, self._off_device())
+        mine = [name for name in trained if store.owner.get(name, self.replica) == self.replica]
         for group, rates in enumerate(hyper.groups):
-            names = [name for name in mine if optimizer.group_of.get(name) == group]
+            names = [name for name in mine if optimizer.group_of[name] == group]
             if names:
                 given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
-                self._update(names, given, key)
+                yield from self._update(names, given, key, prepare, share)
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
             yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)
         return is_finite
 
+    def _looks_at_gradients(self, scale: float) -> bool:
+        """Whether gradients are looked at before the update, and so have to be divided before it."""
+        assert self.settings.optimizer is not None
+        return (
+            self.settings.automatic_loss_scaling
+            or self._may_overflow(scale)
+            or self.settings.optimizer.max_grad_norm != float("inf")
+        )
+
+    def _divisor(self, scale: float) -> float:
+        if self.settings.reduction == "mean":
+            return scale * self.settings.counts.accumulation * self.settings.counts.global_replicas
+        return scale
+
+    def _each(self, sums: Sequence[Tensor], change: Prepare, share: Share | None) -> Waits:
+        """Change gradients in place, element by element."""
+        parts = [Part(value, value, {}) for value in sums]
+        some = [
+            partial(change, [span.view.gradient for span in block])
+            for turns in blocks(parts)
+            for block in turns
+        ]
+        yield from self._do(some, share)
+
+    def _norms(self, sums: Sequence[Tensor], share: Share | None) -> Generator[Any, Any, list[Tensor]]:
+        """The norm of each gradient. Where operations have several threads these add up, as in plain PyTorch."""
+        if torch.get_num_threads() > 1:
+            return norms(sums)
+        found: list[Any] = [None] * len(sums)
+
+        def measure(place: int) -> None:
+            (found[place],) = norms([sums[place]])
+
+        yield from self._do([partial(measure, place) for place in range(len(sums))], share)
+        return found
+
+    def _do(self, some: Sequence[Task], share: Share | None) -> Waits:
+        """Do tasks in any order."""
+        if share is None or len(some) < 2:
+            for task in some:
+                task()
+        else:
+            name = "shared", self.ipu, self.replica
+            share(some, name)
+            yield name
+
     def _may_overflow(self, scale: float) -> bool:
         """Whether a loss scale may make gradients overflow that nobody looks at. (A GPU would be waited for.)"""
         return scale != 1 and not self.settings.automatic_loss_scaling and not self.device.is_remote
 
-    def _update(self, names: Sequence[str], rates: Mapping[str, Any], key: int) -> None:
+    def _update(
+        self,
+        names: Sequence[str],
+        rates: Mapping[str, Any],
+        key: int,
+        prepare: Sequence[Prepare],
+        share: Share | None,
+    ) -> Waits:
         if self.offloading is None:
-            self._update_here(names, rates, key, [self.store.states[name] for name in names])
+            states = [self.store.states[name] for name in names]
+            yield from self._update_here(names, rates, key, states, prepare, share)
             return
         weights = {name: self.store.state[self.store.slot[name]] for name in names}
         for some in portions(names, [weight.numel() for weight in weights.values()]):
             states = [self.store.states[name] for name in some]
             here = [self.offloading.brought(weights[n], state) for n, state in zip(some, states, strict=True)]
-            self._update_here(some, rates, key, here)
+            yield from self._update_here(some, rates, key, here, prepare, share)
             for name, values in zip(some, here, strict=True):
                 self.offloading.take_back(self.store, name, values)
 
@@ -128,22 +196,30 @@ class Updater:
         }
 
     def _update_here(
-        self, names: Sequence[str], rates: Mapping[str, Any], key: int, states: list[dict[str, Tensor]]
-    ) -> None:
-        weights = [self.store.state[self.store.slot[name]] for name in names]
-        gradients = [self.store.sums[name] for name in names]
-        generators = self._generators(names, weights, key)
-        update(self.settings.optimizer, rates, weights, gradients, states, generators)
+        self,
+        names: Sequence[str],
+        rates: Mapping[str, Any],
+        key: int,
+        states: Sequence[dict[str, Tensor]],
+        prepare: Sequence[Prepare],
+        share: Share | None,
+    ) -> Waits:
+        store, optimizer = self.store, self.settings.optimizer
+        assert optimizer is not None
+        weights = [store.state[store.slot[name]] for name in names]
+        generators = self._generators(names, weights, key) or [None] * len(names)
+        parts = [
+            Part(weight, store.sums[name], state, store.old.get(name, {}), generator)
+            for name, weight, state, generator in zip(names, weights, states, generators, strict=True)
+        ]
+        for phase in phases(optimizer, rates, parts, prepare):
+            yield from self._do(phase, share)
 
-    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], scale: float, give: Give) -> Waits:
+    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], give: Give) -> Waits:
         name = ("sums", self.ipu, members)
-        counts = self.settings.counts
         if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
-            average(sums, counts.global_replicas)
+            average(sums, self.settings.counts.global_replicas)
         yield from reduce_over_replicas(sums, self.replica, members, name, give, self._others(members))
-        if self.settings.reduction == "mean":
-            scale *= counts.accumulation * counts.global_replicas
-        average(sums, scale)
 
     def _others(self, members: tuple[int, ...]) -> Instances | None:
         """The way to the same replicas of other instances."""

@@ -1,6 +1,6 @@
 """Clipping by the global norm and by value, with the results of torch.nn.utils' functions in every layout.
 
-For the norm, each stage gives the norm of each of its gradients, and scales them once it has the total: the norm of all
+For the norm, each stage gives the norm of each of its gradients, and scales them by the total's factor: the norm of all
 norms, stacked in an order that doesn't depend on where the parameters live. Adding up the totals of stages
 instead would give other bits in every layout.
 """
@@ -22,12 +22,16 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def clip_(gradients: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place so that their global norm is at most `max_norm`."""
+def clipping_factor(total: Tensor, max_norm: float) -> Tensor:
+    """What gradients are to be multiplied with so that their global norm, now `total`, is at most `max_norm`."""
     # torch's own epsilon; multiplying by a clamped 1 leaves the bits alone and needs no wait for the norm.
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all with one number, in place."""
     for gradient in gradients:
-        gradient.mul_(coefficient.to(gradient.device))
+        gradient.mul_(factor.to(gradient.device))
 
 
 def clamp_(gradients: Sequence[Tensor], max_value: float) -> None:

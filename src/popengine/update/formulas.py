@@ -1,8 +1,8 @@
 """The formulas of the update rules: arithmetic on lists of float32 tensors, in place.
 
-A formula sees some parameters of one group, their gradients (reduced, unscaled and clipped; it may overwrite
-them) and their states. On CPU tensors each runs torch.optim's own sequence of operations, so that the results
-are torch's to the last bit. `rules.py` says what each needs.
+A formula sees some parameters of one group or elements of them, their gradients (reduced, unscaled and clipped; it
+may overwrite them) and their states, whose steps count this update already. On CPU tensors each runs torch.optim's own
+sequence of operations, so that the results are torch's to the last bit. `rules.py` says what each needs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
+from popengine.update.blocks import State
 
-State = dict[str, Tensor]
 Rates = Mapping[str, float]
 Formula = Callable[[Optimizer, Rates, list[Tensor], list[Tensor], list[State]], None]
 
@@ -34,17 +34,9 @@ def _decay_gradients(group: Rates, parameters: list[Tensor], gradients: list[Ten
         torch._foreach_add_(gradients, parameters, alpha=group["weight_decay"])
 
 
-def _count(states: list[State]) -> list[float]:
-    """Advance the steps; they are on the CPU, so that reading them waits for no device."""
-    steps = _column(states, "step")
-    torch._foreach_add_(steps, 1)
-    return [step.item() for step in steps]
-
-
-def _trust(steps: list[Tensor] | tuple[Tensor, ...], sizes: Tensor, lengths: Tensor, ratios: Tensor) -> None:
-    """Scale each layer's step by its trust ratio: 1, where the norm of its weight or of its step is 0."""
-    ratios = torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
-    torch._foreach_mul_(steps, list(ratios.unbind()))
+def _counts(states: list[State]) -> list[float]:
+    """Updates so far, with this one. They are on the CPU, so that reading them waits for no device."""
+    return [step.item() for step in _column(states, "step")]
 
 
 def sgd(
@@ -63,7 +55,7 @@ def sgd(
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.torch_dampening:
-            for state, gradient, step in zip(states, gradients, _count(states), strict=True):
+            for state, gradient, step in zip(states, gradients, _counts(states), strict=True):
                 if step == 1:
                     state["velocity"].copy_(gradient)
         if group.get("nesterov"):
@@ -128,9 +120,8 @@ def _moments(
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     if not optimizer.bias_correction:
-        torch._foreach_add_(_column(states, "step"), 1)
         return [1.0] * len(states), [1.0] * len(states)
-    steps = _count(states)
+    steps = _counts(states)
     return [1 - beta1**step for step in steps], [1 - beta2**step for step in steps]
 
 
@@ -166,6 +157,31 @@ def rmsprop(
         torch._foreach_addcdiv_(parameters, gradients, roots, -lr)
 
 
+def lamb_steps(
+    optimizer: Optimizer,
+    group: Rates,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[State],
+) -> None:
+    """u = m̂ / (√v̂ + eps) + λ·w, in the place of the gradients."""
+    _signed(group, gradients)
+    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
+    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
+    torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_copy_(gradients, _column(states, "exp_avg"))
+    torch._foreach_div_(gradients, corrections1)
+    torch._foreach_div_(gradients, roots)
+    _decay_gradients(group, parameters, gradients)
+
+
+def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
+    """min(‖w‖, max) / ‖u‖"""
+    sizes = sizes.clamp(max=group["max_weight_norm"])
+    return _or_one(sizes / lengths, sizes, lengths)
+
+
 def lamb(
     optimizer: Optimizer,
     group: Rates,
@@ -173,21 +189,31 @@ def lamb(
     gradients: list[Tensor],
     states: list[State],
 ) -> None:
-    """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max) / ‖u‖, the ratio 1 where either is 0."""
+    """w ← w − lr·trust·u"""
+    torch._foreach_mul_(gradients, _column(states, "trust"))
+    torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+
+
+def lars_steps(
+    optimizer: Optimizer,
+    group: Rates,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[State],
+) -> None:
+    """The gradients as they are."""
     _signed(group, gradients)
-    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
-    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
-    torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
-    torch._foreach_add_(roots, group["eps"])
-    directions = torch._foreach_div(_column(states, "exp_avg"), corrections1)
-    torch._foreach_div_(directions, roots)
-    if group["weight_decay"] != 0:
-        torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-    sizes = torch.stack(torch._foreach_norm(parameters))
-    lengths = torch.stack(torch._foreach_norm(directions))
-    sizes.clamp_(max=group["max_weight_norm"])
-    _trust(directions, sizes, lengths, sizes / lengths)
-    torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+
+
+def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
+    """η·‖w‖ / (‖g‖ + β·‖w‖ + eps)"""
+    ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
+    return _or_one(ratios, sizes, lengths)
+
+
+def _or_one(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+    """The ratio is 1, where the norm of a weight or of its step is 0."""
+    return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 
 def lars(
@@ -197,20 +223,12 @@ def lars(
     gradients: list[Tensor],
     states: list[State],
 ) -> None:
-    """λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), 1 where a norm is 0;  v ← μ·v + lr·λ·(g + β·w);  w ← w − v.
-
-    Weights of fewer than two dimensions (biases, parameters of norms): λ = 1 and β = 0.
-    """
-    _signed(group, gradients)
-    decay = group["weight_decay"]
-    layers = [place for place, parameter in enumerate(parameters) if parameter.dim() > 1]
+    """v ← μ·v + lr·trust·(g + β·w);  w ← w − v;  without a trust ratio v ← μ·v + lr·g."""
+    layers = [place for place, state in enumerate(states) if "trust" in state]
+    steps = [gradients[place] for place in layers]
     if layers:
-        weights, steps = [parameters[place] for place in layers], [gradients[place] for place in layers]
-        sizes = torch.stack(torch._foreach_norm(weights))
-        lengths = torch.stack(torch._foreach_norm(steps))
-        trusted = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
-        _decay_gradients(group, weights, steps)
-        _trust(steps, sizes, lengths, trusted)
+        _decay_gradients(group, [parameters[place] for place in layers], steps)
+        torch._foreach_mul_(steps, [states[place]["trust"] for place in layers])
     velocities = _column(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])

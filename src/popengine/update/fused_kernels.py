@@ -1,7 +1,8 @@
 """The rules that torch has as one kernel for all parameters: Adam and AdamW with bias correction, and SGD.
 
 They differ from `formulas.py` by rounding. The learning rate may be a tensor and the steps are, so that nothing has to
-be known when the kernel is started: a CUDA graph of it serves every rate and every step.
+be known when the kernel is started: a CUDA graph of it serves every rate and every step. The steps count this update
+already.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
-Kernel = Callable[[Group, Tensor, list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
+Kernel = Callable[[Group, "Tensor | float", list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
 
 
 def adam(
     group: Group,
-    rate: Tensor,
+    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
@@ -29,7 +30,7 @@ def adam(
 
 def adamw(
     group: Group,
-    rate: Tensor,
+    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
@@ -41,20 +42,18 @@ def adamw(
 def _by_moments(
     kernel: Callable[..., None],
     group: Group,
-    rate: Tensor,
+    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
 ) -> None:
-    steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1)
     kernel(
         parameters,
         gradients,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],
-        steps,
+        [state["step"] for state in states],
         lr=rate,
         beta1=group["beta1"],
         beta2=group["beta2"],
@@ -67,7 +66,7 @@ def _by_moments(
 
 def sgd(
     group: Group,
-    rate: Tensor,
+    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],

@@ -5,12 +5,14 @@ A new kind of optimizer is a formula, a rule here, and a class in `poptorch.opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from popengine.settings import Optimizer
 from popengine.update import formulas, fused_kernels
-from popengine.update.formulas import Formula
+from popengine.update.formulas import Formula, Rates
 from popengine.update.fused_kernels import Kernel
 
 
@@ -37,13 +39,29 @@ class RuleState:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """What comes before the formula of a rule that scales each parameter's step by norms.
+
+    Args:
+        steps: puts in the place of the gradients what is measured beside the weights
+        trust: from the norms of weights and steps, one a parameter, to the ratios: the states "trust" of the formula
+        least: dimensions that a parameter has to have; others have no ratio
+    """
+
+    steps: Formula
+    trust: Callable[[Rates, Tensor, Tensor], Tensor]
+    least: int = 0
+
+
+@dataclass(frozen=True)
 class Rule:
     """How one kind of optimizer updates weights.
 
     Args:
-        rates: keys of a parameter group that may change from call to call
-        flags: keys of a parameter group that are compiled in
-        fused: torch's one kernel for all of it, where there is one
+        rates:  keys of a parameter group that may change from call to call
+        flags:  keys of a parameter group that are compiled in
+        fused:  torch's one kernel for all of it, where there is one
+        layers: the norms it needs
     """
 
     formula: Formula
@@ -51,6 +69,7 @@ class Rule:
     states: tuple[RuleState, ...]
     flags: tuple[str, ...] = ()
     fused: Kernel | None = None
+    layers: Layers | None = None
 
     def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
         """The states that a parameter has from the beginning."""
@@ -98,11 +117,17 @@ RULES: dict[str, Rule] = {
         ),
         flags=("centered",),
     ),
-    "lamb": Rule(formulas.lamb, (*_ADAM_RATES, "max_weight_norm"), _MOMENTS),
+    "lamb": Rule(
+        formulas.lamb,
+        rates=(*_ADAM_RATES, "max_weight_norm"),
+        states=_MOMENTS,
+        layers=Layers(formulas.lamb_steps, formulas.lamb_trust),
+    ),
     "lars": Rule(
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
+        layers=Layers(formulas.lars_steps, formulas.lars_trust, least=2),  # biases and norms have none
     ),
 }
 

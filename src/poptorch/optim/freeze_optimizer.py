@@ -127,6 +127,8 @@ def _rates(rule: Rule, group: dict[str, Any], index: int) -> dict[str, float]:
             rates[name] = MAX_WEIGHT_NORM
         else:
             rates[name] = _number(group.get(name, False), name, where)
+    if rule.fused is not None and group.get("fused"):
+        rates["fused"] = 1.0
     return rates
 
 

@@ -1,6 +1,7 @@
 """SGD, Adam, AdamW and RMSprop with PopTorch's arguments; None says: not given, torch's default.
 
-`foreach`, `capturable`, `differentiable` and `fused` matter to `step()` on the host, not to an executor.
+`foreach`, `capturable` and `differentiable` matter to `step()` on the host, not to an executor. `fused=True` does: an
+update is torch's one kernel then, as it is in plain PyTorch, and not the formula that torch takes by default.
 """
 
 from __future__ import annotations

@@ -5,13 +5,15 @@
     lanes               each ipu does one thing at a time, in the order of its program: several GPUs, and profiles
     one thread          on one GPU, where kernels run by themselves; the order is that of the schedule, exactly
 
-What waits for what says `tasks.py`. Tasks too short to be shared are left to one core.
+What waits for what says `tasks.py`. Tasks too short to be shared are left to one core. What an update does is shared
+out over all cores (`update_pool.py`), but for lanes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -19,28 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from popengine import ir
-from popengine.settings import Settings
 
-from .tasks import Task, tasks
-from .worker import Run, Worker
+from .tasks import Task, tasks_of
+from .update_pool import UpdatePool
+from .worker import Run, Stopped, Worker
 
 WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
 _JUDGED = 32  # tasks, after as many that warm up
-
-
-def tasks_of(plan: ir.Plan, settings: Settings, threads: int, lanes: bool) -> list[Task]:
-    """The tasks of a step of each replica, in the order in which `threads` threads take them."""
-    schedule = plan.schedule
-    in_flight = max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight
-    # What instances exchange has no names: one micro-batch after another, so that all exchange in the same order.
-    meets_others = any(piece.gathers > settings.counts.replicas for piece in plan.partition.pieces)
-    return tasks(
-        plan,
-        1 if meets_others else in_flight,
-        adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
-        in_order=settings.finite_checks,
-        lanes=lanes,
-    )
 
 
 class _Node(NamedTuple):
@@ -58,9 +45,12 @@ class Driver:
     Args:
         lanes:  each ipu does one thing at a time, in the order of its program
         inside: threads within an operation
+        cores:  that share an update
     """
 
-    def __init__(self, workers: Sequence[Worker], threads: int, lanes: bool, inside: int = 1) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], threads: int, lanes: bool, inside: int = 1, cores: int = 1
+    ) -> None:
         plan, settings = workers[0].plan, workers[0].settings
         self._workers, self.inside = workers, inside
         self._run: Run
@@ -74,6 +64,7 @@ class Driver:
         self._left = self._running = self._idle = 0
         self._failure: BaseException | None = None
         self._closed = False
+        self._pool = UpdatePool(cores) if cores > 1 and settings.training and not lanes else None
         # Several instances wait for each other within updates, which so have to go on at the same time; and what is
         # started on a device takes as long there, however short it is here.
         self._is_shared = threads > 1 and (settings.counts.instances > 1 or workers[0].device.is_remote)
@@ -116,6 +107,7 @@ class Driver:
     def steps(self, run: Run) -> None:
         """All that a call computes, once every worker has begun it."""
         self._run = run
+        run.share = self._share if self._pool is not None else None
         try:
             for step in range(run.steps):
                 for worker in self._workers:
@@ -136,6 +128,8 @@ class Driver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._pool is not None:
+            self._pool.close()
 
     def _step(self) -> None:
         with self._changed:
@@ -216,6 +210,28 @@ class Driver:
         if name is not None:
             self._paused[node] = work, name
         return name is None
+
+    def _share(self, some: Sequence[Callable[[], None]], name: Any) -> None:
+        """Let all cores do these tasks of an update, and then let it go on: it waits for this channel."""
+        assert self._pool is not None
+        with self._changed:
+            self._running += 1
+        channels = self._run.channels
+        self._pool.do(
+            some, lambda: channels.stopped or self._failure is not None, partial(self._shared, name)
+        )
+
+    def _shared(self, name: Any, error: BaseException | None) -> None:
+        if error is None and self._run.channels.stopped:
+            error = Stopped()
+        if error is not None:
+            self._failed(error)
+            return
+        with self._changed:
+            self._run.channels.put(name, None)
+            self._running -= 1
+            self._resume()
+            self._changed.notify_all()
 
     def _finished(self, node: int, is_done: bool) -> None:
         self._running -= 1

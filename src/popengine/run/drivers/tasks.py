@@ -31,6 +31,7 @@ from popengine.ir import (
     Store,
     Update,
 )
+from popengine.settings import Settings
 from popengine.virtual_time import Timeline, simulate
 
 _AT_ONCE = -1  # in place of a micro-batch: what frees memory, or others wait for
@@ -183,3 +184,18 @@ def _bound(found: Sequence[Task], plan: Plan, in_flight: int) -> None:
     for micro_batch, task in first.items():
         if micro_batch >= in_flight:
             task.after.append(ends[micro_batch - in_flight])
+
+
+def tasks_of(plan: Plan, settings: Settings, threads: int, lanes: bool) -> list[Task]:
+    """The tasks of a step of each replica, in the order in which `threads` threads take them."""
+    schedule = plan.schedule
+    in_flight = max(schedule.in_flight, threads) if schedule.overlaps and not lanes else schedule.in_flight
+    # What instances exchange has no names: one micro-batch after another, so that all exchange in the same order.
+    meets_others = any(piece.gathers > settings.counts.replicas for piece in plan.partition.pieces)
+    return tasks(
+        plan,
+        1 if meets_others else in_flight,
+        adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
+        in_order=settings.finite_checks,
+        lanes=lanes,
+    )

@@ -26,11 +26,12 @@ from ..instances.collectives import Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check
+from ..state.gradient_sums import begin_sums, freed_at_once
 from ..state.prepared_weights import Prepared
 from ..state.random_draws import mix
 from ..state.results import Results
 from ..state.store import Store
-from ..updating import Updater
+from ..updating import Share, Updater
 
 _PATIENCE = 0.2  # seconds
 
@@ -84,6 +85,7 @@ class Run:
     keep: Callable[[Run], None]  # what the call has made, once all of it is done
     tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
     name: str  # for messages
+    share: Share | None = None  # of the driver, where an update's tasks may be done by all cores
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None
     is_over: bool = False
@@ -161,6 +163,7 @@ class Worker:
             for anchor in settings.anchors
             if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
         ]
+        self._freed = freed_at_once(plan.programs[ipu])
         self._given = {slot.name for slot in plan.partition.signature.slots}
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
 
@@ -289,6 +292,9 @@ class Worker:
 
     def _accumulate(self, instruction: ir.Accumulate) -> None:
         frame = self.frames[instruction.micro_batch]
+        if instruction.micro_batch == 0 and self._remote is None:
+            begin_sums(self.store.sums, instruction.keys, frame, instruction.names, self._freed)
+            return
         gradients = [frame[name] for name in instruction.names]
         sums = [self.store.sums[key] for key in instruction.keys]
         if instruction.micro_batch == 0:
@@ -343,6 +349,7 @@ class Worker:
         assert self.run.hyper is not None
         key = mix(self.run.seed, self.run.first_step + self.step)
         scale = self.run.hyper.loss_scaling * self.store.loss_factor
-        if not (yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give)):
+        share = self.run.share
+        if not (yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give, share)):
             self.run.overflows.append((self.run.first_step + self.step, scale))
         self._anchor("updated")

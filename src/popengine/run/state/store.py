@@ -36,6 +36,9 @@ class Store:
 
     Args:
         slots: the canonical name of each slot
+
+    `old`: of the parameters that the update at hand is the first of a call for, the values that it begins with: the
+    weight's as "weight", and its states' by name.
     """
 
     def __init__(self, slots: Mapping[str, str], device: Device) -> None:
@@ -44,6 +47,7 @@ class Store:
         self.owner: dict[str, int] = {}  # of parameters whose state the replicas share: who has it
         self._device = device
         self._targets: dict[tuple[str, str], Tensor] = {}
+        self.old: dict[str, dict[str, Tensor]] = {}
         self.begin(Kept({}, {}))
 
     def begin(self, kept: Kept, in_place: bool = False) -> None:
@@ -51,39 +55,44 @@ class Store:
         self.state = dict(kept.state)
         self.states = {key: dict(state) for key, state in kept.states.items()}
         self.loss_factor, self._loss_scale = kept.loss_factor, kept.loss_scale
-        self._spare, self._targets = {} if in_place else kept.spare, {}
+        self._spare, self._targets, self.old = {} if in_place else kept.spare, {}, {}
         self._is_renewed = in_place
 
     def draft(self) -> Kept:
         """The draft as a value."""
         return Kept(self.state, self.states, self.loss_factor, self._loss_scale, self._spare)
 
-    def renew(self, off_device: Container[tuple[str, str]] = ()) -> None:
-        """Before the first update of a call: let all that updates write to be copies, in the spare set.
+    def renew(self, keys: Iterable[str], off_device: Container[tuple[str, str]] = ()) -> None:
+        """Before the first update of a call: let all that updates of these parameters write be in the spare set.
+
+        What is to be copied there first is in `old`, for whoever updates it: so a value is copied when a core needs it.
 
         Args:
             off_device: (name, parameter) of states that an update reads from the host's memory and writes back
                 there: they are not copied, but written to other memory (`target`)
         """
-        if self._is_renewed or not self.sums:
+        self.old = {}
+        if self._is_renewed:
             return
-        old = {("weight", key): self.state[self.slot[key]] for key in self.sums}
-        old |= {(name, key): value for key, state in self.states.items() for name, value in state.items()}
-        new = {place: self._spare.get(place) for place in old}
-        new = {
-            place: self._like(old[place], place in off_device) if value is None else value
-            for place, value in new.items()
-        }
-        self._targets = {place: value for place, value in new.items() if place in off_device}
-        new = {place: value for place, value in new.items() if place not in off_device}
-        if new:
-            torch._foreach_copy_(list(new.values()), [old[place] for place in new])
-        for (name, key), value in new.items():
-            if name == "weight":
-                self.state[self.slot[key]] = value
-            else:
-                self.states[key][name] = value
-        self._spare, self._is_renewed = {**old, **self._targets}, True
+        spare = dict(self._spare)
+        for key in keys:
+            state, slot = self.states.get(key, {}), self.slot[key]
+            self.old[key] = {"weight": self.state[slot]}
+            self.old[key] |= {name: value for name, value in state.items() if (name, key) not in off_device}
+            for name, value in {"weight": self.state[slot], **state}.items():
+                place = name, key
+                new = self._spare.get(place)
+                if new is None:
+                    new = self._like(value, place in off_device)
+                if place in off_device:
+                    self._targets[place] = spare[place] = new
+                    continue
+                spare[place] = value
+                if name == "weight":
+                    self.state[slot] = new
+                else:
+                    state[name] = new
+        self._spare, self._is_renewed = spare, True
 
     def target(self, key: str, name: str, like: Tensor) -> Tensor:
         """Where an update writes a state that is off the device; it is the state from now on."""

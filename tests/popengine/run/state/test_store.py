@@ -18,8 +18,10 @@ def filled(**state):
 
 
 def step(store):
-    """An update as rules make it: in place."""
-    store.renew()
+    """An update as rules make it: in place, once what it begins with is there."""
+    store.renew(["w"])
+    for name, value in store.old.get("w", {}).items():
+        (store.state["slot_w"] if name == "weight" else store.states["w"][name]).copy_(value)
     store.state["slot_w"].add_(1)
     store.states["w"]["velocity"].zero_()
     store.state["slot_b"] = torch.ones(3)  # buffers are replaced
@@ -59,7 +61,7 @@ def test_there_is_one_spare_set_of_what_updates_write_to():
 def test_a_state_that_a_failed_call_began_is_not_kept():
     store, kept = filled()
     store.begin(kept := Kept(kept.state, {"w": {}}))
-    store.renew()
+    store.renew(["w"])
     store.states["w"]["velocity"] = torch.ones(3)
     store.begin(kept)
     assert store.states == {"w": {}}

@@ -1,0 +1,126 @@
+"""Blocks: what an update does is cut into pieces that stay in a core's cache from one operation to the next.
+
+A parameter is cut at multiples of BLOCK elements from its own beginning, whatever else is updated: so the order of
+the sums within norms, and with it their bits, depends on the parameter alone. Small neighbours share a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Task = Callable[[], None]  # one of several that may be done at the same time
+
+# Of an update with two moments, whose values are read from one set of memory and written to another: 2 MB.
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A parameter that is updated, or some elements of it.
+
+    Args:
+        old:       values that the update begins with, where these are in other memory: "weight", and states by name
+        generator: for stochastic rounding
+        step:      for rules that need norms: memory of what is measured, the gradient's where its dtype will do
+        norms:     of the weight and of its step, by the beginning of the block
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: State
+    old: Mapping[str, Tensor] = field(default_factory=dict)
+    generator: torch.Generator | None = None
+    step: Tensor | None = None
+    norms: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether one order of elements is that of the memory of all its tensors."""
+        tensors = [self.parameter, self.gradient, *_large(self.state), *_large(self.old)]
+        return all(tensor.is_contiguous() for tensor in tensors) or all(
+            tensor.stride() == self.parameter.stride()
+            and tensor.dim() == 4
+            and tensor.is_contiguous(memory_format=torch.channels_last)
+            for tensor in tensors
+        )
+
+    def elements(self, start: int, stop: int) -> Part:
+        """Views of some elements, in the order of the memory."""
+        return replace(
+            self,
+            parameter=_view(self.parameter, start, stop),
+            gradient=_view(self.gradient, start, stop),
+            state={name: _view(value, start, stop) for name, value in self.state.items()},
+            old={name: _view(value, start, stop) for name, value in self.old.items()},
+            step=None if self.step is None else _view(self.step, start, stop),
+        )
+
+
+def _large(values: Mapping[str, Tensor]) -> list[Tensor]:
+    return [value for name, value in values.items() if name not in SCALARS]
+
+
+SCALARS = ("step", "trust")  # one number a parameter
+
+
+def _view(value: Tensor, start: int, stop: int) -> Tensor:
+    """Elements by their place in memory; a single number as it is."""
+    if not value.dim():
+        return value
+    return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
+
+
+class Span(NamedTuple):
+    """Elements of a part; `stop` 0: all of it, as it is."""
+
+    part: Part
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def view(self) -> Part:
+        return self.part.elements(self.start, self.stop) if self.stop else self.part
+
+
+Block = list[Span]
+
+
+def blocks(parts: Sequence[Part]) -> Iterator[list[Block]]:
+    """What to do, as lists of blocks: lists in any order or at the same time, the blocks of one in their order.
+
+    On other devices than CPUs all is one block, as one kernel updates many.
+    """
+    if not all(part.parameter.is_cpu for part in parts):
+        yield [[Span(part) for part in parts]]
+        return
+    block: Block = []
+    elements = 0
+    for part in parts:
+        spans = list(_spans(part))
+        if part.generator is not None:  # it draws its numbers in the order of the elements
+            yield [[span] for span in spans]
+            continue
+        for span in spans:
+            size = span.stop - span.start or part.parameter.numel()
+            if block and elements + size > BLOCK:
+                yield [block]
+                block, elements = [], 0
+            block.append(span)
+            elements += size
+    if block:
+        yield [block]
+
+
+def _spans(part: Part) -> Iterator[Span]:
+    size = part.parameter.numel()
+    if size <= BLOCK or not part.is_flat:
+        yield Span(part)
+    else:
+        for start in range(0, size, BLOCK):
+            yield Span(part, start, min(start + BLOCK, size))

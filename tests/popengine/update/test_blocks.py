@@ -1,0 +1,100 @@
+"""Updates in blocks: every element once, cut by the parameter alone, with the bits of the whole."""
+
+import pytest
+import torch
+
+from popengine.settings import Optimizer
+from popengine.update.blocks import BLOCK, Part, blocks
+from popengine.update.group_update import init_state, phases, update
+
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def part(*shape, dtype=torch.float32, generator=None):
+    value = torch.empty(shape, dtype=dtype)
+    return Part(value, torch.empty_like(value), {}, generator=generator)
+
+
+def described(found, parts):
+    """Each list of blocks as (part, start, stop) of its spans."""
+    number = {id(part): place for place, part in enumerate(parts)}
+    return [
+        [[(number[id(span.part)], span.start, span.stop) for span in block] for block in some]
+        for some in found
+    ]
+
+
+def test_large_parameters_are_cut_and_small_neighbours_share_a_block():
+    parts = [part(3), part(2 * BLOCK + 5), part(7), part(2, 2)]
+    assert described(blocks(parts), parts) == [
+        [[(0, 0, 0)]],
+        [[(1, 0, BLOCK)]],
+        [[(1, BLOCK, 2 * BLOCK)]],
+        [[(1, 2 * BLOCK, 2 * BLOCK + 5), (2, 0, 0), (3, 0, 0)]],
+    ]
+
+
+def test_what_draws_random_numbers_is_done_in_order():
+    parts = [part(BLOCK + 1, dtype=torch.float16, generator=torch.Generator()), part(2)]
+    assert described(blocks(parts), parts) == [[[(0, 0, BLOCK)], [(0, BLOCK, BLOCK + 1)]], [[(1, 0, 0)]]]
+
+
+def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
+    weight = torch.empty(512, 512)
+    parts = [Part(weight, torch.empty(512, 512).t(), {})]
+    assert described(blocks(parts), parts) == [[[(0, 0, 0)]]]
+    images = torch.empty(64, 64, 5, 5).to(memory_format=torch.channels_last)
+    parts = [Part(images, torch.empty_like(images), {})]
+    assert len(described(blocks(parts), parts)) == 2
+
+
+def trained(kind, rates, weights, dtype=torch.float32, seed=None, **fields):
+    """Weights after 3 updates, all at once."""
+    optimizer = Optimizer(kind, {}, **fields)
+    weights = [weight.to(dtype) for weight in weights]
+    states = [init_state(optimizer, weight) for weight in weights]
+    for step in range(3):
+        torch.manual_seed(step)
+        gradients = [torch.randn_like(weight.float()).to(dtype) for weight in weights]
+        generators = None if seed is None else [torch.Generator().manual_seed(seed + step) for _ in weights]
+        update(optimizer, rates, weights, gradients, states, generators)
+    return weights
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["to nearest", "stochastic rounding"])
+def test_half_weights_have_the_bits_of_an_update_in_one_block(seed, monkeypatch):
+    torch.manual_seed(0)
+    weights = [torch.randn(BLOCK + 77)]
+    mine = trained("adamw", ADAM, weights, torch.float16, seed)
+    monkeypatch.setattr("popengine.update.blocks.BLOCK", 1 << 30)
+    assert torch.equal(mine[0], trained("adamw", ADAM, weights, torch.float16, seed)[0])
+
+
+@pytest.mark.parametrize("kind", ["lamb", "lars"])
+def test_norms_do_not_depend_on_what_is_updated_beside(kind):
+    """Layouts put other neighbours beside a parameter, and its norm may have no other bits for it."""
+    rates = {**ADAM, "max_weight_norm": 10.0, "momentum": 0.9, "eta": 0.01}
+    torch.manual_seed(0)
+    large = torch.randn(300, 300)
+    (alone,) = trained(kind, rates, [large.clone()])
+    beside = trained(kind, rates, [large.clone(), torch.randn(10), torch.randn(200, 400)])
+    assert torch.equal(alone, beside[0])
+    torch.testing.assert_close(alone, trained(kind, rates, [large.double()], torch.float64)[0].float())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lamb"])
+def test_an_update_may_begin_with_values_in_other_memory(kind):
+    """The first update of a call reads what is kept and writes the spare set."""
+    optimizer, rates = Optimizer(kind, {}), {**ADAM, "max_weight_norm": 10.0}
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(BLOCK + 9), torch.randn(BLOCK + 9)
+    old = {"weight": weight, **init_state(optimizer, weight)}
+    before = {name: value.clone() for name, value in old.items()}
+    new = {name: torch.full_like(value, torch.nan) for name, value in old.items()}
+    state = {name: value for name, value in new.items() if name != "weight"}
+    for phase in phases(optimizer, rates, [Part(new["weight"], gradient.clone(), state, old)]):
+        for task in reversed(phase):  # in any order
+            task()
+    assert all(torch.equal(old[name], value) for name, value in before.items())
+    update(optimizer, rates, [weight], [gradient], [{n: v for n, v in old.items() if n != "weight"}])
+    assert all(torch.equal(new[name], value) for name, value in old.items())
