@@ -74,7 +74,8 @@ def parse(
     Ends the program with a usage error where a config or one of its keys is unknown.
     """
     known = {action.dest: action for action in parser._actions}
-    name, values = (None, {}) if configs is None else _config(parser, configs, _wanted(argv, default))
+    wanted = None if configs is None else _wanted(argv, default)
+    name, values = (None, {}) if wanted is None else _config(parser, configs, wanted)
     for key, value in values.items():
         if key not in known:
             parser.error(
@@ -91,7 +92,7 @@ def parse(
     return flags
 
 
-def _wanted(argv: Sequence[str] | None, default: str | None) -> str:
+def _wanted(argv: Sequence[str] | None, default: str | None) -> str | None:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config", default=default)
     return first.parse_known_args(argv)[0].config

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -266,3 +268,54 @@ def test_a_mistyped_config_is_answered_with_near_names(bert, capsys):
     said = refused(bert, capsys, "--config", "pretrain_large_128_pod46")
     assert "no config 'pretrain_large_128_pod46'" in said
     assert "pretrain_large_128_pod4" in said
+
+
+def test_a_training_that_overflows_stops_with_its_step_and_loss_scale(bert, tmp_path):
+    flags = ["--learning-rate", "1e30", "--lr-schedule", "constant", "--checkpoint-output-dir", str(tmp_path)]
+    with pytest.raises(
+        SystemExit, match=r"the loss of step 1 is nan at a loss scaling of 1: the training stops"
+    ):
+        bert.main([*TINY, *flags])
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0"]
+
+
+def test_a_folder_with_checkpoints_is_not_written_to(bert, reference):
+    with pytest.raises(SystemExit, match=r"holds checkpoints already, such as .*step_0"):
+        bert.main([*TINY, "--checkpoint-output-dir", str(reference[2])])
+
+
+def test_of_several_checkpoints_the_one_with_the_highest_number_is_taken(bert, tmp_path):
+    for step in (0, 9, 10):
+        (tmp_path / f"step_{step}").mkdir()
+    assert bert.checkpoints.newest(str(tmp_path)).name == "step_10"
+    with pytest.raises(SystemExit, match="holds no checkpoint"):
+        bert.checkpoints.newest(str(tmp_path / "step_9"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(bert, reference):
+    with pytest.raises(SystemExit, match=r"is of another model: --hidden-size 64, but there it is 32"):
+        bert.main([*TINY, "--checkpoint-input-dir", str(reference[2]), "--hidden-size", "64"])
+
+
+# ---- instances -------------------------------------------------------------------------------------------
+
+
+def test_two_instances_train_as_one_and_one_goes_on_where_they_ended(bert, tmp_path):
+    """From optimizer state that is shared out over two processes to one that is whole, in one process."""
+    flags = [*TINY, "--dataset", "random", "--async-dataloader", "false"]
+    expected = losses(
+        bert.main([*flags, "--replication-factor", "2", "--checkpoint-output-dir", str(tmp_path / "one")])
+    )
+    program = [sys.executable, bert.__file__, *flags, "--enable-rts", "--checkpoint-steps", "2"]
+    command = [sys.executable, "-m", "poprun", "--num-instances", "2", "--num-replicas", "2", *program]
+    command += ["--checkpoint-output-dir", str(tmp_path / "two"), "--ipus-per-replica", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"total loss: ([\d.]+)", done.stderr) == [f"{loss:.3f}" for loss in expected]
+    assert_equal_weights(weights(tmp_path / "one", 4), weights(tmp_path / "two", 4))
+    resume = ["--checkpoint-input-dir", str(tmp_path / "two" / "step_2"), "--resume-training-from-checkpoint"]
+    again = bert.main(
+        [*flags, "--replication-factor", "2", *resume, "--checkpoint-output-dir", str(tmp_path / "three")]
+    )
+    assert losses(again) == expected[2:]
+    assert_equal_weights(weights(tmp_path / "one", 4), weights(tmp_path / "three", 4))
