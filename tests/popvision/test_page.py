@@ -324,3 +324,17 @@ def test_lanes_out_of_sight_are_not_drawn(chromium, tmp_path):
     whole = chromium.value("(popvision.trace.canvas.drawNow(), popvision.trace.drawn)")
     chromium.send("Emulation.setEmulatedMedia", media="")
     assert 0 < drawn < 0.8 * whole
+
+
+def test_arrows_lead_from_sends_to_receives_of_what_is_chosen(chromium, tmp_path):
+    test_runs.train(tmp_path)
+    chromium.open(tmp_path / "report.html", "trace")
+    assert chromium.value("popvision.trace.find('F', 1)")
+    found = chromium.value(
+        "popvision.trace.transfers().map(([from, i, to, j]) => [from.ipu, to.ipu, from.end[i] <= to.end[j]])"
+    )
+    assert found == [[0, 1, True], [1, 2, True]]
+    chromium.screenshot(SHOTS / "arrows.png")
+    chromium.press("Escape")
+    chromium.value("popvision.trace.choose(null)")
+    assert chromium.value("popvision.trace.transfers()") == []

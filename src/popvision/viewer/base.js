@@ -23,9 +23,9 @@ function rows(table) {
 }
 
 const units = {
-  time(ns) {
+  time(ns, digits = 3) {
     if (ns === null || ns === undefined || Number.isNaN(ns)) return "–";
-    for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]]) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
+    for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]]) if (Math.abs(ns) >= size) return `${Number((ns / size).toPrecision(digits))} ${unit}`;
     return `${Math.round(ns)} ns`;
   },
   bytes(count) {

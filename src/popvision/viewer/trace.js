@@ -85,6 +85,7 @@ class TracePicture {
       const top = this.top + i * this.rowHeight;
       if (top + this.rowHeight >= first && top <= last) this.drawLane(context, width, lane, top, colours);
     });
+    this.drawTransfers(context, width, colours);
     if (this.mark) this.drawMark(context, width, colours);
     context.restore();
     context.fillStyle = colours.ink;
@@ -109,7 +110,8 @@ class TracePicture {
     for (let time = origin + Math.ceil((this.view[0] - origin) / step) * step; time < this.view[1]; time += step) {
       const x = Math.round(this.x(time, width)) + 0.5;
       context.beginPath(); context.moveTo(x, 16); context.lineTo(x, 4000); context.stroke();
-      const label = Math.abs(time - origin) < step / 2 ? "0" : units.time(Math.round(time - origin));
+      const away = Math.round(time - origin), digits = 1 + Math.ceil(Math.log10(Math.abs(away) / step + 1)); // neighbours differ
+      const label = Math.abs(away) < step / 2 ? "0" : units.time(away, Math.min(15, Math.max(3, digits)));
       context.fillText(label, x + 3, 9);
     }
   }
@@ -206,6 +208,49 @@ class TracePicture {
         context.fillRect(x, top, Math.max(0.5, end - x - 0.6), 5);
       }
     }
+  }
+
+  /** Arrows from sends to receives, for what the chosen event was given and gave. */
+  drawTransfers(context, width, colours) {
+    context.strokeStyle = context.fillStyle = colours.ink;
+    context.lineWidth = 1.5;
+    for (const [from, i, to, j] of this.transfers()) {
+      const place = (lane, time) => [this.x(time, width), this.top + this.lanes.indexOf(lane) * this.rowHeight + (this.rowHeight - 12) / 2];
+      const [x, y] = place(from, from.end[i]), [u, v] = place(to, to.end[j]), angle = Math.atan2(v - y, u - x);
+      context.beginPath(); context.moveTo(x, y); context.lineTo(u, v); context.stroke();
+      context.beginPath(); context.moveTo(u, v);
+      for (const side of [-0.4, 0.4]) context.lineTo(u - 9 * Math.cos(angle + side), v - 9 * Math.sin(angle + side));
+      context.fill();
+    }
+    context.lineWidth = 1;
+  }
+
+  /** The transfers of the chosen event, or just around the chosen computation: [from lane, index, to lane, index]. */
+  transfers() {
+    if (!this.chosen) return [];
+    if (this.known && this.known.of === this.chosen) return this.known.found;
+    const [lane, i] = this.chosen, kind = (j) => this.parts[lane.part[j]].kind, own = [];
+    if (kind(i) !== "compute") own.push(i);
+    else {
+      for (let j = i - 1; j >= 0 && kind(j) !== "compute"; j--) if (kind(j) === "receive") own.push(j);
+      for (let j = i + 1; j < lane.size && kind(j) !== "compute"; j++) if (kind(j) === "send") own.push(j);
+    }
+    const found = own.map((j) => this.transfer(lane, j)).filter((entry) => entry);
+    this.known = { of: this.chosen, found };
+    return found;
+  }
+
+  transfer(lane, i) {
+    const part = this.parts[lane.part[i]], wanted = { send: "receive", receive: "send" }[part.kind];
+    const other = wanted && this.lanes.find((entry) => entry.ipu === part.peer && entry.replica === lane.replica);
+    if (!other) return null;
+    const step = lane.tracks[lane.track[i]].step;
+    for (let j = 0; j < other.size; j++) {
+      const there = this.parts[other.part[j]];
+      if (there.kind !== wanted || there.channel !== part.channel || there.peer !== lane.ipu || other.batch[j] !== lane.batch[i]) continue;
+      if (other.tracks[other.track[j]].step === step) return part.kind === "send" ? [lane, i, other, j] : [other, j, lane, i];
+    }
+    return null;
   }
 
   /** A time of the other run, in a comparison. */
