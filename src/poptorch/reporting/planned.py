@@ -10,15 +10,14 @@ import torch
 from popengine import profile
 from popengine.compile.describe import Description
 from popengine.compile.stage_memory import held_bytes
-from popengine.ir import Graph, Plan
+from popengine.ir import Graph, Plan, Signature
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
 
 def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Profile:
     """The tables that follow from a plan; without the captured graph nobody knows FLOPs and bytes."""
-    described, partition, counts = Description(plan, graph), plan.partition, settings.counts
-    inputs = [slot for slot in partition.signature.slots if slot.role == "input"]
+    described, partition = Description(plan, graph), plan.partition
     kind = "training" if settings.training else "inference"
     held = held_bytes(graph, partition) if graph is not None and settings.training else ()
     return profile.Profile(
@@ -26,14 +25,7 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
         settings.training,
         partition.names,
         partition.ipus,
-        {
-            "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
-            "iterations": counts.iterations,
-            "accumulation": counts.accumulation,
-            "replicas": counts.replicas,
-            "groups": counts.groups,
-            "instances": counts.instances,
-        },
+        counts_of(settings, partition.signature),
         {
             "mode": settings.strategy.mode,
             "schedule_length": described.length,
@@ -55,6 +47,20 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
         schedule=tuple(described.schedule),
         memory=tuple(_memory(plan, settings, ipu) for ipu in sorted(set(partition.ipus))),
     )
+
+
+def counts_of(settings: Settings, signature: Signature) -> dict[str, int]:
+    """The batch factors, in a profile's words."""
+    counts = settings.counts
+    inputs = [slot for slot in signature.slots if slot.role == "input"]
+    return {
+        "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
+        "iterations": counts.iterations,
+        "accumulation": counts.accumulation,
+        "replicas": counts.replicas,
+        "groups": counts.groups,
+        "instances": counts.instances,
+    }
 
 
 def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:

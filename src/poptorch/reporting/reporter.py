@@ -21,7 +21,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.ir import Graph, Plan, Signature
+from popengine.ir import Graph, Plan
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder, Times
@@ -29,10 +29,10 @@ from popengine.settings import Settings
 
 from ..data.batch_waits import listeners
 from ..options import Options
-from ..options.freeze_options import resolved
-from ..options.option_base import OptionsDict
 from ..version import __version__
+from .changed_options import changed_options
 from .logs import logger
+from .planned import counts_of
 
 _SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
 _SHARE = 100
@@ -141,7 +141,7 @@ def made(
         settings.training,
         partition.names,
         partition.ipus,
-        _counts(settings, partition.signature),
+        counts_of(settings, partition.signature),
         _facts(recorder, described, settings, plan),
         described.programs,
         tuple(passes),
@@ -163,19 +163,6 @@ def made(
         tuple(described.schedule),
         tuple(changed_options(options, settings.training)),
     )
-
-
-def _counts(settings: Settings, signature: Signature) -> dict[str, int]:
-    counts = settings.counts
-    inputs = [slot for slot in signature.slots if slot.role == "input"]
-    return {
-        "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
-        "iterations": counts.iterations,
-        "accumulation": counts.accumulation,
-        "replicas": counts.replicas,
-        "groups": counts.groups,
-        "instances": counts.instances,
-    }
 
 
 def _facts(recorder: Recorder, described: Description, settings: Settings, plan: Plan) -> dict[str, Any]:
@@ -258,36 +245,6 @@ def _capacity() -> dict[str, Any]:
     """What the memory of the ipus is held against."""
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {"bytes": pages * size, "of": "this machine's memory", "shared": True}
-
-
-def changed_options(options: Options, training: bool) -> list[profile.Option]:
-    """The options that differ from their defaults, in words."""
-    mine, default = _flat(options), _flat(resolved(Options(), training))
-    return [
-        profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
-        for name in sorted(mine.keys() | default.keys())
-        if mine.get(name) != default.get(name)
-    ]
-
-
-def _flat(options: Options) -> dict[str, str]:
-    """Every value by its dotted name."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        values = value.toDict() if isinstance(value, OptionsDict) else value
-        if isinstance(values, dict) and all(isinstance(key, str) for key in values):
-            for name, inner in values.items():
-                walk(f"{prefix}.{name}" if prefix else name, inner)
-        elif prefix.rpartition(".")[2] not in found:  # what the top level repeats is shown once
-            found[prefix] = str(value)
-
-    walk("", options)
-    for name, nested in vars(options).items():
-        if isinstance(nested, OptionsDict):
-            walk(name.lstrip("_"), nested)
-    found["execution_strategy"] = type(options._execution_strategy).__name__
-    return found
 
 
 @contextlib.contextmanager
