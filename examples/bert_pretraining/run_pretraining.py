@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from common import checkpoints, estimates, execution, logs, optimization
 from common.logs import say
+from common.tracking import Tracking
 from metrics import Tracker, averages, step_line
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> Tracker:
         )
     if flags.checkpoint_output_dir and first:
         checkpoints.check_unused(flags.checkpoint_output_dir)
+    if flags.custom_ops:
+        logs.logger.debug("--custom-ops: nothing is loaded, since nothing is needed here")
     np.random.seed(flags.random_seed)
     torch.manual_seed(flags.random_seed)  # the first weights
     training = Training(flags, shows=first)
@@ -60,6 +63,7 @@ class Training:
 
     def __init__(self, flags: Any, shows: bool) -> None:
         self.flags, self.shows, self.start = flags, shows, 0
+        self.tracking = Tracking(flags, "bert-pretraining", shows)
         self.opts = execution.training_options(flags)
         self.layout = execution.layout(self.opts, flags)
         self.state = self._read_checkpoint()
@@ -175,7 +179,9 @@ class Training:
             bar.set_description_str(description, refresh=False)
             bar.set_postfix_str(postfix)
             bar.update()
-        optimization.stop_at_nan(self.optimizer, step, numbers["total loss"])
+        self.tracking.step(step, {"LR": rate, **numbers}, self.model)
+        if not self.flags.synthetic_data:  # what is computed from made-up values has no meaning
+            optimization.stop_at_nan(self.optimizer, step, numbers["total loss"])
         done, every = step + 1, self.flags.checkpoint_steps
         if done == self.flags.training_steps or (every and done % every == 0):
             self._save(done)

@@ -20,6 +20,7 @@ import torch
 from common import checkpoints, estimates, execution, logs, optimization
 from common.logs import say
 from common.sampling import GlobalBatches
+from common.tracking import Tracking
 
 import popdist
 import poptorch
@@ -52,6 +53,7 @@ class Training:
 
     def __init__(self, flags: Any, shows: bool) -> None:
         self.flags, self.shows, self.start = flags, shows, 0
+        self.tracking = Tracking(flags, "gpt2-pretraining", shows)
         self.losses: list[float] = []
         self.held_out: float | None = None
         self.opts = execution.training_options(flags)
@@ -152,7 +154,9 @@ class Training:
                 f"step {step} of epoch {epoch}, loss: {loss:.4f}, acc: {right:.4f}, lr: {rate:.2e}, throughput: "
                 f"{rows:.1f} samples/sec, {rows * flags.max_len:.0f} tokens/s, perplexity {text.perplexity(loss):.1f}"
             )
-        optimization.stop_at_nan(self.optimizer, step, loss)
+        self.tracking.step(step, {"loss": loss, "acc": right, "lr": rate}, self.model)
+        if not flags.synthetic_data:  # what is computed from made-up values has no meaning
+            optimization.stop_at_nan(self.optimizer, step, loss)
         if flags.save_per_steps and done % flags.save_per_steps == 0:
             self._save(f"step_{done}", done)
         if done % (flags.save_per_epochs * self.calls_an_epoch) == 0 or done == self.steps:

@@ -45,12 +45,6 @@ def assert_equal_weights(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def refused(bert, capsys, *argv):
-    with pytest.raises(SystemExit) as refusal:
-        bert.main([*TINY, *argv])
-    return str(refusal.value) if refusal.value.code != 2 else capsys.readouterr().err
-
-
 # ---- what users see --------------------------------------------------------------------------------------
 
 
@@ -244,30 +238,7 @@ def test_the_library_reads_a_checkpoint(bert, reference):
     assert torch.equal(model.bert.pooler.dense.weight, stored)
 
 
-# ---- bad input -------------------------------------------------------------------------------------------
-
-
-def test_flags_that_contradict_each_other_are_named_with_their_origin(bert, capsys):
-    said = refused(bert, capsys, "--layers-per-ipu", "1", "1", "--matmul-proportion", "0.1", "0.2")
-    assert "layers_per_ipu names 2 ipus: --layers-per-ipu 1 1 (command line)" in said
-    assert "--ipus-per-replica 3 (config 'unit_test_cpu')" in said
-    assert "matmul_proportion must be one number, or one for each ipu: --matmul-proportion 0.1 0.2" in said
-
-
-def test_too_few_micro_batches_for_the_pipeline_are_refused(bert, capsys):
-    said = refused(bert, capsys, "--gradient-accumulation", "6")
-    assert "this pipeline needs at least 7 micro-batches: --gradient-accumulation 6 (command line)" in said
-
-
-def test_layers_that_do_not_add_up_are_refused_in_the_originals_words(bert, capsys):
-    said = refused(bert, capsys, "--layers-per-ipu", "0", "1", "2")
-    assert "layers_per_ipu not compatible with number of hidden layers" in said
-
-
-def test_a_mistyped_config_is_answered_with_near_names(bert, capsys):
-    said = refused(bert, capsys, "--config", "pretrain_large_128_pod46")
-    assert "no config 'pretrain_large_128_pod46'" in said
-    assert "pretrain_large_128_pod4" in said
+# ---- what stops a training -------------------------------------------------------------------------------
 
 
 def test_a_training_that_overflows_stops_with_its_step_and_loss_scale(bert, tmp_path):
