@@ -39,6 +39,10 @@ def rivals(task: Task) -> dict[str, Contender]:
     return {
         "plain1": Contender(BASELINE, partial(plain, threads=1)),
         "plain2": Contender("plain PyTorch, 2 threads", partial(plain, threads=2)),
+        "large2": Contender(
+            "plain PyTorch, best layout and one large batch, 2 threads",
+            partial(ways.large, task=task, threads=2, layout="best"),
+        ),
         "compile2": Contender("torch.compile, 2 threads", compiled),
         "gloo2": Contender(
             "torch.distributed.pipelining, 2 processes",
