@@ -63,7 +63,7 @@ def ours(rank: int, width: int, threads: int, **optimizer):
     return lambda: trainer(*data)[-1].flatten()[-1].item()
 
 
-def bandwidth(threads: int, size: int = 1 << 26) -> float:
+def bandwidth(threads: int, size: int = 1 << 24) -> float:
     """Bytes a second that a sum of two large tensors reads and writes, at best."""
     torch.set_num_threads(threads)
     one, two = torch.ones(size), torch.ones(size)
