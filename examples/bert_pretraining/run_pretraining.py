@@ -69,7 +69,9 @@ class Training:
         self.state = self._read_checkpoint()
         with logs.phase("Data Loading Started", "Data loaded in {} secs"):
             self.data = datasets.training_set(flags, self.layout)
+            began = time.perf_counter()
             self.loader = datasets.loader(flags, self.opts, self.data, self.layout, self.start)
+            forwarding = time.perf_counter() - began  # it begins at that step by itself
         self.model = self._make_model()
         logs.heading("Device Allocation")
         for line in models.device_allocation(flags):
@@ -77,7 +79,7 @@ class Training:
         logs.dashes()
         if self.start:
             say(f"---- Forwarding Data Loader until Checkpoint Step {self.start} ----")
-            say("Data loader forwarded in 0.0 secs")  # its sampler begins there
+            say(f"Data loader forwarded in {forwarding} secs")
             logs.dashes()
         self.tracker = Tracker(flags, self.layout, self.start)
         self._announce()

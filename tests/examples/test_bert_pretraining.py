@@ -229,6 +229,29 @@ def test_sharded_optimizer_state_resumes_unsharded(bert, tmp_path):
     assert_equal_weights(weights(tmp_path / "sharded", 4), weights(tmp_path / "whole", 4))
 
 
+def test_without_the_resume_flag_only_weights_are_taken_whatever_the_decoders_parts(bert, reference):
+    flags, expected, folder = reference
+    start = ["--checkpoint-input-dir", str(folder / "step_0"), "--embedding-serialization-factor", "4"]
+    tracker = bert.main([*TINY, *flags, *start])
+    assert [step["step"] for step in tracker.steps] == [0, 1, 2, 3]
+    assert losses(tracker) == pytest.approx(expected, abs=2e-3 if "16.16" in flags else 2e-6)
+
+
+def test_deparallelize_leaves_the_librarys_plain_model(bert):
+    from transformers import BertForPreTraining
+
+    flags = bert.arguments.parse_arguments(
+        [*TINY, "--embedding-serialization-factor", "4", "--recompute-checkpoint-every-layer"]
+    )
+    model = bert.models.make_model(flags).parallelize(flags).deparallelize()
+    plain = BertForPreTraining(bert.models.bert_config(flags))
+    assert [(n, type(m)) for n, m in model.named_modules()][1:] == [
+        (n, type(m)) for n, m in plain.named_modules()
+    ][1:]
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+
+
 def test_the_library_reads_a_checkpoint(bert, reference):
     from transformers import BertForPreTraining
 
