@@ -49,8 +49,8 @@ class Updater:
         device: Device,
     ) -> None:
         self.device = device
-        weights = [store.state[store.slot[key]] for key in store.sums]
-        self._takes_tensors = any(takes_tensors(settings.optimizer, weight) for weight in weights)
+        weights, optimizer = [store.state[store.slot[key]] for key in store.sums], settings.optimizer
+        self._takes_tensors = optimizer is not None and any(takes_tensors(optimizer, w) for w in weights)
         self.offloading = offloading_of(device, settings)
         self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
