@@ -121,12 +121,14 @@ class Checkpoint:
     def _state(self) -> dict[str, Any]:
         """This instance's file. Weights and optimizer state are shared out: each instance writes some parameters."""
         training = self._model._training_state()
-        grouped = self._grouped()
+        grouped, is_shared = self._grouped(), training.pop("shares_state")
         mine = {}
         for kind in ("weights", "optimizer"):
             names = sorted(training[kind])
-            chosen = names[self._launch.instance :: self._launch.instances]
-            mine[kind] = {name: training[kind][name] for name in names if name in chosen or name in grouped}
+            chosen = set(names[self._launch.instance :: self._launch.instances]) | grouped
+            if is_shared and kind == "optimizer":
+                chosen = names  # all that this instance has
+            mine[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
             **{name: value for name, value in training.items() if name not in mine},
             **mine,

@@ -39,8 +39,10 @@ RULES = {
 }
 
 
-def weights(rule, opts, instances, instance):
+def weights(rule, opts, instances, instance, shares_state=False):
     """All weights after two calls, with automatic loss scaling where the rule is adamw."""
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(shares_state)
+    opts.TensorLocations.setOptimizerLocation(location)
     here = REPLICAS // instances
     opts.randomSeed(7).showCompilationProgressBar(False)
     opts.setExecutionStrategy(poptorch.ShardedExecution("a", "b"))
@@ -59,9 +61,14 @@ def weights(rule, opts, instances, instance):
 
 
 def in_one_of(instances):
+    """The weights of each rule, with the state whole and shared out."""
     popdist.init()
     instance = popdist.getInstanceIndex()
-    return {rule: weights(rule, popdist.poptorch.Options(), instances, instance) for rule in RULES}
+    return {
+        (rule, shares_state): weights(rule, popdist.poptorch.Options(), instances, instance, shares_state)
+        for rule in RULES
+        for shares_state in (False, True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,7 @@ def whole():
 def test_sixteen_replicas_in_several_instances_train_to_the_bits_of_one(whole, instances):
     ended = processes.run(in_one_of, instances, instances, replicas=REPLICAS // instances)
     assert [one.error for one in ended] == [""] * instances
-    assert [
-        (rule, i) for rule in RULES for i in range(instances) if ended[i].value[rule] != whole[rule]
-    ] == []
+    differ = [
+        (how, i) for i in range(instances) for how, value in ended[i].value.items() if value != whole[how[0]]
+    ]
+    assert differ == []

@@ -22,11 +22,23 @@ class Net(nn.Module):
             return self.loss(self.last(x), labels)
 
 
-def executor(*, seed=0, width=6, accumulation=3, lr=0.1, random_seed=1, rule=poptorch.optim.SGD, **more):
+def executor(
+    *,
+    seed=0,
+    width=6,
+    accumulation=3,
+    lr=0.1,
+    random_seed=1,
+    rule=poptorch.optim.SGD,
+    shares_state=False,
+    **more,
+):
     """A training executor with an optimizer, which has momentum where it knows it."""
     opts = popdist.poptorch.Options().randomSeed(random_seed).showCompilationProgressBar(False)
     opts.deviceIterations(2).setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
     opts.Training.gradientAccumulation(accumulation)
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(shares_state)
+    opts.TensorLocations.setOptimizerLocation(location)
     opts.Precision.enableFloatingPointExceptions(True)
     torch.manual_seed(seed)
     model = Net(width)

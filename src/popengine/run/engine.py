@@ -35,6 +35,7 @@ from .state.alignment import aligned
 from .state.loaded_tensors import Tensors
 from .state.mean_buffers import mean_over_replicas
 from .state.results import Results
+from .state.shared_state import SharedState
 
 logger = logging.getLogger("popengine")
 
@@ -67,6 +68,7 @@ class Engine(Tensors):
             self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
         super().__init__(plan, settings, weights, device or devices.of(settings.device))
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
+        self._shared_state = SharedState(self, self._meeting) if self.shares_state else None
         self._calls = 0
         self.random_state = seed, 0
         self._has_warned = False  # of gradients that overflow
@@ -205,6 +207,20 @@ class Engine(Tensors):
         if self._unconfirmed:
             facts["value"] = of_weights({k: v for k, v in self.read().items() if k in self._unconfirmed})
         return facts
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether other instances keep a part of the optimizer's state."""
+        return self._meeting is not None and self.settings.shard_optimizer is not None
+
+    def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
+        """As `read_optimizer`, with what other instances keep. They take part: at once where they read it too, else
+        when they come to their next call, or to their end.
+
+        Raises:
+            Error: another instance is gone, or has let go of its part
+        """
+        return self.read_optimizer() if self._shared_state is None else self._shared_state.read()
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         super().write(weights)

@@ -25,7 +25,7 @@ from .instances.instance_sums import Instances
 from .instances.meeting import FIRST_FREE, Meeting
 from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
-from .state.state_owners import pass_on
+from .state.state_owners import OverInstances, Owner, pass_on
 from .state.store import Store
 
 Share = Callable[[Sequence[Task], Any], None]
@@ -56,6 +56,9 @@ class Updater:
         self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
         self._meeting = meeting
         self._instances: dict[tuple[int, ...], Instances] = {}
+        self._me = Owner(settings.counts.instance, replica)
+        others = self._others(tuple(range(settings.counts.replicas)))
+        self._shared = OverInstances(store.owner, settings, ipu, replica, others)
         self.place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
         self.ipus = [
             i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
@@ -82,18 +85,20 @@ class Updater:
         """
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
-        sums = [store.sums[name] for name in keys]
         scale = hyper.loss_scaling * store.loss_factor
         for members, names in self._by_members(keys).items():
-            yield from self._reduce([store.sums[name] for name in names], members, give)
+            yield from self._reduce(names, members, give)
+        here = [name for name in keys if self._shared.is_here(name)]
+        sums = [store.sums[name] for name in here]
         prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
         if self._looks_at_gradients(scale):
             yield from self._each(sums, prepare.pop(), share)
-        if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(sums, scale, give)):
+        if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(here, scale, give)):
             return True  # the update is left out, so nothing is lost
         is_finite = not self._may_overflow(scale) or all_finite(sums)
         if optimizer.max_grad_norm != float("inf"):
-            mine = dict(zip(keys, (yield from self._norms(sums, share)), strict=True))
+            mine = dict(zip(here, (yield from self._norms(sums, share)), strict=True))
+            mine = yield from self._shared.norms(mine, store.sums, give)
             everything = yield from exchange(mine, "norms", self.ipu, self.replica, self.ipus, give)
             if keys:
                 total = total_norm(everything, self.place)
@@ -102,7 +107,7 @@ class Updater:
             prepare.append(partial(clamp_, max_value=optimizer.max_grad_value))
         trained = [name for name in keys if name in optimizer.group_of]
         store.renew(trained, self._off_device())
-        mine = [name for name in trained if store.owner.get(name, self.replica) == self.replica]
+        mine = [name for name in trained if store.owner.get(name, self._me) == self._me]
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of[name] == group]
             if names:
@@ -110,7 +115,9 @@ class Updater:
                 yield from self._update(names, given, key, prepare, share)
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
-            yield from pass_on(weights, store.owner, members, self.ipu, self.replica, give)
+            yield from pass_on(weights, store.owner, members, self.ipu, self._me, give)
+        weights = {name: store.state[store.slot[name]] for name in store.owner}
+        yield from self._shared.weights(weights, give)
         return is_finite
 
     def _looks_at_gradients(self, scale: float) -> bool:
@@ -215,11 +222,14 @@ class Updater:
         for phase in phases(optimizer, rates, parts, prepare):
             yield from self._do(phase, share)
 
-    def _reduce(self, sums: list[Tensor], members: tuple[int, ...], give: Give) -> Waits:
-        name = ("sums", self.ipu, members)
+    def _reduce(self, names: Sequence[str], members: tuple[int, ...], give: Give) -> Waits:
+        name, sums = ("sums", self.ipu, members), [self.store.sums[key] for key in names]
+        owners = [self._shared.owner(key) for key in names]
         if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
             average(sums, self.settings.counts.global_replicas)
-        yield from reduce_over_replicas(sums, self.replica, members, name, give, self._others(members))
+        yield from reduce_over_replicas(
+            sums, self.replica, members, name, give, self._others(members), owners
+        )
 
     def _others(self, members: tuple[int, ...]) -> Instances | None:
         """The way to the same replicas of other instances."""
@@ -237,9 +247,10 @@ class Updater:
             found.setdefault(self.settings.members(key, self.replica), []).append(key)
         return found
 
-    def _adapt_scale(self, gradients: list[Tensor], scale: float, give: Give) -> Generator[Any, Any, bool]:
+    def _adapt_scale(self, names: Sequence[str], scale: float, give: Give) -> Generator[Any, Any, bool]:
         """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
-        mine = {self.ipu: count(gradients, scale)}
+        found = count([self.store.sums[name] for name in names if self._shared.counts(name)], scale)
+        mine = {self.ipu: (yield from self._shared.total(found, give))}
         everybody = yield from exchange(mine, "counts", self.ipu, self.replica, self.ipus, give)
         seen = sum(everybody.values(), Count())
         self.store.loss_factor = next_factor(self.store.loss_factor, seen)

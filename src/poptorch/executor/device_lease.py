@@ -109,11 +109,12 @@ class DeviceLease:
         self.engine = None  # before its threads end
         engine.close()
 
-    def to_keep(self, with_random_state: bool = True) -> KeptState:
-        """What other devices would go on from."""
+    def to_keep(self, with_random_state: bool = True, whole: bool = False) -> KeptState:
+        """What other devices would go on from; `whole`: also those of other instances."""
         engine, kept = self.engine, self.kept
         if engine is not None and engine.settings.training:
-            kept = replace(kept, optimizer=engine.read_optimizer(), loss_factor=engine.loss_factor)
+            states = self.whole_optimizer_states() if whole else engine.read_optimizer()
+            kept = replace(kept, optimizer=states, loss_factor=engine.loss_factor)
         return replace(kept, random=self.random_state if with_random_state else None)
 
     # ---- what devices have, or the next ones will have -----------------------------------------------------
@@ -136,6 +137,30 @@ class DeviceLease:
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
         """The state of each parameter; None before there were devices."""
         return self.engine.read_optimizer() if self.engine is not None else self.kept.optimizer
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether `optimizer_states` is a part: other instances keep the rest."""
+        if self.executable is None:
+            return False
+        settings = self.executable.settings
+        return settings.shard_optimizer is not None and settings.counts.instances > 1
+
+    def whole_optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
+        """As `optimizer_states`, but always of all parameters.
+
+        Raises:
+            Error: the state is shared out over instances, and is not on devices; or another instance is gone
+        """
+        if not self.shares_state:
+            return self.optimizer_states
+        if self.engine is None:
+            raise Error(
+                "the optimizer's state is shared out over the instances, and can be read while all are attached to"
+                " their devices\n"
+                "  fix: call state_dict() before detachFromDevice() or destroy(), or after attachToDevice()"
+            )
+        return self.engine.read_whole_optimizer()
 
     @property
     def loss_factor(self) -> float:

@@ -331,7 +331,7 @@ class PoplarExecutor:
             self._wrapped.training,
             self._user_model if export_model else None,
             self._optimizer if export_model else None,
-            self._lease.to_keep(save_rng_state),
+            self._lease.to_keep(save_rng_state, whole=True),
             self.per_replica_params,
         )
         executable_file.write(filename, saved)

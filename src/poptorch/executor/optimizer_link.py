@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,11 +91,13 @@ class OptimizerLink:
             self._torch_link = Link(self.optimizer, self._model.parameter_names(), self, take)
 
     def release(self) -> None:
-        """Leave the optimizer with the state that the devices have."""
+        """Leave the optimizer with the state that the devices have; where it is shared out over instances, which may
+        not all be here, with an error for whoever reads it."""
+        lost = _lost if self._lease.shares_state else None
         if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._release()
+            self.optimizer._release(lost)
         if self._torch_link is not None:
-            self._torch_link.release()
+            self._torch_link.release(lost)
             self._torch_link = None
 
     # ---- state -------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ class OptimizerLink:
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""
         _, steps = self._lease.random_state
-        on_devices = self._lease.optimizer_states or {}
+        on_devices = self._lease.whole_optimizer_states() or {}
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
         for name, state in self._loaded.items():
             states.setdefault(name, {}).update(state)
@@ -117,7 +119,7 @@ class OptimizerLink:
 
     def _read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         assert self.hyper is not None
-        states, executable = self._lease.optimizer_states, self._lease.executable
+        states, executable = self._lease.whole_optimizer_states(), self._lease.executable
         if states is None:
             return None
         entries = state_entries(self.frozen.kind, states)
@@ -150,3 +152,10 @@ class OptimizerLink:
                 _, hyper = freeze_optimizer(kept, self._model.parameter_names())
                 self.hyper = loaded_rates(self.frozen, hyper, optimizer._pending_state[1] or {})
             optimizer._pending_state = None
+
+
+def _lost() -> NoReturn:
+    raise Error(
+        "the optimizer's state was shared out over the instances, and has gone with its executor\n"
+        "  fix: call state_dict() before destroy()"
+    )

@@ -21,7 +21,8 @@ _PLAIN = (int, float, bool, str, tuple, list, type(None))
 def training_state(executor: PoplarExecutor) -> TrainingState:
     """Copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
 
-    "weights" and "optimizer" are equal in all instances but for parameters that belong to groups of replicas.
+    "weights" and "optimizer" are equal in all instances but for parameters that belong to groups of replicas. Where
+    instances share the optimizer's state out ("shares_state"), each has a part of that.
     """
     lease, optimizer = executor._lease, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
@@ -35,6 +36,7 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
         "weights": {name: v.detach().clone() for name, v in values.items() if name not in names},
         "buffers": buffers,
         "optimizer": lease.optimizer_states or {},
+        "shares_state": lease.shares_state,
         "rates": [_plain(group) for group in optimizer.param_groups],
         "loss_scaling": getattr(optimizer, "loss_scaling", None),
         "loss_factor": lease.loss_factor,

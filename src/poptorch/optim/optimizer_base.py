@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -130,11 +130,14 @@ class Optimizer:
             return self._state_reader()
         return self._kept_state or (None, None)
 
-    def _release(self) -> None:
-        """Keep the devices' last state and let go of them; the executor calls this before it forgets us."""
+    def _release(self, lost: Callable[[], NoReturn] | None = None) -> None:
+        """Keep the devices' last state and let go of them; the executor calls this before it forgets us.
+
+        Args: lost: the state can't be kept, and this is to be called by who asks for it
+        """
         if self._state_reader is not None:
-            self._kept_state = self._state_reader()
-            self._state_reader = None
+            self._kept_state = self._state_reader() if lost is None else None
+            self._state_reader = lost
 
     # Copies -----------------------------------------------------------------------------------------
 

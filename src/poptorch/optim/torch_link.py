@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,9 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
             )
 
 
+_LOST = "_pando_lost_state"  # an optimizer's attribute: the hook that says so
+
+
 class Owner(Protocol):
     """An executor's side, as the link sees it."""
 
@@ -89,6 +92,8 @@ class Link:
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: Owner, take: bool
     ) -> None:
         self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
+        if (lost := vars(optimizer).pop(_LOST, None)) is not None:
+            lost.remove()
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
@@ -118,8 +123,11 @@ class Link:
         if self._owner() is not None:
             self._optimizer.state.clear()
 
-    def release(self) -> None:
-        """Leave the optimizer with its state, as an ordinary one."""
-        self._fill()
+    def release(self, lost: Callable[[], NoReturn] | None = None) -> None:
+        """Leave the optimizer with its state, as an ordinary one; or without: then `lost` is for whoever asks."""
+        if lost is None:
+            self._fill()
+        else:
+            vars(self._optimizer)[_LOST] = self._optimizer.register_state_dict_pre_hook(lambda _: lost())
         for handle in self._handles:
             handle.remove()

@@ -88,7 +88,7 @@ def freeze(
         automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
-        shard_optimizer=_least_shared(options) if training and counts.replicas > 1 else None,
+        shard_optimizer=_least_shared(options) if training and counts.global_replicas > 1 else None,
         off_device=_off_device(options, device_of(options)),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",

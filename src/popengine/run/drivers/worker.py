@@ -22,7 +22,7 @@ from popengine.settings import Hyper, Settings
 
 from ..backends.eager import Code, user_line
 from ..devices.base import Device
-from ..instances.collectives import Gathering, take_in
+from ..instances.collectives import AFTER_OTHERS, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check
@@ -59,7 +59,7 @@ class Channels:
 
     def has(self, name: Any) -> bool:
         """Whether there is something to take."""
-        return name in self._values
+        return name == AFTER_OTHERS or name in self._values
 
     def receive(self, name: Any) -> Any:
         return self._values.pop(name)
@@ -336,13 +336,15 @@ class Worker:
         Returns: the channel that it waits for now; None at its end
         """
         try:
-            if name is None:
-                name = next(work)
-            while self.run.channels.has(name):
+            name = next(work) if name is None else work.send(self._taken(name))
+            while name != AFTER_OTHERS and self.run.channels.has(name):
                 name = work.send(self.take(name))
         except StopIteration:
             return None
         return name
+
+    def _taken(self, name: Any) -> Any:
+        return None if name == AFTER_OTHERS else self.take(name)
 
     def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""

@@ -25,6 +25,7 @@ V = TypeVar("V")
 
 Give = Callable[[Any, Any], None]  # put a value into the channel of this name
 Waits = Generator[Any, Any, None]
+AFTER_OTHERS = "after others"  # in place of a channel: go on once all that need not wait any more can do so
 
 
 def reduce_over_replicas(
@@ -34,11 +35,13 @@ def reduce_over_replicas(
     name: Any,
     give: Give,
     instances: Instances | None = None,
+    owners: Sequence[int | None] = (),
 ) -> Waits:
     """Replace each member's gradient sums by the total, which the first adds up in the order of a tree.
 
     Args:
         instances: the way to the same members of other instances, whose sums are added, too
+        owners:    for each sum the instance that alone needs the total; None: all do
     """
     first, *others = members
     if replica == first:
@@ -48,7 +51,7 @@ def reduce_over_replicas(
         for place, other in enumerate(others, start + 1):
             add(nodes, Node(0, place, (yield name, other)))
         if instances is not None:
-            instances.sum(nodes)
+            instances.sum(nodes, owners)
         else:
             total(nodes)
         # A copy: this replica writes to its sums again at once.
@@ -58,6 +61,31 @@ def reduce_over_replicas(
     else:
         give((name, replica), sums)
         torch._foreach_copy_(sums, (yield name, "total", replica))
+
+
+def share_over_instances(
+    values: list[Tensor],
+    owners: Sequence[int],
+    replica: int,
+    members: Sequence[int],
+    name: Any,
+    give: Give,
+    instances: Instances,
+) -> Waits:
+    """Let each value be that of the instance that owns it, in all members of all instances.
+
+    In the owning instance every member has it already.
+    """
+    first, *others = members
+    theirs = [value for value, owner in zip(values, owners, strict=True) if owner != instances.place]
+    if replica == first:
+        # What this thread has given may be all that others here wait for, and other instances for them.
+        yield AFTER_OTHERS
+        instances.share(values, owners)
+        for other in others if theirs else ():
+            give((name, "shared", other), theirs)
+    elif theirs:
+        torch._foreach_copy_(theirs, (yield name, "shared", replica))
 
 
 class Gathering:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,12 +42,45 @@ class Instances:
         """How many sums this instance's replicas come to, which the tree adds up only later."""
         return len(self._nodes[self.place])
 
-    def sum(self, nodes: Sequence[Node]) -> None:
-        """Add up the nodes of all instances, into the first one's values; the others' are lost."""
-        for flats in _flat(nodes):
-            cuts = even_cuts(flats[0].numel(), self.size)
-            self.reduce(flats, cuts, gathers=True)
-            _unflat(flats[0], nodes[0].values)
+    def sum(self, nodes: Sequence[Node], owners: Sequence[int | None] = ()) -> None:
+        """Add up the nodes of all instances, into the first one's values; the others' are lost.
+
+        Args:
+            owners: for each value the instance that alone receives the sum, elsewhere the value is lost; None: all do
+        """
+        values = nodes[0].values
+        for chosen, cuts in self._flats(values, owners or [None] * len(values)):
+            flats = [_flat([node.values[i] for i in chosen]) for node in nodes]
+            self.reduce(flats, cuts or even_cuts(flats[0].numel(), self.size), gathers=cuts is None)
+            here = [i for i in chosen if cuts is None or owners[i] == self.place]
+            start, stop = (0, None) if cuts is None else (cuts[self.place], cuts[self.place + 1])
+            _unflat(flats[0][start:stop], [values[i] for i in here])
+
+    def share(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Let each value be that of the instance that owns it, everywhere."""
+        for chosen, cuts in self._flats(values, owners):
+            assert cuts is not None
+            parts = [[values[i] for i in chosen if owners[i] == place] for place in range(self.size)]
+            flat = torch.empty(cuts[-1], dtype=values[chosen[0]].dtype)
+            if parts[self.place]:
+                flat[cuts[self.place] : cuts[self.place + 1]] = _flat(parts[self.place])
+            self.gather(flat, cuts)
+            for other in self._others:
+                _unflat(flat[cuts[other] : cuts[other + 1]], parts[other])
+
+    def _flats(
+        self, values: Sequence[Tensor], owners: Sequence[int | None]
+    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Which values travel together: those of one dtype, in the order of their owners. And where each owner's
+        share begins, and the end; None where there are no owners."""
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            mine = [index for index, value in enumerate(values) if value.dtype == dtype]
+            if of_all := [index for index in mine if owners[index] is None]:
+                yield of_all, None
+            shares = [[index for index in mine if owners[index] == place] for place in range(self.size)]
+            if any(shares):
+                sizes = [sum(values[index].numel() for index in share) for share in shares]
+                yield [index for share in shares for index in share], [0, *accumulate(sizes)]
 
     def reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> None:
         """Add up each instance's share there; `gathers`: then send it to all others.
@@ -160,16 +194,12 @@ def _pieces(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, stop)
 
 
-def _flat(nodes: Sequence[Node]) -> Iterator[list[Tensor]]:
-    """For each dtype, each node's values of it as one tensor in the host's memory."""
-    for dtype in dict.fromkeys(value.dtype for value in nodes[0].values):
-        yield [
-            torch.cat([value.reshape(-1) for value in node.values if value.dtype == dtype]).cpu()
-            for node in nodes
-        ]
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    """Values of one dtype as one tensor in the host's memory."""
+    return torch.cat([value.reshape(-1) for value in values]).cpu()
 
 
 def _unflat(flat: Tensor, values: Sequence[Tensor]) -> None:
-    mine = [value for value in values if value.dtype == flat.dtype]
-    parts = flat.to(mine[0].device).split([value.numel() for value in mine])
-    torch._foreach_copy_(mine, [part.view(value.shape) for part, value in zip(parts, mine, strict=True)])
+    if values:
+        parts = flat.to(values[0].device).split([value.numel() for value in values])
+        torch._foreach_copy_(values, [part.view(v.shape) for part, v in zip(parts, values, strict=True)])

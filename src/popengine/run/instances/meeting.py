@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +33,9 @@ WARN_AFTER = 60.0  # seconds without another instance, until somebody is told
 LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits for the others to agree on a call's end
 _PATIENCE = 0.2  # seconds; an interrupt wakes nobody who waits
 _FOREVER, _NEVER = timedelta(days=365), float("inf")
-_AGREE, _FACTS, _CUT, _PROBE = 1, 2, 3, 3  # tags; FIRST_FREE and above are for exchanges
+_AGREE, _FACTS, _CUT, _PROBE, _TOLD = 1, 2, 3, 3, 4  # tags; FIRST_FREE and above are for exchanges
 FIRST_FREE = 16
+_ASKED = "the reading of "
 
 
 T = TypeVar("T")
@@ -50,6 +53,14 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
 
     threading.Thread(target=run, daemon=True).start()
     return outcome
+
+
+class Readable(Protocol):
+    """What instances have a part each of."""
+
+    def part(self) -> Tensor:
+        """This instance's, as bytes. It is called between the calls of a training."""
+        ...
 
 
 class Broken(Error):
@@ -86,6 +97,8 @@ class Meeting:
             None  # how long to wait for the agreement on a call's end; None: there is none
         )
         self._parts: dict[tuple[int, ...], Meeting] = {}
+        self._offers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by what is read
+        self._offered = 0
         self._waits: dict[int, list[Any]] = {}  # by thread: since when, for which instance, what for
 
     # ---- agreeing ----------------------------------------------------------------------------------------
@@ -148,9 +161,18 @@ class Meeting:
 
     def _agree(self, what: str, facts: Facts) -> None:
         mine = header(what, facts)
-        headers = self._everybody(mine, [HEADER] * self.size, _AGREE, what)
-        if all(torch.equal(other, mine) for other in headers):
-            return
+        while True:
+            headers = self._everybody(mine, [HEADER] * self.size, _AGREE, what)
+            if all(torch.equal(other, mine) for other in headers):
+                return
+            asked = min(
+                (w for w in (read_header(one).what for one in headers) if w.startswith(_ASKED)), default=""
+            )
+            if asked == what:
+                return  # the others answer first, wherever they are
+            if not asked:
+                break
+            self._tell_part(asked)
         told = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         sizes = [read_header(other).size for other in headers]
         texts = self._everybody(told, sizes, _FACTS, what)
@@ -161,6 +183,38 @@ class Meeting:
                 self.names,
             )
         )
+
+    # ---- asking ------------------------------------------------------------------------------------------
+
+    def offer(self, what: str, source: Readable) -> str:
+        """Let other instances read what this one has a part of, as all have. `source` is not kept alive.
+
+        Returns: by which name to `ask` for it, the same in all instances, which offer in the same order
+        """
+        self._offered += 1
+        name = f"{_ASKED}{what} (number {self._offered})"
+        self._offers[name] = source
+        return name
+
+    def ask(self, name: str) -> list[Tensor]:
+        """The parts of all instances, as bytes. Those that do not ask give theirs when they come to the next meeting,
+        whatever it is about, and go on to that."""
+        return self.meet(name, {}, lambda: self._tell_part(name))
+
+    def has_offers(self) -> bool:
+        """Whether another instance may want to read something of this one."""
+        return bool(self._offers)
+
+    def _tell_part(self, name: str) -> list[Tensor]:
+        try:
+            mine = self._offers[name].part()
+        except BaseException as error:
+            why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
+            self.break_off(f"was asked for its part of {name.removeprefix(_ASKED)}, and {why}")
+            raise self._error() from error
+        size = torch.tensor([mine.numel()]).view(torch.uint8)
+        sizes = self._everybody(size, [size.numel()] * self.size, _TOLD, name)
+        return self._everybody(mine, [int(one.view(torch.int64)) for one in sizes], _TOLD, name)
 
     def _everybody(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
         """What each instance says, this one included."""
@@ -351,8 +405,11 @@ def current() -> Meeting | None:
 
 
 def leave() -> None:
-    """This process ends: those who wait for it need not."""
+    """This process ends: those who wait for it need not. One that has a part of what others may read waits."""
     if _current is not None:
+        if _current.has_offers() and not hasattr(sys, "last_value"):  # nor has it failed
+            with suppress(Error):
+                _current.agree("the end of the program")
         store, place = _current._store, _current.place
         with suppress(Empty):
             in_a_thread(lambda: store.set(f"left/{place}", "1")).get(timeout=1.0)

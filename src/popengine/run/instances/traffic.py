@@ -5,8 +5,9 @@ It runs the very sums of `instance_sums.py`, on tensors without memory, and nobo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -58,6 +59,22 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
     for dtype, count in elements.items():
         flats = [torch.empty(count, dtype=dtype, device="meta") for _ in range(sums.nodes)]
         sums.reduce(flats, even_cuts(count, instances), gathers=True)
+    return nobody.traffic
+
+
+def of_shared_state(elements: Mapping[torch.dtype, Sequence[int]], place: int) -> Traffic:
+    """What the sum costs it, and weights that come back, where instances share the optimizer's state out.
+
+    Args:
+        elements: of each dtype, how many gradients each instance has the state of
+    """
+    instances = len(next(iter(elements.values())))
+    nobody = _NobodyThere(place, instances)
+    sums = Instances(nobody, 0, 1)
+    for dtype, shares in elements.items():
+        flat, cuts = torch.empty(sum(shares), dtype=dtype, device="meta"), [0, *accumulate(shares)]
+        sums.reduce([flat], cuts, gathers=False)
+        sums.gather(flat, cuts)
     return nobody.traffic
 
 

@@ -16,7 +16,7 @@ from popengine.update.group_update import init_state
 from ..devices.base import Device
 from .alignment import begins_well
 from .offloading import offloading_of
-from .state_owners import owners
+from .state_owners import Owner, owners
 from .store import Kept, Store
 
 
@@ -93,9 +93,10 @@ class Tensors:
         }
         updated = {key: weight.numel() for key, weight in weights.items() if key in optimizer.group_of}
         store.owner = owners(updated, self.settings, replica)
+        me = Owner(self.settings.counts.instance, replica)
         for key, weight in weights.items():
             store.sums[key] = torch.zeros_like(weight, dtype=optimizer.type_for(weight.dtype))
-            if key in updated and store.owner.get(key, replica) == replica:
+            if key in updated and store.owner.get(key, me) == me:
                 store.states[key] = init_state(optimizer, weight)
                 if offloading is not None:
                     store.states[key] = offloading.on_host(weight, store.states[key])
@@ -189,7 +190,9 @@ class Tensors:
         return next(iter(self.snapshot.kept.values())).loss_factor
 
     def read_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of a replica's optimizer state, by parameter; one row a group where there are groups."""
+        """Copies of a replica's optimizer state, by parameter; one row a group where there are groups.
+
+        Where instances share the state out, what this one keeps."""
         found: dict[str, dict[str, Tensor]] = {}
         for ipu in self.plan.programs:
             for key in self.stores[0, ipu].sums:
@@ -201,6 +204,10 @@ class Tensors:
                         for name, value in rows[0].items()
                     }
         return found
+
+    def trained(self) -> list[str]:
+        """The parameters that have gradients, in the order in which their state is read."""
+        return list(dict.fromkeys(key for ipu in self.plan.programs for key in self.stores[0, ipu].sums))
 
     def _fetch_state(self, place: tuple[int, int], key: str) -> dict[str, Tensor]:
         with self.devices[place].running():
@@ -247,8 +254,10 @@ class Tensors:
         return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
 
     def _keepers(self, ipu: int, key: str) -> list[tuple[int, int]]:
-        """The places that hold what the host receives of a parameter's optimizer state."""
-        return [(self.stores[row, ipu].owner.get(key, row), ipu) for row in self._rows(key)]
+        """The places in this instance that hold what the host receives of a parameter's optimizer state."""
+        here = self.settings.counts.instance
+        found = [self.stores[row, ipu].owner.get(key, Owner(here, row)) for row in self._rows(key)]
+        return [(owner.replica, ipu) for owner in found if owner.instance == here]
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
         """A replica's share of a host value."""

@@ -1,0 +1,42 @@
+"""Reading optimizer state that is shared out over instances: their parts travel as bytes, and are joined."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..instances.meeting import Meeting
+from .loaded_tensors import Tensors
+
+States = dict[str, dict[str, Tensor]]
+
+
+class SharedState:
+    """What this instance has of an engine's optimizer state, and the way to the rest; it keeps no engine alive."""
+
+    def __init__(self, tensors: Tensors, meeting: Meeting) -> None:
+        self._tensors, self._meeting = weakref.ref(tensors), meeting
+        self._name = meeting.offer("the optimizer's state", self)
+
+    def part(self) -> Tensor:
+        """This instance's part, as bytes."""
+        tensors, file = self._tensors(), io.BytesIO()
+        assert tensors is not None  # it keeps this object
+        torch.save(tensors.read_optimizer(), file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    def read(self) -> States:
+        """The parts of all instances, in the order of the parameters."""
+        parts: list[Any] = [
+            torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
+            for part in self._meeting.ask(self._name)
+        ]
+        tensors = self._tensors()
+        assert tensors is not None
+        whole: States = {key: state for part in parts for key, state in part.items()}
+        whole.update(parts[self._meeting.place])  # of groups of replicas each instance has its own
+        return {key: whole[key] for key in tensors.trained() if key in whole}

@@ -1,0 +1,178 @@
+"""Optimizer state that instances share out: each keeps its part, and the whole can be read wherever somebody asks."""
+
+import gc
+
+import processes
+import pytest
+import torch
+import training
+from torch import nn
+
+import popdist
+import poptorch
+from popengine.run.instances import meeting, traffic
+
+RULES = {
+    "poptorch's": lambda weights: poptorch.optim.AdamW(weights, lr=0.01, max_grad_norm=0.5),
+    "torch's": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+}
+
+
+class Layers(nn.Module):
+    """Eight weights of one size, so that each of 2 or 4 owners has as many."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(6, 6, bias=False) for _ in range(8)]
+        self.first, self.last = nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:])
+
+    def forward(self, x):
+        with poptorch.Block("a"):
+            x = self.first(x).tanh()
+        with poptorch.Block("b"):
+            return poptorch.identity_loss(self.last(x).square(), "mean")
+
+
+def trained(rule, opts, instance, calls=3):
+    """An executor after some calls, and its optimizer; all replicas of all instances take the same rows."""
+    opts.randomSeed(1).showCompilationProgressBar(False)
+    opts.setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
+    opts.Training.gradientAccumulation(3)
+    opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useReplicatedTensorSharding())
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = RULES[rule](model.parameters())
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    data = torch.Generator().manual_seed(2)
+    for _ in range(calls):
+        rows = torch.randn(3, 4, 2, 6, generator=data)
+        here = opts.replication_factor
+        executor(rows[:, instance * here : (instance + 1) * here].flatten(0, 2))
+    return executor, optimizer
+
+
+def plain(state):
+    """A state as lists, in an order that does not matter."""
+    if isinstance(state, dict):
+        return {str(key): plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [plain(value) for value in state]
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def kept(executor):
+    """How many elements of state this instance keeps."""
+    stores = executor._lease.engine.stores.values()
+    return sum(v.numel() for store in stores for state in store.states.values() for v in state.values())
+
+
+def read_by(chosen, rule):
+    """The state of who is chosen, and how much each keeps; the others go on to the end of the program."""
+    popdist.init()
+    executor, optimizer = trained(rule, popdist.poptorch.Options(), popdist.getInstanceIndex())
+    state = plain(optimizer.state_dict()) if popdist.getInstanceIndex() in chosen else None
+    meeting.leave()
+    return state, kept(executor)
+
+
+@pytest.mark.parametrize(
+    "chosen, instances", [((0, 1), 2), ((0,), 2), ((1, 2), 4)], ids=["all", "the first", "some of four"]
+)
+@pytest.mark.parametrize("rule", [*RULES])
+def test_the_whole_state_is_read_by_whoever_asks_and_each_keeps_its_part(chosen, instances, rule):
+    executor, optimizer = trained(rule, poptorch.Options().replicationFactor(4), 0)
+    expected, whole = plain(optimizer.state_dict()), kept(executor)
+    ended = processes.run(read_by, instances, chosen, rule, replicas=4 // instances)
+    assert [one.error for one in ended] == [""] * instances
+    for place, one in enumerate(ended):
+        state, part = one.value
+        assert state == (expected if place in chosen else None)
+        assert part == whole // instances
+
+
+def read_in_the_first_while_the_other_trains():
+    popdist.init()
+    executor, model, optimizer = training.executor(rule=poptorch.optim.AdamW, lr=0.01, shares_state=True)
+    for call in range(4):
+        executor(*training.batch(call))
+        if call == 2 and popdist.getInstanceIndex() == 0:
+            optimizer.state_dict()
+    return training.weights(model)
+
+
+def test_one_may_read_it_while_the_others_go_on_to_their_next_call():
+    first, second = processes.run(read_in_the_first_while_the_other_trains, 2)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+
+
+def read_when_the_other_is_gone():
+    popdist.init()
+    executor, _, optimizer = training.executor(rule=poptorch.optim.AdamW, lr=0.01, shares_state=True)
+    executor(*training.batch(0))
+    if popdist.getInstanceIndex() == 1:
+        return ""
+    with pytest.raises(poptorch.UnrecoverableError) as raised:
+        optimizer.state_dict()
+    return str(raised.value)
+
+
+def test_who_asks_for_the_part_of_an_instance_that_is_gone_is_told():
+    first, _ = processes.run(read_when_the_other_is_gone, 2)
+    assert first.error == ""
+    assert "another instance has left the training" in first.value
+    assert first.seconds < 30
+
+
+def read_when_the_other_has_let_go():
+    popdist.init()
+    executor, _, optimizer = training.executor(rule=poptorch.optim.AdamW, lr=0.01, shares_state=True)
+    executor(*training.batch(0))
+    if popdist.getInstanceIndex() == 1:
+        executor.destroy()
+        del executor
+        gc.collect()
+        with pytest.raises(poptorch.Error, match="another instance failed"):
+            popdist.synchronize()
+        return ""
+    with pytest.raises(poptorch.Error) as raised:
+        optimizer.state_dict()
+    return str(raised.value)
+
+
+def test_who_asks_for_a_part_that_was_let_go_of_is_told():
+    first, second = processes.run(read_when_the_other_has_let_go, 2)
+    assert (first.error, second.error) == ("", "")
+    assert "instance 1 was asked for its part of the optimizer's state" in first.value
+    assert "has let go of it" in first.value
+
+
+def read_too_late(rule):
+    popdist.init()
+    executor, optimizer = trained(rule, popdist.poptorch.Options(), popdist.getInstanceIndex())
+    executor.detachFromDevice()
+    with pytest.raises(
+        poptorch.Error, match=r"shared out over the instances, .*\n.*after attachToDevice\(\)"
+    ):
+        optimizer.state_dict()
+    executor.attachToDevice()
+    state = optimizer.state_dict()
+    executor.destroy()
+    with pytest.raises(poptorch.Error, match=r"has gone with its executor\n.*before destroy\(\)"):
+        optimizer.state_dict()
+    optimizer.load_state_dict(state)  # to go on with in another executor
+    return plain(optimizer.state_dict()) == plain(state) if rule == "poptorch's" else True
+
+
+@pytest.mark.parametrize("rule", [*RULES])
+def test_state_that_is_not_on_devices_is_no_part_taken_for_the_whole(rule):
+    for ended in processes.run(read_too_late, 2, rule, replicas=2):
+        assert ended.error == ""
+        assert ended.value
+
+
+def test_sharing_state_sends_no_more_than_sums_do():
+    for instances in (2, 64):
+        elements = [3 * 64 * instances] * instances
+        sums = traffic.of_a_sum({torch.float32: sum(elements)}, 0, instances)
+        assert traffic.of_shared_state({torch.float32: elements}, 0) == sums
