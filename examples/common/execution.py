@@ -134,6 +134,7 @@ def held_out_losses(model: Any, rows: Any, flags: Any, output: int) -> torch.Ten
     if not sizes:
         raise SystemExit(f"{count} held-out rows are too few for a pipeline of {flags.stages} stages")
     opts = poptorch.Options().deviceIterations(count // sizes[-1]).randomSeed(flags.random_seed)
+    opts.Distributed.disable()  # one instance measures alone
     opts.outputMode(poptorch.OutputMode.All)
     _set_placement(opts, flags)
     executor = poptorch.inferenceModel(model.eval(), opts)

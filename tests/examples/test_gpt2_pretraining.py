@@ -4,6 +4,8 @@ import importlib
 import math
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -168,3 +170,27 @@ def test_too_few_micro_batches_are_refused(gpt2, capsys):
         gpt2.main(["--model", "nano"])
     said = capsys.readouterr().err
     assert "this pipeline needs at least 9 micro-batches: --gradient-accumulation 1 (default)" in said
+
+
+def test_two_instances_train_as_one(gpt2, flags, tmp_path):
+    """Both find the text prepared, or wait for each other."""
+    again = [flag.replace("numbers", "others") for flag in flags]
+    one = gpt2.main([*flags, "--replication-factor", "2"]).losses
+    command = [
+        sys.executable,
+        "-m",
+        "poprun",
+        "--num-instances",
+        "2",
+        "--num-replicas",
+        "2",
+        "--ipus-per-replica",
+        "2",
+    ]
+    command += [sys.executable, gpt2.__file__, *again, "--checkpoint-output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^step .* loss: ([\d.]+)", done.stderr, re.MULTILINE) == [
+        f"{loss:.4f}" for loss in one
+    ]
+    assert len(re.findall("Made up", done.stderr)) == 1
