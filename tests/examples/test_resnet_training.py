@@ -443,12 +443,13 @@ def test_a_loss_that_is_no_number_ends_the_training(program, tiny):
 
 
 def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
-    """4 replicas as 1 × 4 and 2 × 2: weights are equal to the bit, and the running statistics too."""
+    """4 replicas as 1 × 4 and 2 × 2: weights are equal to the bit, and the running statistics too; and so is the
+    optimizer's state, of which the two have a part each and the first one alone asks for it."""
     flags = [*tiny, "--replicas", "4", "--gradient-accumulation", "1", "--epoch", "1", "--bn-group-size", "2"]
     program.train.main([*flags, "--checkpoint-output-dir", str(tmp_path / "one")])
     poprun = [sys.executable, "-m", "poprun", "--num-replicas=4", "--num-instances=2"]
     command = [*poprun, sys.executable, str(EXAMPLE / "train.py"), *flags]
-    command += ["--checkpoint-output-dir", str(tmp_path / "two")]
+    command += ["--checkpoint-output-dir", str(tmp_path / "two"), "--enable-optimizer-rts"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "poprun gives 2 replicas to each instance, in place of --replicas 4" in done.stderr
@@ -458,6 +459,9 @@ def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
     )
     for name in dict(one["model_state_dict"]):
         assert torch.equal(one["model_state_dict"][name], two["model_state_dict"][name]), name
+    states = one["optimizer_state_dict"]["ipu_state"], two["optimizer_state_dict"]["ipu_state"]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert len(list((tmp_path / "two").glob("*.pt"))) == 1
     assert len(re.findall(r"Accuracy on test set: [\d.]+%", done.stderr)) == 1
 

@@ -88,6 +88,8 @@ class Engine(Tensors):
 
     def close(self) -> None:
         """End the threads."""
+        if self._shared_state is not None:
+            self._shared_state.keep()
         self._close()
 
     def _crew_for(self, recorder: Recorder | None) -> Crew:

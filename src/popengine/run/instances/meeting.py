@@ -99,6 +99,7 @@ class Meeting:
         self._parts: dict[tuple[int, ...], Meeting] = {}
         self._offers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by what is read
         self._offered = 0
+        self._kept: list[Any] = []  # offers that nothing else keeps alive, until the next meeting
         self._waits: dict[int, list[Any]] = {}  # by thread: since when, for which instance, what for
 
     # ---- agreeing ----------------------------------------------------------------------------------------
@@ -164,6 +165,8 @@ class Meeting:
         while True:
             headers = self._everybody(mine, [HEADER] * self.size, _AGREE, what)
             if all(torch.equal(other, mine) for other in headers):
+                if not what.startswith(_ASKED):
+                    self._kept.clear()
                 return
             asked = min(
                 (w for w in (read_header(one).what for one in headers) if w.startswith(_ASKED)), default=""
@@ -200,6 +203,11 @@ class Meeting:
         """The parts of all instances, as bytes. Those that do not ask give theirs when they come to the next meeting,
         whatever it is about, and go on to that."""
         return self.meet(name, {}, lambda: self._tell_part(name))
+
+    def keep(self, source: Readable) -> None:
+        """Keep what was offered until the next meeting: another instance, not as far in the program, may ask for it."""
+        if not self._ended:
+            self._kept.append(source)
 
     def has_offers(self) -> bool:
         """Whether another instance may want to read something of this one."""

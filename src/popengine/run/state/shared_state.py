@@ -21,13 +21,20 @@ class SharedState:
     def __init__(self, tensors: Tensors, meeting: Meeting) -> None:
         self._tensors, self._meeting = weakref.ref(tensors), meeting
         self._name = meeting.offer("the optimizer's state", self)
+        self._last: States | None = None  # of an engine that is gone
 
     def part(self) -> Tensor:
         """This instance's part, as bytes."""
         tensors, file = self._tensors(), io.BytesIO()
-        assert tensors is not None  # it keeps this object
-        torch.save(tensors.read_optimizer(), file)
+        assert self._last is not None or tensors is not None
+        torch.save(tensors.read_optimizer() if self._last is None else self._last, file)
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    def keep(self) -> None:
+        """The engine goes; another instance may not have read its last state yet."""
+        if (tensors := self._tensors()) is not None:
+            self._last = tensors.read_optimizer()
+            self._meeting.keep(self)
 
     def read(self) -> States:
         """The parts of all instances, in the order of the parameters."""
