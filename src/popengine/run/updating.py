@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Settings
-from ..update.blocks import Part, Task, blocks
+from ..update.chunks import Part, Task, chunks
 from ..update.clipping import clamp_, clipping_factor, norms, scale_
-from ..update.group_update import Prepare, phases, takes_tensors
+from ..update.group_update import phases, takes_tensors
 from ..update.loss_scaling import Count, all_finite, count, next_factor
+from ..update.one_chunk import Prepare
 from .devices.base import Device
 from .instances.collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .instances.instance_sums import Instances
@@ -138,9 +139,9 @@ class Updater:
         """Change gradients in place, element by element."""
         parts = [Part(value, value, {}) for value in sums]
         some = [
-            partial(change, [span.view.gradient for span in block])
-            for turns in blocks(parts)
-            for block in turns
+            partial(change, [span.view.gradient for span in chunk])
+            for turns in chunks(parts)
+            for chunk in turns
         ]
         yield from self._do(some, share)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
-from popengine.update.blocks import State
+from popengine.update.chunks import State
 
 Rates = Mapping[str, float]
 Formula = Callable[[Optimizer, Rates, list[Tensor], list[Tensor], list[State]], None]

@@ -1,31 +1,25 @@
 """A weight update: runs an optimizer's rule over the parameters of one group on one stage.
 
-It decides what a rule needs and `rules.py` leaves out: the states to begin with, what is done block by block, and
-the precision. Parameters or states that aren't float32 are computed on in float32 and rounded once at the end. It
-knows no device, schedule or user's class.
+It decides what a rule needs and `rules.py` leaves out: the states to begin with, which kernels, and what may be done at
+the same time. It knows no device, schedule or user's class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
-from popengine.update.blocks import SCALARS, Block, Part, State, Task, blocks
-from popengine.update.formulas import Formula, Rates
-from popengine.update.rules import Layers, Rule, rule_of
-from popengine.update.stochastic_rounding import stochastic_round_
+from popengine.update.chunks import Part, State, Task, chunks
+from popengine.update.formulas import Rates
+from popengine.update.layerwise import by_layers
+from popengine.update.one_chunk import Prepare, begin_chunk, each, update_by_kernel, update_in_float
+from popengine.update.rules import rule_of
 
-FUSED_DEVICES = (
-    "cuda",
-)  # where fused kernels are taken in any case; on CPUs, whose user wants torch's bits, if asked
-
-Prepare = Callable[[list[Tensor]], None]  # what is done to gradients first, in place, element by element
+FUSED_DEVICES = ("cuda",)  # on others a user has to ask for fused kernels: torch's default has other bits
 
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
@@ -98,23 +92,18 @@ def phases(
             if state.when == "momentum" and group.get("momentum") and state.name not in part.state:
                 part.state[state.name] = _zeros(optimizer, state.name, part.parameter)  # it was zero so far
     _count(parts)
-    begin = partial(_begin, prepare=prepare)
+    begin = partial(begin_chunk, prepare=prepare)
     if rule.layers is not None:
-        yield from _by_layers(rule, rule.layers, optimizer, group, parts, begin)
+        yield from by_layers(rule, rule.layers, optimizer, group, parts, begin)
         return
     fused = [_is_fused(optimizer, group, part.parameter) for part in parts]
-    one = partial(_update_by_kernel, rule, group, begin)
-    other = partial(_update_in_float, rule.formula, optimizer, group, begin)
+    one = partial(update_by_kernel, rule, group, begin)
+    other = partial(update_in_float, rule.formula, optimizer, group, begin)
     yield [
-        partial(_each, run, some)
+        partial(each, run, some)
         for run, is_fused in ((one, True), (other, False))
-        for some in blocks([part for part, fits in zip(parts, fused, strict=True) if fits == is_fused])
+        for some in chunks([part for part, fits in zip(parts, fused, strict=True) if fits == is_fused])
     ]
-
-
-def _each(run: Callable[[Block], None], some: Iterable[Block]) -> None:
-    for block in some:
-        run(block)
 
 
 def _is_fused(optimizer: Optimizer, group: Rates, parameter: Tensor) -> bool:
@@ -139,127 +128,3 @@ def _count(parts: Sequence[Part]) -> None:
         torch._foreach_copy_([part.state["step"] for part in moved], [part.old["step"] for part in moved])
     if steps:
         torch._foreach_add_(steps, 1)
-
-
-def _begin(block: Block, prepare: Sequence[Prepare]) -> list[Part]:
-    """The elements of a block, with the values that the update begins with."""
-    parts = [span.view for span in block]
-    old = [
-        (part.parameter if name == "weight" else part.state[name], value)
-        for part in parts
-        for name, value in part.old.items()
-        if name not in SCALARS
-    ]
-    if old:
-        torch._foreach_copy_([target for target, _ in old], [value for _, value in old])
-    gradients = [part.gradient for part in parts]
-    for change in prepare:
-        change(gradients)
-    return parts
-
-
-def _update_by_kernel(rule: Rule, group: Rates, begin: Callable[[Block], list[Part]], block: Block) -> None:
-    assert rule.fused is not None
-    parts = begin(block)
-    given: Any = group
-    rate = given.get("lr_tensor", group["lr"])
-    weights, gradients = [part.parameter for part in parts], [part.gradient for part in parts]
-    rule.fused(group, rate, weights, gradients, [part.state for part in parts])
-
-
-def _update_in_float(
-    formula: Formula,
-    optimizer: Optimizer,
-    group: Rates,
-    begin: Callable[[Block], list[Part]],
-    block: Block,
-) -> None:
-    """Run the formula on float32 (for float64 parameters: float64) copies of whatever isn't, then write back."""
-    parts = begin(block)
-    types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
-    # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
-    floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-    wide = [_wide(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
-    gradients = [part.gradient.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-    formula(optimizer, group, floats, gradients, wide)
-    for part, result, results in zip(parts, floats, wide, strict=True):
-        if result is not part.parameter:
-            if part.generator is None:
-                part.parameter.copy_(result)
-            else:
-                stochastic_round_(part.parameter, result, part.generator)
-        _write_back(part.state, results)
-
-
-def _wide(state: State, dtype: torch.dtype) -> State:
-    return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
-
-
-def _write_back(state: State, results: State) -> None:
-    for name, value in state.items():
-        if results[name] is not value:
-            value.copy_(results[name])
-
-
-def _by_layers(
-    rule: Rule,
-    layers: Layers,
-    optimizer: Optimizer,
-    group: Rates,
-    parts: Sequence[Part],
-    begin: Callable[[Block], list[Part]],
-) -> Iterator[list[Task]]:
-    """First the steps and their norms, then the weights."""
-    parts = [replace(part, step=_room_for_step(part), norms={}) for part in parts]
-    measure = partial(_measure, layers, optimizer, group, begin)
-    yield [partial(_each, measure, some) for some in blocks(parts)]
-    measured = [part for part in parts if part.norms]
-    ratios: dict[int, Tensor] = {}
-    if measured:
-        sizes = torch.stack([_total(part, 0) for part in measured])
-        lengths = torch.stack([_total(part, 1) for part in measured])
-        found = layers.trust(group, sizes, lengths)
-        ratios = {id(part): ratio for part, ratio in zip(measured, found.unbind(), strict=True)}
-    parts = [
-        replace(
-            part,
-            gradient=part.step,
-            state=part.state | ({"trust": ratios[id(part)]} if id(part) in ratios else {}),
-            old={},
-        )
-        for part in parts
-    ]
-    run = partial(_update_in_float, rule.formula, optimizer, group, partial(_begin, prepare=()))
-    yield [partial(_each, run, some) for some in blocks(parts)]
-
-
-def _room_for_step(part: Part) -> Tensor:
-    dtype = torch.promote_types(part.parameter.dtype, torch.float32)
-    return part.gradient if part.gradient.dtype == dtype else torch.empty_like(part.gradient, dtype=dtype)
-
-
-def _measure(
-    layers: Layers, optimizer: Optimizer, group: Rates, begin: Callable[[Block], list[Part]], block: Block
-) -> None:
-    parts = begin(block)
-    steps = [part.step for part in parts if part.step is not None]
-    for part, step in zip(parts, steps, strict=True):
-        if step.dtype != part.gradient.dtype:
-            step.copy_(part.gradient)
-    weights = [part.parameter.to(step.dtype) for part, step in zip(parts, steps, strict=True)]
-    wide = [_wide(part.state, step.dtype) for part, step in zip(parts, steps, strict=True)]
-    layers.steps(optimizer, group, weights, steps, wide)
-    for part, results in zip(parts, wide, strict=True):
-        _write_back(part.state, results)
-    chosen = [place for place, span in enumerate(block) if span.part.parameter.dim() >= layers.least]
-    if chosen:
-        sizes = torch._foreach_norm([weights[place] for place in chosen])
-        lengths = torch._foreach_norm([steps[place] for place in chosen])
-        for place, size, length in zip(chosen, sizes, lengths, strict=True):
-            block[place].part.norms[block[place].start] = size, length
-
-
-def _total(part: Part, which: int) -> Tensor:
-    """The norm of a parameter or its step from those of its blocks, in their order."""
-    norms = [part.norms[start][which] for start in sorted(part.norms)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

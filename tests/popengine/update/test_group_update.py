@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.blocks import BLOCK
+from popengine.update.chunks import CHUNK
 from popengine.update.group_update import init_state, update
 
-SHAPES = [(), (3,), (17, 5), (300, 300), (2, 3, 4, 4), (40,)]  # one is larger than a block
+SHAPES = [(), (3,), (17, 5), (300, 300), (2, 3, 4, 4), (40,)]  # one is larger than a chunk
 
 
 def parameters(dtype=torch.float32):
@@ -54,8 +54,8 @@ def decaying(**rates):
     return lambda step: {"lr": 0.05 / (1 + step), "maximize": 0.0, **rates}
 
 
-def test_a_shape_of_these_tests_spans_blocks():
-    assert max(math.prod(shape) for shape in SHAPES) > BLOCK
+def test_a_shape_of_these_tests_spans_chunks():
+    assert max(math.prod(shape) for shape in SHAPES) > CHUNK
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -51,9 +51,9 @@ def test_after_a_failure_nothing_more_is_begun(pool):
     seen = []
 
     def fail():
-        raise ValueError("a block")
+        raise ValueError("a chunk")
 
-    assert str(done(pool, [fail, *[lambda: seen.append(1)] * 1000])) == "a block"
+    assert str(done(pool, [fail, *[lambda: seen.append(1)] * 1000])) == "a chunk"
     assert len(seen) < 1000
 
 
@@ -64,9 +64,9 @@ def test_what_is_stopped_ends(pool):
 
 
 @pytest.fixture
-def tiny_blocks(monkeypatch):
+def tiny_chunks(monkeypatch):
     """An update of the small net is many tasks."""
-    monkeypatch.setattr("popengine.update.blocks.BLOCK", 4)
+    monkeypatch.setattr("popengine.update.chunks.CHUNK", 4)
 
 
 @pytest.fixture
@@ -87,21 +87,21 @@ NAMES = ["adam", "replicas", "sharded state", "clipping", "automatic loss scalin
 
 
 @pytest.mark.parametrize("options", [*(LAYOUTS[name] for name in NAMES), *MORE.values()], ids=[*NAMES, *MORE])
-def test_an_update_that_cores_share_has_the_bits_of_one_core(options, three_cores, tiny_blocks, monkeypatch):
-    if options.get("kind") == "lamb":  # whose norms are those of blocks
+def test_an_update_that_cores_share_has_the_bits_of_one_core(options, three_cores, tiny_chunks, monkeypatch):
+    if options.get("kind") == "lamb":  # whose norms are those of chunks
         torch.set_num_threads(1)
         expected = trained(engine_on(lambda ipu: Device(), **options))
         torch.set_num_threads(3)
     else:
         with monkeypatch.context() as whole:
-            whole.setattr("popengine.update.blocks.BLOCK", 1 << 16)
+            whole.setattr("popengine.update.chunks.CHUNK", 1 << 16)
             expected = trained(engine_on(lambda ipu: Device(), **options))
     assert_same(trained(engine_on(lambda ipu: Device(), **options)), expected)
 
 
 @pytest.mark.parametrize("accumulation", [1, 8])
 def test_a_failure_in_a_shared_update_leaves_the_weights_as_they_were(
-    accumulation, three_cores, tiny_blocks, monkeypatch
+    accumulation, three_cores, tiny_chunks, monkeypatch
 ):
     engine = engine_on(lambda ipu: Device(), mode="sharded", counts=(2, accumulation, 1), kind="adamw")
     engine.run(batch_for(engine), rates("adamw"))

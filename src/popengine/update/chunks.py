@@ -1,7 +1,7 @@
-"""Blocks: what an update does is cut into pieces that stay in a core's cache from one operation to the next.
+"""Chunks: what an update does is cut into pieces that stay in a core's cache from one operation to the next.
 
-A parameter is cut at multiples of BLOCK elements from its own beginning, whatever else is updated: so the order of
-the sums within norms, and with it their bits, depends on the parameter alone. Small neighbours share a block.
+A parameter is cut at multiples of CHUNK elements from its own beginning, whatever else is updated: so the order of
+the sums within norms, and with it their bits, depends on the parameter alone. Small neighbours share a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 Task = Callable[[], None]  # one of several that may be done at the same time
 
 # Of an update with two moments, whose values are read from one set of memory and written to another: 2 MB.
-BLOCK = 1 << 16
+CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Part:
         old:       values that the update begins with, where these are in other memory: "weight", and states by name
         generator: for stochastic rounding
         step:      for rules that need norms: memory of what is measured, the gradient's where its dtype will do
-        norms:     of the weight and of its step, by the beginning of the block
+        norms:     of the weight and of its step, by the beginning of the chunk
     """
 
     parameter: Tensor
@@ -88,18 +88,18 @@ class Span(NamedTuple):
         return self.part.elements(self.start, self.stop) if self.stop else self.part
 
 
-Block = list[Span]
+Chunk = list[Span]
 
 
-def blocks(parts: Sequence[Part]) -> Iterator[list[Block]]:
-    """What to do, as lists of blocks: lists in any order or at the same time, the blocks of one in their order.
+def chunks(parts: Sequence[Part]) -> Iterator[list[Chunk]]:
+    """What to do, as lists of chunks: lists in any order or at the same time, the chunks of one in their order.
 
-    On other devices than CPUs all is one block, as one kernel updates many.
+    On other devices than CPUs all is one chunk, as one kernel updates many.
     """
     if not all(part.parameter.is_cpu for part in parts):
         yield [[Span(part) for part in parts]]
         return
-    block: Block = []
+    chunk: Chunk = []
     elements = 0
     for part in parts:
         spans = list(_spans(part))
@@ -108,19 +108,19 @@ def blocks(parts: Sequence[Part]) -> Iterator[list[Block]]:
             continue
         for span in spans:
             size = span.stop - span.start or part.parameter.numel()
-            if block and elements + size > BLOCK:
-                yield [block]
-                block, elements = [], 0
-            block.append(span)
+            if chunk and elements + size > CHUNK:
+                yield [chunk]
+                chunk, elements = [], 0
+            chunk.append(span)
             elements += size
-    if block:
-        yield [block]
+    if chunk:
+        yield [chunk]
 
 
 def _spans(part: Part) -> Iterator[Span]:
     size = part.parameter.numel()
-    if size <= BLOCK or not part.is_flat:
+    if size <= CHUNK or not part.is_flat:
         yield Span(part)
     else:
-        for start in range(0, size, BLOCK):
-            yield Span(part, start, min(start + BLOCK, size))
+        for start in range(0, size, CHUNK):
+            yield Span(part, start, min(start + CHUNK, size))

@@ -1,10 +1,10 @@
-"""Updates in blocks: every element once, cut by the parameter alone, with the bits of the whole."""
+"""Updates in chunks: every element once, cut by the parameter alone, with the bits of the whole."""
 
 import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.blocks import BLOCK, Part, blocks
+from popengine.update.chunks import CHUNK, Part, chunks
 from popengine.update.group_update import init_state, phases, update
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -16,36 +16,36 @@ def part(*shape, dtype=torch.float32, generator=None):
 
 
 def described(found, parts):
-    """Each list of blocks as (part, start, stop) of its spans."""
+    """Each list of chunks as (part, start, stop) of its spans."""
     number = {id(part): place for place, part in enumerate(parts)}
     return [
-        [[(number[id(span.part)], span.start, span.stop) for span in block] for block in some]
+        [[(number[id(span.part)], span.start, span.stop) for span in chunk] for chunk in some]
         for some in found
     ]
 
 
-def test_large_parameters_are_cut_and_small_neighbours_share_a_block():
-    parts = [part(3), part(2 * BLOCK + 5), part(7), part(2, 2)]
-    assert described(blocks(parts), parts) == [
+def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
+    parts = [part(3), part(2 * CHUNK + 5), part(7), part(2, 2)]
+    assert described(chunks(parts), parts) == [
         [[(0, 0, 0)]],
-        [[(1, 0, BLOCK)]],
-        [[(1, BLOCK, 2 * BLOCK)]],
-        [[(1, 2 * BLOCK, 2 * BLOCK + 5), (2, 0, 0), (3, 0, 0)]],
+        [[(1, 0, CHUNK)]],
+        [[(1, CHUNK, 2 * CHUNK)]],
+        [[(1, 2 * CHUNK, 2 * CHUNK + 5), (2, 0, 0), (3, 0, 0)]],
     ]
 
 
 def test_what_draws_random_numbers_is_done_in_order():
-    parts = [part(BLOCK + 1, dtype=torch.float16, generator=torch.Generator()), part(2)]
-    assert described(blocks(parts), parts) == [[[(0, 0, BLOCK)], [(0, BLOCK, BLOCK + 1)]], [[(1, 0, 0)]]]
+    parts = [part(CHUNK + 1, dtype=torch.float16, generator=torch.Generator()), part(2)]
+    assert described(chunks(parts), parts) == [[[(0, 0, CHUNK)], [(0, CHUNK, CHUNK + 1)]], [[(1, 0, 0)]]]
 
 
 def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
     weight = torch.empty(512, 512)
     parts = [Part(weight, torch.empty(512, 512).t(), {})]
-    assert described(blocks(parts), parts) == [[[(0, 0, 0)]]]
+    assert described(chunks(parts), parts) == [[[(0, 0, 0)]]]
     images = torch.empty(64, 64, 5, 5).to(memory_format=torch.channels_last)
     parts = [Part(images, torch.empty_like(images), {})]
-    assert len(described(blocks(parts), parts)) == 2
+    assert len(described(chunks(parts), parts)) == 2
 
 
 def trained(kind, rates, weights, dtype=torch.float32, seed=None, **fields):
@@ -62,11 +62,11 @@ def trained(kind, rates, weights, dtype=torch.float32, seed=None, **fields):
 
 
 @pytest.mark.parametrize("seed", [None, 5], ids=["to nearest", "stochastic rounding"])
-def test_half_weights_have_the_bits_of_an_update_in_one_block(seed, monkeypatch):
+def test_half_weights_have_the_bits_of_an_update_in_one_chunk(seed, monkeypatch):
     torch.manual_seed(0)
-    weights = [torch.randn(BLOCK + 77)]
+    weights = [torch.randn(CHUNK + 77)]
     mine = trained("adamw", ADAM, weights, torch.float16, seed)
-    monkeypatch.setattr("popengine.update.blocks.BLOCK", 1 << 30)
+    monkeypatch.setattr("popengine.update.chunks.CHUNK", 1 << 30)
     assert torch.equal(mine[0], trained("adamw", ADAM, weights, torch.float16, seed)[0])
 
 
@@ -87,7 +87,7 @@ def test_an_update_may_begin_with_values_in_other_memory(kind):
     """The first update of a call reads what is kept and writes the spare set."""
     optimizer, rates = Optimizer(kind, {}), {**ADAM, "max_weight_norm": 10.0}
     torch.manual_seed(0)
-    weight, gradient = torch.randn(BLOCK + 9), torch.randn(BLOCK + 9)
+    weight, gradient = torch.randn(CHUNK + 9), torch.randn(CHUNK + 9)
     old = {"weight": weight, **init_state(optimizer, weight)}
     before = {name: value.clone() for name, value in old.items()}
     new = {name: torch.full_like(value, torch.nan) for name, value in old.items()}

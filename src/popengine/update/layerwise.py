@@ -1,0 +1,81 @@
+"""Rules that scale each parameter's step by norms: first the steps and their norms, chunk by chunk, then the weights.
+
+The norm of a parameter is that of its chunks' norms, in their order: it depends on nothing that is updated beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from popengine.settings import Optimizer
+from popengine.update.chunks import Chunk, Part, Task, chunks
+from popengine.update.formulas import Rates
+from popengine.update.one_chunk import Begin, begin_chunk, each, update_in_float, wide_state, write_back
+from popengine.update.rules import Layers, Rule
+
+
+def by_layers(
+    rule: Rule,
+    layers: Layers,
+    optimizer: Optimizer,
+    group: Rates,
+    parts: Sequence[Part],
+    begin: Begin,
+) -> Iterator[list[Task]]:
+    """First the steps and their norms, then the weights."""
+    parts = [replace(part, step=_room_for_step(part), norms={}) for part in parts]
+    measure = partial(_measure, layers, optimizer, group, begin)
+    yield [partial(each, measure, some) for some in chunks(parts)]
+    measured = [part for part in parts if part.norms]
+    ratios: dict[int, Tensor] = {}
+    if measured:
+        sizes = torch.stack([_total(part, 0) for part in measured])
+        lengths = torch.stack([_total(part, 1) for part in measured])
+        found = layers.trust(group, sizes, lengths)
+        ratios = {id(part): ratio for part, ratio in zip(measured, found.unbind(), strict=True)}
+    parts = [
+        replace(
+            part,
+            gradient=part.step,
+            state=part.state | ({"trust": ratios[id(part)]} if id(part) in ratios else {}),
+            old={},
+        )
+        for part in parts
+    ]
+    run = partial(update_in_float, rule.formula, optimizer, group, partial(begin_chunk, prepare=()))
+    yield [partial(each, run, some) for some in chunks(parts)]
+
+
+def _room_for_step(part: Part) -> Tensor:
+    dtype = torch.promote_types(part.parameter.dtype, torch.float32)
+    return part.gradient if part.gradient.dtype == dtype else torch.empty_like(part.gradient, dtype=dtype)
+
+
+def _measure(layers: Layers, optimizer: Optimizer, group: Rates, begin: Begin, chunk: Chunk) -> None:
+    parts = begin(chunk)
+    steps = [part.step for part in parts if part.step is not None]
+    for part, step in zip(parts, steps, strict=True):
+        if step.dtype != part.gradient.dtype:
+            step.copy_(part.gradient)
+    weights = [part.parameter.to(step.dtype) for part, step in zip(parts, steps, strict=True)]
+    wide = [wide_state(part.state, step.dtype) for part, step in zip(parts, steps, strict=True)]
+    layers.steps(optimizer, group, weights, steps, wide)
+    for part, results in zip(parts, wide, strict=True):
+        write_back(part.state, results)
+    chosen = [place for place, span in enumerate(chunk) if span.part.parameter.dim() >= layers.least]
+    if chosen:
+        sizes = torch._foreach_norm([weights[place] for place in chosen])
+        lengths = torch._foreach_norm([steps[place] for place in chosen])
+        for place, size, length in zip(chosen, sizes, lengths, strict=True):
+            chunk[place].part.norms[chunk[place].start] = size, length
+
+
+def _total(part: Part, which: int) -> Tensor:
+    """The norm of a parameter or its step from those of its chunks, in their order."""
+    norms = [part.norms[start][which] for start in sorted(part.norms)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
