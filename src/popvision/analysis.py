@@ -159,25 +159,19 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
     return found
 
 
-def block_rows(profile: Profile) -> list[dict[str, Any]]:
-    """Per block and phase: all of the detailed step, but for `calls`, its micro-batches."""
+def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
+    """Per phase and `by` ("block", "where": a line of the program, or "kind"): all of the detailed step, but for
+    `calls`, its micro-batches. `stage` and `ipu` are -1 where a row has several; blocks are told apart by stage."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        key = (operation.block, piece.phase, piece.stage)
-        row = rows.setdefault(
-            key,
-            {
-                "block": operation.block,
-                "phase": piece.phase,
-                "stage": piece.stage,
-                "ipu": piece.ipu,
-                "ns": 0,
-                "calls": 0,
-                "flops": 0,
-                "bytes": 0,
-            },
-        )
+        piece, name = profile.pieces[operation.piece], getattr(operation, by)
+        start = {by: name, "phase": piece.phase, "stage": piece.stage, "ipu": piece.ipu}
+        start |= dict.fromkeys(("ns", "calls", "flops", "bytes"), 0)
+        row = rows.setdefault((name, piece.phase, piece.stage if by == "block" else -1), start)
+        if row["stage"] != piece.stage:
+            row["stage"] = -1
+        if row["ipu"] != piece.ipu:
+            row["ipu"] = -1
         row["ns"] += operation.ns
         row["calls"] = max(row["calls"], operation.calls)
         row["flops"] += operation.flops * operation.calls

@@ -15,7 +15,7 @@ from typing import Any
 from popengine.profile import Profile, ProfileError, load
 
 from .advice import of_stages, sentences
-from .analysis import block_rows, figures
+from .analysis import figures, grouped_rows
 from .compare import compare
 from .find import profiles_at
 from .memory import curve, detailed
@@ -26,6 +26,7 @@ SCRIPTS = (
     "lanes.js",
     "trace.js",
     "steer.js",
+    "inspect.js",
     "memory.js",
     "operations.js",
     "panels.js",
@@ -85,7 +86,7 @@ def described(profile: Profile) -> dict[str, Any]:
             "warnings": sentences(profile, found),
             "stages_say": of_stages(found),
         },
-        "blocks": block_rows(profile),
+        "groups": {by: grouped_rows(profile, by) for by in ("block", "where", "kind")},
         "curves": {
             str(ipu): [number for point in curve(profile, ipu) for number in point]
             for ipu in detailed(profile)

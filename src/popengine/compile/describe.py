@@ -6,6 +6,7 @@ operations) is missing where a plan was loaded from a file without it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -208,6 +209,12 @@ def _flops(node: fx.Node) -> int:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))  # type: ignore[misc]
     try:
-        return int(count(*args, **kwargs, out_val=node.meta.get("val")))
+        return int(count(*args, **kwargs, out_val=_result(node)))
     except Exception:  # a rule of torch's for other arguments: better no figure than no profile
         return 0
+
+
+def _result(node: fx.Node) -> Any:
+    """What an operation gives. Of several results the graph keeps only those that are used, each under its own name."""
+    parts = {n.args[1]: n.meta.get("val") for n in node.users if n.target is operator.getitem}
+    return [parts.get(i) for i in range(max(parts) + 1)] if parts else node.meta.get("val")  # type: ignore[arg-type, operator]

@@ -1,10 +1,14 @@
-"""Which options differ from their defaults, for profiles."""
+"""Which options differ from their defaults, and with which strategy and optimizer a model runs, for profiles."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import torch
+
 from popengine import profile
+from popengine.settings import Optimizer
 
 from ..options import Options
 from ..options.freeze_options import resolved
@@ -19,6 +23,28 @@ def changed_options(options: Options, training: bool) -> list[profile.Option]:
         for name in sorted(mine.keys() | default.keys())
         if mine.get(name) != default.get(name)
     ]
+
+
+def strategy_in_words(options: Options, mode: str) -> str:
+    """The user's strategy and the mode that it has here: a pipeline with few micro-batches may run sharded."""
+    name = type(options._execution_strategy).__name__
+    return name if name.lower().startswith(mode) else f"{name}, run {mode}"
+
+
+def optimizer_in_words(optimizer: Optimizer | None) -> str:
+    """Its rule, what it updates, and what differs from the rule's defaults; not its rates, which change."""
+    if optimizer is None:
+        return "none"
+    groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
+    many = f"{len(optimizer.group_of)} parameter{'s' * (len(optimizer.group_of) != 1)}"
+    words = [f"{optimizer.kind}, {many} in {groups} group{'s' * (groups != 1)}"]
+    for name in [field.name for field in fields(optimizer)]:
+        value = getattr(optimizer, name)
+        if name == "state_types":
+            words += [f"{k} in {v}" for k, v in value.items() if v != torch.float32]
+        elif value != getattr(plain, name):
+            words.append(f"{name.replace('_', ' ')} {value}")
+    return "; ".join(words)
 
 
 def _flat(options: Options) -> dict[str, str]:

@@ -30,7 +30,7 @@ from popengine.settings import Settings
 from ..data.batch_waits import listeners
 from ..options import Options
 from ..version import __version__
-from .changed_options import changed_options
+from .changed_options import changed_options, optimizer_in_words, strategy_in_words
 from .logs import logger
 from .planned import counts_of
 
@@ -142,7 +142,11 @@ def made(
         partition.names,
         partition.ipus,
         counts_of(settings, partition.signature),
-        _facts(recorder, described, settings, plan),
+        {
+            **_facts(recorder, described, settings, plan),
+            "strategy": strategy_in_words(options, settings.strategy.mode),
+            "optimizer": optimizer_in_words(settings.optimizer),
+        },
         described.programs,
         tuple(passes),
         tuple(described.blocks),

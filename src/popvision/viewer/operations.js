@@ -22,6 +22,11 @@ function sortable(columns, data, { sort, onrow = null, id }) {
   return { element: make("div", {}, table, more), count, search(text) { query = text; fill(); } };
 }
 
+/** A long name that may end its line after its strokes. */
+function breakable(text) {
+  return text.split(/(?<=[/_])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+}
+
 function operationsView(entry, page) {
   const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
   if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
@@ -31,12 +36,18 @@ function operationsView(entry, page) {
     const piece = pieces[operation.piece];
     return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
   });
-  const blocks = entry.blocks.filter((row) => row.calls).map((row) => ({ ...row, kind: "", name: "", where: "", flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row.block} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const several = (number) => (number < 0 ? "several" : String(number));
+  const dot = (row) => make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } });
+  const columns = {
+    kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => breakable(row.kind) },
+    block: { name: "block", value: (row) => row.block, cell: (row) => [dot(row), row.block] },
+    where: { name: "line", class: "where", value: (row) => row.where, cell: (row) => breakable(row.where.split("/").slice(-2).join("/")) },
+  };
   const common = [
-    { name: "block", value: (row) => row.block, cell: (row) => [make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } }), row.block] },
     { name: "phase", value: (row) => row.phase, cell: (row) => word[row.phase] },
-    { name: "stage", right: true, value: (row) => row.stage, cell: (row) => String(row.stage) },
-    { name: "ipu", right: true, value: (row) => row.ipu, cell: (row) => String(row.ipu) },
+    { name: "stage", right: true, value: (row) => row.stage, cell: (row) => several(row.stage) },
+    { name: "ipu", right: true, value: (row) => row.ipu, cell: (row) => several(row.ipu) },
   ];
   const figures = [
     { name: "time", right: true, value: (row) => row.ns, cell: (row) => [make("span", { class: "share", style: { width: `${(70 * row.ns) / whole}px` } }), units.time(row.ns)] },
@@ -47,25 +58,21 @@ function operationsView(entry, page) {
     { name: "FLOP/s", right: true, value: (row) => row.flops * row.calls / (row.ns || 1), cell: (row) => (row.flops ? units.count((1e9 * row.flops * row.calls) / (row.ns || 1)) : "–") },
     { name: "bytes", right: true, value: (row) => row.bytes, cell: (row) => (row.bytes ? units.bytes(Math.round(row.bytes)) : "–") },
   ];
-  const detail = [{ name: "operation", value: (row) => row.kind, cell: (row) => row.kind }, ...common, ...figures, { name: "line", class: "where", value: (row) => row.where, cell: (row) => make("bdi", {}, row.where) }];
   const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
-  const tables = [
-    sortable(detail, data, { sort: 5, onrow, id: "operations" }),
-    sortable([...common, ...figures], blocks, { sort: 4, onrow, id: "blocks" }),
-  ];
-  const holder = make("div", {}, tables[0].element);
-  let current = tables[0];
-  const counts = make("span", {}, tables[0].count);
-  const search = make("input", { type: "search", placeholder: "Search operation, block, line …", "aria-label": "Search", oninput: () => current.search(search.value) });
-  const switcher = choice("Rows", ["by operation", "by block"], 0, (i) => {
-    current = tables[i];
-    holder.replaceChildren(current.element); counts.replaceChildren(current.count);
-    current.search(search.value);
-  });
-  if (page.wish) {
-    search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
-    current.search(search.value);
+  const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id }); };
+  const ways = { operation: table("operations", [columns.kind, columns.where], data, [columns.block]) };
+  for (const [name, by] of [["block", "block"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
+  const names = Object.keys(ways), holder = make("div"), counts = make("span");
+  const search = make("input", { type: "search", placeholder: "Search operation, block, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
+  function show(name) {
+    const way = ways[name] || ways.operation;
+    holder.replaceChildren(way.element); counts.replaceChildren(way.count);
+    way.search(search.value);
+    page.note({ rows: name, search: search.value });
   }
+  const switcher = choice("Rows", names.map((name) => `by ${name}`), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
+  if (page.wish) search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
+  show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
   return make("section", { class: "card" },
     make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint" }, "A row leads to the trace.")),

@@ -29,7 +29,7 @@ function headlineView(entry, page) {
   return make("div", {}, tiles, warnings,
     trace.lanes.length ? make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
-      trace.canvas, trace.legend()) : null,
+      trace.canvas, traceLegend(trace)) : null,
     make("div", { class: "columns" },
       make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say)),
       make("section", { class: "card" }, make("h2", {}, "What the ipus did"), usageBars(figures))),
@@ -96,6 +96,7 @@ function modelView(entry) {
     : make("p", { class: "hint" }, "All options have their defaults.");
   const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), make("div", { class: "scroll" }, picture(entry)), make("p", { class: "hint", style: { marginTop: "8px" } }, counts)),
+    make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),
     make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));
 }
 
@@ -104,7 +105,9 @@ function picture({ profile, figures }) {
   const blocks = rows(profile.blocks), parts = rows(profile.parts), wide = 210, gap = 96;
   const stages = profile.stages.map((_, stage) => blocks.filter((block) => block.stage === stage));
   const tall = Math.min(12, Math.max(1, ...stages.map((list) => list.length))) * 54 + 64;
-  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
+  const before = profile.ipus.map((ipu, stage) => profile.ipus.lastIndexOf(ipu, stage - 1)).map((found, stage) => (stage ? found : -1));
+  const levels = [...new Set(profile.ipus.filter((_, stage) => before[stage] >= 0))]; // each ipu's line has a height of its own
+  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10 + 26 * levels.length, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
   stages.forEach((list, stage) => {
     const x = stage * (wide + gap) + 1, time = figures.stages[stage], colour = STAGES[stage % STAGES.length];
     svg.append(make("rect", { x, y: 1, width: wide, height: tall, rx: 12, fill: "none", stroke: colour, "stroke-width": 2 }),
@@ -121,6 +124,11 @@ function picture({ profile, figures }) {
       const from = x + wide, to = from + gap, y = tall / 2;
       svg.append(make("path", { d: `M${from + 6} ${y} H${to - 8} m-7 -5 l7 5 l-7 5`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
         make("text", { x: (from + to) / 2, y: y - 9, "text-anchor": "middle", class: "soft" }, next ? units.bytes(next.bytes) : ""));
+    }
+    if (before[stage] >= 0) { // the data comes back to an ipu that it has passed: a line under the stages
+      const from = before[stage] * (wide + gap) + wide / 2 + 12, to = x + wide / 2 - 12, y = tall + 6, down = 10 + 24 * levels.indexOf(profile.ipus[stage]);
+      svg.append(make("path", { class: "wrap", d: `M${from} ${y} v${down} H${to} v${2 - down} m-5 7 l5 -7 l5 7`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
+        make("text", { x: (from + to) / 2, y: y + down - 4, "text-anchor": "middle", class: "soft" }, `back on ipu ${profile.ipus[stage]}`));
     }
   });
   return svg;
@@ -146,7 +154,7 @@ function compareView(page) {
     align(traces);
     page.traces = traces;
     return make("div", {}, make("section", { class: "card" }, make("h2", {}, "One step of each, from its start on, in one scale"),
-      traces.map((trace, i) => (trace.lanes.length ? make("div", { style: { marginBottom: "14px" } }, make("h3", {}, entries[i].label), trace.canvas) : null)), traces[0].legend()),
+      traces.map((trace, i) => (trace.lanes.length ? make("div", { style: { marginBottom: "14px" } }, make("h3", {}, entries[i].label), trace.canvas) : null)), traceLegend(traces[0])),
     make("section", { class: "card" }, make("h2", {}, "Figures (✓: better)"), make("div", { class: "scroll" }, make("table", { class: "figures" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "" }, name)))), make("tbody", {}, body)))));
   }));
 }

@@ -1,4 +1,4 @@
-// A trace that is steered: hover, wheel, drag and keys; and the view around it.
+// A trace that is steered: hover, wheel, drag and keys; and the strip of the whole run.
 
 const WORDS = { compute: "compute", receive: "wait for", send: "send", load: "load input", accumulate: "add to gradient sums", keep: "keep buffers", store: "return output", update: "update weights", free: "free" };
 
@@ -40,6 +40,13 @@ class Trace extends TracePicture {
       tip.show(box.left + x, box.top + this.top + this.lanes.indexOf(lane) * this.rowHeight, this.words(place));
     }
     this.canvas.redraw();
+    if (this.onchoose) this.onchoose();
+  }
+
+  select(range) {
+    this.range = range && [Math.min(...range), Math.max(...range)];
+    this.canvas.redraw();
+    if (this.onselect) this.onselect();
   }
 
   listen() {
@@ -49,6 +56,7 @@ class Trace extends TracePicture {
     canvas.addEventListener("pointermove", (event) => {
       const [x, y, width] = position(event);
       if (dragged) {
+        if (dragged.from !== null) { this.select([dragged.from, this.time(x, width)]); return; }
         const shift = ((dragged.x - x) / (width - this.left)) * (dragged.view[1] - dragged.view[0]);
         dragged.moved = dragged.moved || Math.abs(dragged.x - x) > 3;
         this.show([dragged.view[0] + shift, dragged.view[1] + shift]);
@@ -61,13 +69,13 @@ class Trace extends TracePicture {
     canvas.addEventListener("blur", () => tip.hide());
     if (this.compact) return;
     canvas.addEventListener("pointerdown", (event) => {
-      const [x] = position(event);
-      dragged = { x, view: [...this.view], moved: false };
+      const [x, , width] = position(event);
+      dragged = { x, view: [...this.view], moved: false, from: event.shiftKey ? this.time(x, width) : null };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointerup", (event) => {
       const [x, y, width] = position(event);
-      if (dragged && !dragged.moved) this.choose(this.at(x, y, width), { follow: false });
+      if (dragged && !dragged.moved && dragged.from === null) this.choose(this.at(x, y, width), { follow: false });
       dragged = null;
     });
     canvas.addEventListener("dblclick", () => this.openOperations());
@@ -87,7 +95,9 @@ class Trace extends TracePicture {
       ArrowLeft: () => this.pan(-0.15), ArrowRight: () => this.pan(0.15), "+": () => this.zoom(0.7), "=": () => this.zoom(0.7), "-": () => this.zoom(1 / 0.7),
       a: () => this.pan(-0.15), d: () => this.pan(0.15), w: () => this.zoom(0.7), s: () => this.zoom(1 / 0.7),
       Home: () => this.show(this.oneStep()), 0: () => this.show([...this.all]), ".": () => this.next(1), ",": () => this.next(-1),
-      ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1), Enter: () => this.openOperations(), Escape: () => { tip.hide(); this.choose(null); },
+      ArrowDown: () => this.lane(1), ArrowUp: () => this.lane(-1), Enter: () => this.openOperations(), Escape: () => { tip.hide(); this.select(null); this.choose(null); },
+      "[": () => this.chosen && this.select([this.chosen[0].start[this.chosen[1]], this.range ? this.range[1] : this.chosen[0].end[this.chosen[1]]]),
+      "]": () => this.chosen && this.select([this.range ? this.range[0] : this.chosen[0].start[this.chosen[1]], this.chosen[0].end[this.chosen[1]]]),
     };
     if (!actions[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -108,6 +118,34 @@ class Trace extends TracePicture {
     let i = firstEndingAfter(lane, this.chosen ? this.chosen[0].start[this.chosen[1]] : this.view[0]);
     while (i < lane.size - 1 && this.parts[lane.part[i]].kind !== "compute") i += 1;
     this.choose([lane, Math.min(i, lane.size - 1)]);
+  }
+
+  /** The transfers of the chosen event, or just around the chosen computation: [from lane, index, to lane, index]. */
+  transfers() {
+    if (!this.chosen) return [];
+    if (this.known && this.known.of === this.chosen) return this.known.found;
+    const [lane, i] = this.chosen, kind = (j) => this.parts[lane.part[j]].kind, own = [];
+    if (kind(i) !== "compute") own.push(i);
+    else {
+      for (let j = i - 1; j >= 0 && kind(j) !== "compute"; j--) if (kind(j) === "receive") own.push(j);
+      for (let j = i + 1; j < lane.size && kind(j) !== "compute"; j++) if (kind(j) === "send") own.push(j);
+    }
+    const found = own.map((j) => this.transfer(lane, j)).filter((entry) => entry);
+    this.known = { of: this.chosen, found };
+    return found;
+  }
+
+  transfer(lane, i) {
+    const part = this.parts[lane.part[i]], wanted = { send: "receive", receive: "send" }[part.kind];
+    const other = wanted && this.lanes.find((entry) => entry.ipu === part.peer && entry.replica === lane.replica);
+    if (!other) return null;
+    const step = lane.tracks[lane.track[i]].step;
+    for (let j = 0; j < other.size; j++) {
+      const there = this.parts[other.part[j]];
+      if (there.kind !== wanted || there.channel !== part.channel || there.peer !== lane.ipu || other.batch[j] !== lane.batch[i]) continue;
+      if (other.tracks[other.track[j]].step === step) return part.kind === "send" ? [lane, i, other, j] : [other, j, lane, i];
+    }
+    return null;
   }
 
   openOperations() {
@@ -134,26 +172,6 @@ class Trace extends TracePicture {
   }
 }
 
-function traceView(entry, page) {
-  const trace = new Trace(entry, { goTo: page.goTo });
-  page.trace = trace;
-  if (!trace.lanes.length) return emptyCard("Nothing was recorded", "The model was compiled, but no call of it ended while profiling was on.");
-  const button = (name, action) => make("button", { type: "button", class: "plain", onclick: action }, name);
-  const steps = make("select", { class: "plain", "aria-label": "Step", onchange: () => {
-    const step = trace.steps[Number(steps.value)], margin = (step.end - step.start) * 0.02;
-    trace.show([step.start - margin, step.end + margin]);
-  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, `step ${step.step} of call ${step.call}`)));
-  const map = overview(trace);
-  return make("div", {},
-    make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Who ran what, and when"), make("span", { class: "spring" }),
-        steps, button("One step", () => trace.show(trace.oneStep())), button("One call", () => trace.show(trace.oneCall())), button("All", () => trace.show([...trace.all])),
-        button("−", () => trace.zoom(1 / 0.6)), button("+", () => trace.zoom(0.6))),
-      map, trace.canvas, trace.legend()),
-    make("p", { class: "hint" }, "Ctrl + wheel zooms, drag pans. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter"].flatMap((key) => [make("kbd", {}, key), " "]),
-      " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
-}
-
 /** The whole run in a strip; the frame is what the trace shows. */
 function overview(trace) {
   const canvas = sharpCanvas(26, (context, width) => {
@@ -176,6 +194,5 @@ function overview(trace) {
   };
   canvas.addEventListener("pointerdown", (event) => { canvas.setPointerCapture(event.pointerId); go(event); });
   canvas.addEventListener("pointermove", (event) => { if (event.buttons) go(event); });
-  trace.follower = canvas.redraw;
   return canvas;
 }

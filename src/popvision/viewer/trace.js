@@ -70,7 +70,7 @@ class TracePicture {
   // ---- drawing
 
   draw(context, width) {
-    const colours = { ink: themed("--ink"), soft: themed("--soft"), line: themed("--line"), lane: themed("--lane") };
+    const colours = { ink: themed("--ink"), soft: themed("--soft"), line: themed("--line"), lane: themed("--lane"), edge: themed("--edge"), accent: themed("--accent") };
     context.font = '11.5px system-ui, "DejaVu Sans", sans-serif';
     context.textBaseline = "middle";
     this.drawAxis(context, width, colours);
@@ -85,7 +85,8 @@ class TracePicture {
       const top = this.top + i * this.rowHeight;
       if (top + this.rowHeight >= first && top <= last) this.drawLane(context, width, lane, top, colours);
     });
-    this.drawTransfers(context, width, colours);
+    if (this.chosen) drawTransfers(this, context, width, colours);
+    if (this.range) drawRange(this, context, width, colours);
     if (this.mark) this.drawMark(context, width, colours);
     context.restore();
     context.fillStyle = colours.ink;
@@ -148,8 +149,10 @@ class TracePicture {
       if (Math.floor(end) === painted && end - x < 0.5) continue; // that pixel has its colour already
       painted = Math.floor(end);
       this.drawn += 1;
-      this.drawEvent(context, part, lane.batch[i], x, Math.max(0.6, end - x), top, tall);
+      context.globalAlpha = !this.wanted || this.wanted(lane, i) ? 1 : 0.15;
+      this.drawEvent(context, part, lane.batch[i], x, Math.max(0.6, end - x), top, tall, colours.edge);
     }
+    context.globalAlpha = 1;
     if (this.chosen && this.chosen[0] === lane) {
       const x = this.x(lane.start[this.chosen[1]], width), end = this.x(lane.end[this.chosen[1]], width);
       context.strokeStyle = colours.ink; context.lineWidth = 2;
@@ -159,12 +162,12 @@ class TracePicture {
     this.drawIdeal(context, width, lane, ideal);
   }
 
-  drawEvent(context, part, batch, x, wide, top, tall) {
+  drawEvent(context, part, batch, x, wide, top, tall, edge) {
     if (part.kind === "compute") {
       const colour = stageColour(part.stage, part.phase);
       context.fillStyle = colour;
       context.fillRect(x, top, wide, tall);
-      if (wide > 3) { context.fillStyle = "#ffffff55"; context.fillRect(x, top, 0.7, tall); }
+      if (wide > 3) { context.strokeStyle = edge; context.strokeRect(x + 0.5, top + 0.5, wide - 1, tall - 1); }
       const label = String(batch);
       if (wide > 7 + 7 * label.length) {
         context.fillStyle = inkOn(colour);
@@ -210,49 +213,6 @@ class TracePicture {
     }
   }
 
-  /** Arrows from sends to receives, for what the chosen event was given and gave. */
-  drawTransfers(context, width, colours) {
-    context.strokeStyle = context.fillStyle = colours.ink;
-    context.lineWidth = 1.5;
-    for (const [from, i, to, j] of this.transfers()) {
-      const place = (lane, time) => [this.x(time, width), this.top + this.lanes.indexOf(lane) * this.rowHeight + (this.rowHeight - 12) / 2];
-      const [x, y] = place(from, from.end[i]), [u, v] = place(to, to.end[j]), angle = Math.atan2(v - y, u - x);
-      context.beginPath(); context.moveTo(x, y); context.lineTo(u, v); context.stroke();
-      context.beginPath(); context.moveTo(u, v);
-      for (const side of [-0.4, 0.4]) context.lineTo(u - 9 * Math.cos(angle + side), v - 9 * Math.sin(angle + side));
-      context.fill();
-    }
-    context.lineWidth = 1;
-  }
-
-  /** The transfers of the chosen event, or just around the chosen computation: [from lane, index, to lane, index]. */
-  transfers() {
-    if (!this.chosen) return [];
-    if (this.known && this.known.of === this.chosen) return this.known.found;
-    const [lane, i] = this.chosen, kind = (j) => this.parts[lane.part[j]].kind, own = [];
-    if (kind(i) !== "compute") own.push(i);
-    else {
-      for (let j = i - 1; j >= 0 && kind(j) !== "compute"; j--) if (kind(j) === "receive") own.push(j);
-      for (let j = i + 1; j < lane.size && kind(j) !== "compute"; j++) if (kind(j) === "send") own.push(j);
-    }
-    const found = own.map((j) => this.transfer(lane, j)).filter((entry) => entry);
-    this.known = { of: this.chosen, found };
-    return found;
-  }
-
-  transfer(lane, i) {
-    const part = this.parts[lane.part[i]], wanted = { send: "receive", receive: "send" }[part.kind];
-    const other = wanted && this.lanes.find((entry) => entry.ipu === part.peer && entry.replica === lane.replica);
-    if (!other) return null;
-    const step = lane.tracks[lane.track[i]].step;
-    for (let j = 0; j < other.size; j++) {
-      const there = this.parts[other.part[j]];
-      if (there.kind !== wanted || there.channel !== part.channel || there.peer !== lane.ipu || other.batch[j] !== lane.batch[i]) continue;
-      if (other.tracks[other.track[j]].step === step) return part.kind === "send" ? [lane, i, other, j] : [other, j, lane, i];
-    }
-    return null;
-  }
-
   /** A time of the other run, in a comparison. */
   drawMark(context, width, colours) {
     const x = this.x(this.mark.time, width), bottom = this.top + this.lanes.length * this.rowHeight;
@@ -263,12 +223,5 @@ class TracePicture {
     context.textAlign = x > width / 2 ? "right" : "left";
     context.fillText(this.mark.text, x + (x > width / 2 ? -6 : 6), this.top - 10);
     context.textAlign = "left";
-  }
-
-  legend() {
-    const entries = this.profile.stages.flatMap((blocks, stage) => this.profile.training
-      ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`backward`, stageColour(stage, "B")]]
-      : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
-    return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"]]);
   }
 }

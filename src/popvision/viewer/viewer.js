@@ -6,12 +6,37 @@ const VIEWS = [
 ];
 
 const page = {
-  entry: 0, view: "headline", wish: null, trace: null,
+  entry: 0, view: "headline", wish: null, trace: null, state: {}, // state: what the address says of the view
+
+  /** Keep in the address how the view stands, so that it can be sent, and "back" leads to it. */
+  note(changes) {
+    Object.assign(page.state, changes);
+    page.write("replaceState");
+  },
+
+  write(how) {
+    if (location.protocol === "about:") return; // in a notebook's frame, which has no address of its own
+    const said = Object.entries({ profile: page.entry || "", ...page.state }).filter(([, value]) => value !== "" && value !== undefined);
+    const address = `#${page.view}${said.length ? `?${new URLSearchParams(said)}` : ""}`;
+    if (location.hash !== address) history[how](null, "", address);
+  },
+
+  /** Take the view from the address. */
+  read() {
+    const [view, query] = location.hash.slice(1).split("?"), { profile, ...state } = Object.fromEntries(new URLSearchParams(query));
+    if (!VIEWS.some(([name]) => name === view)) return false;
+    Object.assign(page, { view, state, wish: null, entry: DATA.entries[Number(profile)] ? Number(profile) : 0 });
+    return true;
+  },
 
   /** Show a view, optionally at a piece {phase, stage}. */
   goTo(view, wish = null) {
-    if (view !== page.view && location.protocol !== "about:") history.pushState(null, "", `#${view}`); // so that "back" leads back
-    page.view = view; page.wish = wish;
+    if (view !== page.view) {
+      page.write("replaceState");
+      Object.assign(page, { view, state: {} });
+      page.write("pushState"); // so that "back" leads back
+    }
+    page.wish = wish;
     page.render();
     document.getElementById(`tab-${view}`).focus();
     if (view === "trace" && wish && page.trace) page.trace.find(wish.phase, wish.stage);
@@ -30,8 +55,8 @@ const page = {
     if (!entry) main.replaceChildren(emptyCard("No profile", "This page was made of nothing: run a program with profiling on."));
     else if (entry.error && page.view !== "compare") main.replaceChildren(make("p", { class: "fault", role: "alert" }, entry.error));
     else main.replaceChildren(VIEWS.find(([name]) => name === page.view)[2](entry, page));
-    if (location.protocol === "about:") return; // in a notebook's frame, which has no address of its own
-    if (location.hash !== `#${page.view}`) history.replaceState(null, "", `#${page.view}`);
+    page.write("replaceState");
+    document.querySelectorAll("#profiles button").forEach((button, i) => button.setAttribute("aria-pressed", String(i === page.entry)));
   },
 };
 
@@ -53,25 +78,23 @@ function start() {
   });
   document.getElementById("main").setAttribute("role", "tabpanel");
   if (DATA.entries.length > 1) {
-    document.getElementById("profiles").replaceWith(choice("Profile", DATA.entries.map((entry) => entry.label), 0, (i) => { page.entry = i; page.render(); }));
+    const profiles = choice("Profile", DATA.entries.map((entry) => entry.label), 0, (i) => { Object.assign(page, { entry: i, state: {} }); page.render(); });
+    profiles.id = "profiles";
+    document.getElementById("profiles").replaceWith(profiles);
   } else document.getElementById("profiles").remove();
   const dark = window.matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
   const paint = (theme) => { root.dataset.theme = theme; for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
   paint(dark.matches ? "dark" : "light");
   dark.addEventListener("change", () => paint(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
-  page.view = asked() || (DATA.comparisons.length ? "compare" : "headline");
+  if (!page.read()) page.view = DATA.comparisons.length ? "compare" : "headline";
   page.render();
-  window.addEventListener("popstate", () => { page.wish = null; page.view = asked() || page.view; page.render(); });
+  window.addEventListener("popstate", () => { page.read(); page.render(); });
   const redraw = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
   window.addEventListener("scroll", redraw, { passive: true }); // pictures draw what the window shows
-  window.addEventListener("beforeprint", () => { for (const canvas of document.querySelectorAll("canvas")) canvas.drawNow(); });
-}
-
-/** The view that the address names, if there is such a one. */
-function asked() {
-  const wish = location.hash.slice(1);
-  return VIEWS.some(([name]) => name === wish) ? wish : null;
+  const drawAll = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.drawNow(); };
+  window.addEventListener("beforeprint", drawAll);
+  window.matchMedia("print").addEventListener("change", drawAll); // paper has colours of its own
 }
 
 function fault(message) {

@@ -1,0 +1,168 @@
+// The view of the trace: search, pinned details, a range's totals, transfers of what is chosen, and the same as tables.
+
+const PHASES = { F: "forward", B: "backward" }, MOST_ROWS = 200;
+
+function traceView(entry, page) {
+  const trace = new Trace(entry, { goTo: page.goTo });
+  page.trace = trace;
+  if (!trace.lanes.length) return emptyCard("Nothing was recorded", "The model was compiled, but no call of it ended while profiling was on.");
+  const button = (name, label, action) => make("button", { type: "button", class: "plain", "aria-label": label, onclick: action }, name);
+  const steps = make("select", { class: "plain", "aria-label": "Step", onchange: () => {
+    const step = trace.steps[Number(steps.value)], margin = (step.end - step.start) * 0.02;
+    trace.show([step.start - margin, step.end + margin]);
+  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, `step ${step.step} of call ${step.call}`)));
+  const map = overview(trace), pinned = make("div", { id: "pinned", "aria-live": "polite" }), totals = make("div", { id: "range", "aria-live": "polite" });
+  const table = eventTable(trace), [search, found] = eventSearch(trace, page, table.fill);
+  let timer = null;
+  trace.follower = ([from, to]) => {
+    map.redraw();
+    Object.assign(page.state, { from: Math.round(from), to: Math.round(to) });
+    clearTimeout(timer); // browsers refuse an address that changes each frame
+    timer = setTimeout(() => { if (trace.canvas.isConnected) { page.note({}); table.fill(); } }, 120);
+  };
+  trace.onchoose = () => pinned.replaceChildren(...pinnedOf(trace));
+  trace.onselect = () => totals.replaceChildren(...totalsOf(trace));
+  const [from, to] = ["from", "to"].map((name) => Number.parseFloat(page.state[name]));
+  if (from < to) trace.show([from, to]);
+  return make("div", {},
+    make("section", { class: "card" },
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Who ran what, and when"), search, found, make("span", { class: "spring" }),
+        steps, button("One step", null, () => trace.show(trace.oneStep())), button("One call", null, () => trace.show(trace.oneCall())), button("All", null, () => trace.show([...trace.all])),
+        button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
+      map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
+    make("p", { class: "hint" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
+      " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
+}
+
+function traceLegend({ profile }) {
+  const entries = profile.stages.flatMap((blocks, stage) => profile.training
+    ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`backward`, stageColour(stage, "B")]]
+    : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
+  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"]]);
+}
+
+function laneName(trace, lane) {
+  return trace.lanes.some((other) => other.replica) ? `replica ${lane.replica}, ipu ${lane.ipu}` : `ipu ${lane.ipu}`;
+}
+
+// ---- search
+
+/** Whether an event has all words. A word that ends in a digit is a whole one: "batch1" isn't "batch12". */
+function wantedBy(trace, query) {
+  const words = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => (/\d$/.test(word) ? `${word} ` : word));
+  if (!words.length) return null;
+  const matches = remembered((id, batch, ipu, replica) => {
+    const part = trace.parts[id];
+    const text = `${part.kind} ${WORDS[part.kind]} ${PHASES[part.phase] || ""} stage${part.stage} batch${batch} ipu${ipu} replica${replica} ${trace.profile.stages[part.stage] || ""} `.toLowerCase().replaceAll(",", " ");
+    return words.every((word) => text.includes(word));
+  });
+  return (lane, i) => matches(lane.part[i], lane.batch[i], lane.ipu, lane.replica);
+}
+
+/** The field, and what it found. Enter walks through it, in order of time. */
+function eventSearch(trace, page, changed) {
+  const found = make("span", { class: "hint", id: "found", "aria-live": "polite" });
+  let hits = [], at = -1;
+  const input = make("input", { type: "search", placeholder: "backward stage1 batch3 …", "aria-label": "Search events", value: page.state.search || "", oninput: () => { fill(); page.note({ search: input.value }); changed(); }, onkeydown: (event) => {
+    if (event.key !== "Enter" || !hits.length) return;
+    at = (at + (event.shiftKey ? hits.length - 1 : 1)) % hits.length;
+    trace.choose(hits[at]);
+    say();
+  } });
+  const say = () => { found.textContent = !trace.wanted ? "" : at < 0 ? `${hits.length} events, Enter leads to them` : `${at + 1} of ${hits.length}`; };
+  function fill() {
+    trace.wanted = wantedBy(trace, input.value);
+    hits = []; at = -1;
+    if (trace.wanted) for (const lane of trace.lanes) for (let i = 0; i < lane.size; i++) if (trace.parts[lane.part[i]].kind !== "receive" && trace.wanted(lane, i)) hits.push([lane, i]);
+    hits.sort(([a, i], [b, j]) => a.start[i] - b.start[j]);
+    say();
+    trace.canvas.redraw();
+  }
+  fill();
+  return [input, found];
+}
+
+// ---- pinned details, and a range
+
+function pinnedOf(trace) {
+  if (!trace.chosen) return [];
+  const [first, ...lines] = trace.words(trace.chosen), [lane, i] = trace.chosen;
+  const moved = trace.transfers().map(([from, k, to, j]) => `from ipu ${from.ipu} to ipu ${to.ipu}: ${units.bytes(trace.parts[from.part[k]].bytes)}, there ${units.time(to.end[j] - from.end[k])} after it was sent`);
+  return [make("h3", {}, first), make("ul", {}, [...lines, `from ${units.time(lane.start[i], 7)} to ${units.time(lane.end[i], 7)}`, ...moved].map((line) => make("li", {}, line))),
+    trace.parts[lane.part[i]].stage >= 0 ? make("button", { type: "button", class: "plain", onclick: () => trace.openOperations() }, "Its operations") : null,
+    make("button", { type: "button", class: "plain", onclick: () => trace.choose(null) }, "Unpin")].filter(Boolean);
+}
+
+/** What each ipu did within the range, event by event; of those at its edges only what lies inside. */
+function sumsIn(trace, [from, to]) {
+  return trace.lanes.map((lane) => {
+    const sums = { forward: 0, backward: 0, update: 0, moving: 0, events: 0 };
+    for (let i = firstEndingAfter(lane, from); i < lane.size && lane.start[i] < to; i++) {
+      const part = trace.parts[lane.part[i]];
+      if (part.kind === "receive") continue;
+      sums[part.kind === "compute" ? PHASES[part.phase] : part.kind === "update" ? "update" : "moving"] += Math.min(to, lane.end[i]) - Math.max(from, lane.start[i]);
+      sums.events += 1;
+    }
+    return { lane, ...sums, idle: Math.max(0, to - from - sums.forward - sums.backward - sums.update - sums.moving) };
+  });
+}
+
+function totalsOf(trace) {
+  if (!trace.range || trace.range[0] === trace.range[1]) return [];
+  const sums = sumsIn(trace, trace.range), span = trace.range[1] - trace.range[0], kinds = ["forward", "backward", "update", "moving", "idle"];
+  const idle = sums.reduce((sum, row) => sum + row.idle, 0) / (span * sums.length);
+  const head = ["", "events", "forward", "backward", "update", "copies and sums", "waiting"];
+  return [make("h3", {}, `Range of ${units.time(span)}: ${units.share(1 - idle)} busy`), plainTable(head, sums.map((row) => [laneName(trace, row.lane), String(row.events), ...kinds.map((kind) => units.time(row[kind]))])),
+    make("button", { type: "button", class: "plain", onclick: () => trace.show(trace.range) }, "Zoom to it"), make("button", { type: "button", class: "plain", onclick: () => trace.select(null) }, "Clear")];
+}
+
+/** `left`: how many columns are words. */
+function plainTable(head, body, left = 1) {
+  return make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { scope: "col", class: i < left ? "" : "right" }, name)))),
+    make("tbody", {}, body.map((row) => make("tr", {}, row.map((cell, i) => make(i ? "td" : "th", { scope: i ? null : "row", class: i < left ? "" : "right" }, cell)))))));
+}
+
+/** The events in sight as a table, for readers of screens and for copying; filled while it is open. */
+function eventTable(trace) {
+  const holder = make("div"), element = make("details", { id: "events", ontoggle: () => fill() }, make("summary", {}, "The events in sight, as a table"), holder);
+  function fill() {
+    if (!element.open) return;
+    const body = [], [from, to] = trace.view;
+    let all = 0;
+    for (const lane of trace.lanes) {
+      for (let i = firstEndingAfter(lane, from); i < lane.size && lane.start[i] < to; i++) {
+        if (trace.parts[lane.part[i]].kind === "receive" || (trace.wanted && !trace.wanted(lane, i))) continue;
+        all += 1;
+        if (body.length < MOST_ROWS) body.push([laneName(trace, lane), trace.words([lane, i])[0], units.time(lane.start[i], 7), units.time(lane.end[i] - lane.start[i])]);
+      }
+    }
+    holder.replaceChildren(plainTable(["where", "what", "began", "lasted"], body, 2), make("p", { class: "hint" }, all > body.length ? `The first ${body.length} of ${all}; zoom in or search for fewer.` : `${all} events.`));
+  }
+  return { element, fill };
+}
+
+// ---- drawn over the lanes
+
+function drawRange(trace, context, width, colours) {
+  const [x, end] = trace.range.map((time) => trace.x(time, width)), bottom = trace.top + trace.lanes.length * trace.rowHeight;
+  context.globalAlpha = 0.18; context.fillStyle = colours.accent;
+  context.fillRect(x, trace.top - 4, end - x, bottom - trace.top + 4);
+  context.globalAlpha = 1; context.strokeStyle = colours.accent; context.lineWidth = 1.5;
+  context.strokeRect(x, trace.top - 4, end - x, bottom - trace.top + 4);
+  context.lineWidth = 1;
+}
+
+/** Arrows from sends to receives, for what the chosen event was given and gave. */
+function drawTransfers(trace, context, width, colours) {
+  context.strokeStyle = context.fillStyle = colours.ink;
+  context.lineWidth = 1.5;
+  for (const [from, i, to, j] of trace.transfers()) {
+    const place = (lane, time) => [trace.x(time, width), trace.top + trace.lanes.indexOf(lane) * trace.rowHeight + (trace.rowHeight - 12) / 2];
+    const [x, y] = place(from, from.end[i]), [u, v] = place(to, to.end[j]), angle = Math.atan2(v - y, u - x);
+    context.beginPath(); context.moveTo(x, y); context.lineTo(u, v); context.stroke();
+    context.beginPath(); context.moveTo(u, v);
+    for (const side of [-0.4, 0.4]) context.lineTo(u - 9 * Math.cos(angle + side), v - 9 * Math.sin(angle + side));
+    context.fill();
+  }
+  context.lineWidth = 1;
+}

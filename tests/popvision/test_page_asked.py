@@ -1,0 +1,284 @@
+"""The page asked for more: ranges, searches, pinned events, addresses, groups, contrast, paper and narrow windows.
+
+What it says is held against the profile's own tables. Screenshots lie in `build/screenshots`.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import browser
+import pytest
+import torch
+from simulated import MS, simulated
+from test_page import SHOTS, VIEWS, cells, write
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import poptorch
+from popengine.profile import Profile, load
+
+pytestmark = pytest.mark.skipif(
+    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
+)
+LONG = "/home/somebody/programs/language/models/transformers/attention_layers.py:1234"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    page = browser.Browser()
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    costs = {0: 3 * MS, 1: MS, 2: 2 * MS, 3: MS}
+    found = simulated(4, 12, cost=lambda phase, stage: costs[stage], blocks=("A, B", "C", "D", "E"))
+    operations = tuple(
+        operation._replace(where=LONG, kind="scaled_dot_product_flash_attention_for_cpu_backward")
+        if operation.block == "D"
+        else operation
+        for operation in found.operations
+    )
+    facts = {**found.facts, "strategy": "PipelinedExecution", "optimizer": "adamw, 10 parameters in 2 groups"}
+    return dataclasses.replace(found, operations=operations, facts=facts)
+
+
+@pytest.fixture(scope="module")
+def report(profile, tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("report"), profile)
+
+
+def text(chromium, place: str) -> str:
+    return chromium.value(f"document.querySelector('{place}').innerText")
+
+
+def wide(chromium, width: int) -> None:
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    chromium.send("Emulation.setDeviceMetricsOverride", **size)
+    chromium.settle()
+
+
+def emulate(chromium, media: str = "", theme: str = "light") -> None:
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    chromium.send("Emulation.setEmulatedMedia", media=media, features=features)
+
+
+def drag(chromium, x: float, y: float, to: float, **more) -> None:
+    chromium.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1, **more)
+    chromium.mouse("mouseMoved", to, y, button="left", buttons=1, **more)
+    chromium.mouse("mouseReleased", to, y, button="left", clickCount=1, **more)
+    chromium.settle()
+
+
+def test_a_range_says_what_each_ipu_did_within_it(chromium, report, profile):
+    chromium.open(report, "trace")
+    before = chromium.value("popvision.trace.view")
+    box = chromium.value("document.querySelector('canvas.pan').getBoundingClientRect().toJSON()")
+    drag(chromium, box["left"] + 300, box["top"] + 90, box["left"] + 700, modifiers=8)  # Shift
+    assert chromium.value("popvision.trace.view") == before
+    low, high = chromium.value("popvision.trace.range")
+    assert before[0] < low < high < before[1]
+    chromium.screenshot(SHOTS / "range.png")
+    for ipu in range(4):
+        inside = [
+            (event.phase, min(high, event.end) - max(low, event.start))
+            for event in profile.events(frozenset({"compute"}))
+            if event.ipu == ipu and event.start < high and event.end > low
+        ]
+        sums = chromium.value(f"sumsIn(popvision.trace, popvision.trace.range)[{ipu}]")
+        assert sums["events"] == len(inside) > 0
+        assert sums["forward"] == pytest.approx(sum(ns for phase, ns in inside if phase == "F"))
+        assert sums["backward"] == pytest.approx(sum(ns for phase, ns in inside if phase == "B"))
+        assert sums["idle"] == pytest.approx(high - low - sum(ns for _, ns in inside), abs=1)
+    assert text(chromium, "#range").startswith("Range of ") and "ipu 3" in text(chromium, "#range")
+    chromium.value("popvision.trace.canvas.focus()")
+    chromium.press("Escape")
+    assert text(chromium, "#range") == ""
+
+
+def test_events_are_searched_by_whole_numbers_and_enter_walks_through_them(chromium, report):
+    chromium.open(report, "trace")
+    chromium.value("document.querySelector('input[type=search]').focus()")
+    chromium.type("backward stage2 batch1")
+    assert text(chromium, "#found") == "3 events, Enter leads to them"  # one a step: not those of 10 and 11
+    chromium.press("Enter")
+    assert text(chromium, "#found") == "1 of 3"
+    assert text(chromium, "#pinned").startswith("Backward of stage 2, micro-batch 1\n")
+    chromium.screenshot(SHOTS / "search.png")
+
+
+def test_a_pinned_event_stays_while_the_trace_moves(chromium, report):
+    chromium.open(report, "trace")
+    assert chromium.value("popvision.trace.find('F', 1)")
+    chromium.value("popvision.trace.pan(0.3)")
+    chromium.settle()
+    lines = text(chromium, "#pinned").splitlines()
+    assert lines[0] == "Forward of stage 1, micro-batch 0"
+    assert "1 ms on ipu 1, replica 0" in lines
+    chromium.value(
+        "[...document.querySelectorAll('#pinned button')].find(b => b.innerText === 'Unpin').click()"
+    )
+    assert text(chromium, "#pinned") == ""
+
+
+def test_the_address_holds_tab_zoom_and_search_and_back_leads_to_them(chromium, report):
+    chromium.open(report, "trace?from=10000000&to=20000000&search=stage1")
+    assert chromium.value("popvision.trace.view") == [10 * MS, 20 * MS]
+    assert chromium.value("document.querySelector('input[type=search]').value") == "stage1"
+    chromium.value("popvision.trace.show([12e6, 18e6])")
+    chromium.value("document.getElementById('tab-operations').click()")
+    chromium.value("document.querySelector('input[type=search]').focus()")
+    chromium.type("forward")
+    assert chromium.value("location.hash") == "#operations?search=forward"
+    chromium.value(
+        "new Promise(done => { addEventListener('popstate', () => done(), {once: true}); history.back(); })"
+    )
+    assert chromium.value("location.hash") == "#trace?from=12000000&to=18000000&search=stage1"
+    assert chromium.value("popvision.trace.view") == [12 * MS, 18 * MS]
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_line_of_an_operation_is_read_without_scrolling(chromium, report, width):
+    wide(chromium, width)
+    chromium.open(report, "operations")
+    chromium.screenshot(SHOTS / f"operations-{width}.png")
+    places = chromium.value(
+        """[...document.querySelectorAll('#operations td.where')].map(cell => {
+        const range = document.createRange(); range.selectNodeContents(cell);
+        const text = range.getBoundingClientRect(); return [text.left, text.right, cell.innerText, cell.title]; })"""
+    )
+    wide(chromium, 1400)
+    assert any(name.endswith("attention_layers.py:1234") and title == LONG for _, _, name, title in places)
+    assert all(left >= 0 and right <= width for left, right, *_ in places)
+
+
+@pytest.mark.parametrize("name, by, column", [("line", "where", "line"), ("kind", "kind", "operation")])
+def test_operations_are_summed_by_line_and_by_kind(chromium, report, profile, name, by, column):
+    chromium.open(report, f"operations?rows={name}")
+    sums: dict[tuple[str, str], int] = {}
+    for row in profile.operations:
+        key = (getattr(row, by).split("/")[-1], profile.pieces[row.piece].phase)
+        sums[key] = sums.get(key, 0) + row.ns
+    names = [text.split("/")[-1] for text in cells(chromium, column, f"by-{name}")]
+    phases = [word[0].upper() for word in cells(chromium, "phase", f"by-{name}")]
+    times = [float(cell.split()[0]) * MS for cell in cells(chromium, "time", f"by-{name}")]
+    assert dict(zip(zip(names, phases, strict=True), times, strict=True)) == sums
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_events_in_sight_are_also_a_table(chromium, report, profile):
+    chromium.open(report, "trace?search=stage3")
+    chromium.value("document.querySelector('#events summary').click()")
+    chromium.value("new Promise(done => setTimeout(done, 50))")
+    table = chromium.value(
+        "[...document.querySelectorAll('#events tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    low, high = chromium.value("popvision.trace.view")
+    events = [
+        event
+        for event in profile.events(frozenset({"compute"}))
+        if event.stage == 3 and event.end > low and event.start < high
+    ]
+    words = {"F": "Forward", "B": "Backward"}
+    assert [row[:2] for row in table] == [
+        ["ipu 3", f"{words[event.phase]} of stage 3, micro-batch {event.micro_batch}"] for event in events
+    ]
+    assert {row[3] for row in table} == {"1 ms"}
+
+
+def test_a_wrap_around_is_drawn_where_the_data_comes_back_to_an_ipu(chromium, profile, tmp_path):
+    blocks = tuple(block._replace(ipu=block.stage % 2) for block in profile.blocks)
+    folded = dataclasses.replace(profile, ipus=(0, 1, 0, 1), blocks=blocks)
+    chromium.open(write(tmp_path, folded), "model")
+    chromium.screenshot(SHOTS / "wrap-around.png")
+    found = chromium.value(
+        "[...document.querySelectorAll('path.wrap + text')].map(label => label.textContent)"
+    )
+    assert found == ["back on ipu 0", "back on ipu 1"]
+
+
+# The texts of the page whose contrast with what is behind them is under WCAG's 4.5, with that contrast.
+PALE = """(() => {
+  const numbers = (colour) => (colour.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+  const linear = (c) => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = (colour) => {
+    const [r, g, b] = numbers(colour).map(c => linear(c / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const own = getComputedStyle(element).backgroundColor;
+      if ((numbers(own)[3] ?? 1) > 0) return own;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const found = [];
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.getClientRects().length) continue;
+    const style = getComputedStyle(element), svg = element.namespaceURI.endsWith('svg');
+    const a = light(svg ? style.fill : style.color), b = light(behind(element));
+    const contrast = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (contrast < 4.5) found.push([element.textContent.slice(0, 40), contrast]);
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("media, theme", [("", "light"), ("", "dark"), ("print", "dark")])
+def test_all_text_has_full_contrast(chromium, report, media, theme):
+    emulate(chromium, media, theme)
+    for view in VIEWS:
+        chromium.open(report, view)
+        wait = "new Promise(done => setTimeout(done, 150))"  # colours fade into one another
+        assert chromium.value(f"{wait}.then(() => {PALE})") == [], view
+    emulate(chromium)
+
+
+def test_paper_is_white_whatever_the_screen_was(chromium, report):
+    emulate(chromium, theme="dark")
+    chromium.open(report, "trace")
+    emulate(chromium, "print", "dark")
+    chromium.settle()
+    lane = chromium.value(
+        """(() => { const t = popvision.trace; return [...t.canvas.getContext('2d')
+        .getImageData(t.left + 60, t.top + 3 * t.rowHeight + 4, 1, 1).data]; })()"""
+    )
+    assert lane == [238, 238, 238, 255]
+    assert chromium.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    emulate(chromium)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1))
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x).square(), "mean")
+
+
+def test_convolutions_count_their_flops_backward_too_and_the_page_names_the_optimizer(chromium, tmp_path):
+    model, x = Convolutions(), torch.randn(2, 3, 8, 8)
+    with FlopCounterMode(display=False) as counted:
+        model.layers(x).square().mean().backward()
+    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1, max_grad_norm=2.0)
+    trainer = poptorch.trainingModel(model, options, optimizer)
+    trainer(x)
+    trainer.detachFromDevice()
+    profile = load(tmp_path / "training" / "profile.pop")
+    flops = {kind: 0 for kind in ("convolution", "convolution_backward")}
+    for operation in profile.operations:
+        if operation.kind in flops:
+            flops[operation.kind] += operation.flops
+    plain = {str(name).removeprefix("aten."): n for name, n in counted.get_flop_counts()["Global"].items()}
+    assert flops == plain and min(flops.values()) > 0
+    chromium.open(tmp_path / "report.html", "model")
+    assert text(chromium, "#runs").split("\n") == [
+        "strategy",
+        "PipelinedExecution",
+        "optimizer",
+        "adamw, 4 parameters in 1 group; max grad norm 2.0",
+    ]
