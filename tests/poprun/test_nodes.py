@@ -59,7 +59,7 @@ def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun
     """Nobody on node 0 fails; it is told, though its instance never speaks to the other."""
     program = (
         "import os, sys, time\n"
-        "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'])\n"
+        "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'], flush=True)\n"
         "sys.exit(4) if os.environ['RANK'] == '1' else time.sleep(50)"
     )
     words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=1", *PYTHON, program)
