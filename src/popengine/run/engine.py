@@ -68,7 +68,8 @@ class Engine(Tensors):
             self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
         super().__init__(plan, settings, weights, device or devices.of(settings.device))
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
-        self._shared_state = SharedState(self, self._meeting) if self.shares_state else None
+        meeting = self._meeting if self.shares_state else None
+        self._shared_state = SharedState(self, meeting) if meeting is not None else None
         self._calls = 0
         self.random_state = seed, 0
         self._has_warned = False  # of gradients that overflow

@@ -202,4 +202,6 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
 def _unflat(flat: Tensor, values: Sequence[Tensor]) -> None:
     if values:
         parts = flat.to(values[0].device).split([value.numel() for value in values])
-        torch._foreach_copy_(values, [part.view(v.shape) for part, v in zip(parts, values, strict=True)])
+        torch._foreach_copy_(
+            list(values), [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+        )

@@ -26,8 +26,11 @@ class SharedState:
     def part(self) -> Tensor:
         """This instance's part, as bytes."""
         tensors, file = self._tensors(), io.BytesIO()
-        assert self._last is not None or tensors is not None
-        torch.save(tensors.read_optimizer() if self._last is None else self._last, file)
+        last = self._last
+        if last is None:
+            assert tensors is not None
+            last = tensors.read_optimizer()
+        torch.save(last, file)
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
     def keep(self) -> None:
