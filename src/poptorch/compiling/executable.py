@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ..options.freeze_options import OUTPUTS
 from . import compilation_hooks, compilation_log
 from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
+from .machine_hints import hints
 from .memory_format import laid_out
 from .overlap_rules import check_overlap
 from .replica_meetings import check_groups
@@ -52,6 +53,7 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # "auto" has become what was faster
+    hints: dict[str, float] = field(default_factory=dict)  # see `machine_hints`; measured for a profile only
 
     def without_graph(self) -> Executable:
         """The part that runs, and that a file can hold."""
@@ -95,6 +97,9 @@ def compile_model(
     with one_row_each(model, settings.replica_groups):
         wanted = options.memory_format if options.exists("memory_format") else "preserve"
         graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
+        here = (settings.device, settings.backend) == ("cpu", "eager")
+        profiled = here and options._profile_directory(settings.training) is not None
+        hinted = hints(graph, options, memory_format, model, samples) if profiled else {}
     if settings.strategy.auto == "balance":
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         settings = balanced(graph, settings, weights, samples)
@@ -113,6 +118,7 @@ def compile_model(
         tuple(tracing.notes),
         graph,
         memory_format,
+        hinted,
     )
 
 

@@ -92,7 +92,7 @@ class DeviceLease:
         if kept.buffers is not None:
             engine.write_buffers(kept.buffers)
         if self._reporter is not None:
-            self._reporter.attached(engine, executable.graph)
+            self._reporter.attached(engine, executable.graph, executable.hints)
         self._process = os.getpid()
         self.engine = engine  # last: now it has all that was kept
         self.kept = replace(kept, buffers=None)

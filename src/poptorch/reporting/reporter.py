@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from popengine.compile.describe import Description
 from popengine.ir import Graph, Plan
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
-from popengine.run.measure.recorder import Recorder, Times
+from popengine.run.measure.recorder import Recorder
 from popengine.settings import Settings
 
 from ..data.batch_waits import listeners
@@ -33,6 +34,7 @@ from ..version import __version__
 from .changed_options import changed_options, optimizer_in_words, strategy_in_words
 from .logs import logger
 from .planned import counts_of
+from .recorded_rows import detailed_step, timed, tracks
 
 _SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
 _SHARE = 100
@@ -52,6 +54,7 @@ class Reporter:
         self.passes: list[profile.Pass] = []
         self._engine: Engine | None = None
         self._graph: Graph | None = None
+        self._hints: dict[str, float] = {}
         self._memory: list[profile.Memory] = []
         self._since = time.perf_counter()
         self._save_next = self._since + _SAVE_EVERY
@@ -66,8 +69,8 @@ class Reporter:
         self.passes.append(profile.Pass(name, round(now - self._since, 6)))
         self._since = now
 
-    def attached(self, engine: Engine, graph: Graph | None) -> None:
-        self._engine, self._graph = engine, graph
+    def attached(self, engine: Engine, graph: Graph | None, hints: dict[str, float]) -> None:
+        self._engine, self._graph, self._hints = engine, graph, hints
 
     def released(self) -> None:
         """The executor lets its devices go: save, and keep nothing of them alive."""
@@ -89,7 +92,8 @@ class Reporter:
             return
         try:
             description = Description(engine.plan, self._graph)
-            made(self.recorder, description, settings, engine, self.passes, self.options).save(self.path)
+            found = made(self.recorder, description, settings, engine, self.passes, self.options)
+            replace(found, facts={**found.facts, "hints": self._hints}).save(self.path)
             from popvision import html  # the page is made of files: no profile, no page, no import
 
             html.write_report(self.path.parent.parent)
@@ -151,9 +155,9 @@ def made(
         tuple(passes),
         tuple(described.blocks),
         tuple(described.pieces),
-        tuple(_timed(described, recorder)),
+        tuple(timed(described, recorder)),
         tuple(described.parts),
-        tuple(_tracks(recorder)),
+        tuple(tracks(recorder)),
         tuple(
             profile.Call(call, start - origin, end - origin, steps)
             for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
@@ -181,7 +185,7 @@ def _facts(recorder: Recorder, described: Description, settings: Settings, plan:
         "failed_calls": recorder.failed_calls,
         "steps": recorder.steps,
         "ns_in_calls": recorder.ns_in_calls,
-        "detailed_step": _detailed_step(recorder),
+        "detailed_step": detailed_step(recorder),
         "capacity": _capacity(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads() // inside,
@@ -194,55 +198,6 @@ def _facts(recorder: Recorder, described: Description, settings: Settings, plan:
         },
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Steps in order of their start; of the last one that failed what was done until then."""
-    found = [
-        _track(recorder, place, times, times.length)
-        for place, kept in recorder.kept.items()
-        for times in [*kept.first, *kept.last]
-    ]
-    for place, times in recorder.broken.items():
-        done = next((index for index, end in enumerate(times.ends) if not end), times.length)
-        if done:
-            found.append(_track(recorder, place, times, done))
-    return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
-
-
-def _track(recorder: Recorder, place: tuple[int, int], times: Times, length: int) -> profile.Track:
-    """The first `length` instructions."""
-    begins, ends = times.begins[:length], times.ends[:length]
-    return profile.Track(
-        times.call,
-        times.step,
-        *place,
-        begins[0] - recorder.origin,
-        [end - begin for begin, end in zip(begins, ends, strict=True)],
-        [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))],
-        list(times.cores[:length]),
-        list(times.computed[:length]),
-    )
-
-
-def _timed(described: Description, recorder: Recorder) -> list[profile.Operation]:
-    """The operations with their times in the detailed step."""
-    lines, runs = {}, {}
-    for detail in recorder.details.values():
-        lines.update(detail.lines)
-        runs.update(detail.runs)
-    return [
-        operation._replace(calls=runs[operation.piece], ns=lines[operation.piece][line])
-        if operation.piece in runs
-        else operation
-        for line, operation in described.operations
-    ]
-
-
-def _detailed_step(recorder: Recorder) -> list[int] | None:
-    """Call and step that were looked at closer."""
-    details = list(recorder.details.values())
-    return [details[0].call, details[0].step] if details else None
 
 
 def _capacity() -> dict[str, Any]:

@@ -107,7 +107,7 @@ function picture({ profile, figures }) {
   const tall = Math.min(12, Math.max(1, ...stages.map((list) => list.length))) * 54 + 64;
   const before = profile.ipus.map((ipu, stage) => profile.ipus.lastIndexOf(ipu, stage - 1)).map((found, stage) => (stage ? found : -1));
   const levels = [...new Set(profile.ipus.filter((_, stage) => before[stage] >= 0))]; // each ipu's line has a height of its own
-  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10 + 26 * levels.length, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
+  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10 + 28 * levels.length, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
   stages.forEach((list, stage) => {
     const x = stage * (wide + gap) + 1, time = figures.stages[stage], colour = STAGES[stage % STAGES.length];
     svg.append(make("rect", { x, y: 1, width: wide, height: tall, rx: 12, fill: "none", stroke: colour, "stroke-width": 2 }),
@@ -126,9 +126,9 @@ function picture({ profile, figures }) {
         make("text", { x: (from + to) / 2, y: y - 9, "text-anchor": "middle", class: "soft" }, next ? units.bytes(next.bytes) : ""));
     }
     if (before[stage] >= 0) { // the data comes back to an ipu that it has passed: a line under the stages
-      const from = before[stage] * (wide + gap) + wide / 2 + 12, to = x + wide / 2 - 12, y = tall + 6, down = 10 + 24 * levels.indexOf(profile.ipus[stage]);
+      const from = before[stage] * (wide + gap) + wide / 2 + 12, to = x + wide / 2 - 12, y = tall + 6, down = 12 + 28 * levels.indexOf(profile.ipus[stage]);
       svg.append(make("path", { class: "wrap", d: `M${from} ${y} v${down} H${to} v${2 - down} m-5 7 l5 -7 l5 7`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
-        make("text", { x: (from + to) / 2, y: y + down - 4, "text-anchor": "middle", class: "soft" }, `back on ipu ${profile.ipus[stage]}`));
+        make("text", { x: to - 4, y: y + down + 13, "text-anchor": "end", class: "soft" }, `back on ipu ${profile.ipus[stage]}`));
     }
   });
   return svg;

@@ -49,6 +49,7 @@ const page = {
       const tab = document.getElementById(`tab-${name}`), chosen = name === page.view;
       tab.setAttribute("aria-selected", String(chosen));
       tab.tabIndex = chosen ? 0 : -1;
+      if (chosen) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     main.setAttribute("aria-labelledby", `tab-${page.view}`);
     document.getElementById("about").textContent = entry && entry.profile ? about(entry.profile) : "";

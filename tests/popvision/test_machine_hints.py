@@ -1,0 +1,113 @@
+"""What another option would give is measured on this machine, for a profile, and said with the measured factor."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine.profile import load
+from poptorch.compiling import machine_hints
+from popvision.advice import sentences
+from popvision.analysis import figures
+
+LAYOUT = 'options.memoryFormat("channels_last")'
+
+
+class Network(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)).to(dtype)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x).square(), "mean")
+
+
+def hinted(folder, options, dtype=torch.float32):
+    model = Network(dtype)
+    options.showCompilationProgressBar(False)
+    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = trainer(torch.ones(2, 3, 8, 8, dtype=dtype))
+    trainer.detachFromDevice()
+    profile = load(folder / "training" / "profile.pop")
+    return loss, profile
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The first graph takes 3 ms, what it is changed into 2 ms; the rounds that were asked for are kept."""
+    rounds, seen = [], []
+
+    def measure(partition, weights, samples, count):
+        code = str(partition.pieces)
+        if code not in seen:
+            seen.append(code)
+        rounds.append(count)
+        return [0.003 - 0.001 * seen.index(code)]
+
+    monkeypatch.setattr(machine_hints, "measure", measure)
+    return rounds
+
+
+def test_a_profile_says_what_another_layout_would_give(tmp_path, measured):
+    _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
+    assert profile.facts["hints"] == {LAYOUT: pytest.approx(1.5)}
+    said = [text for text in sentences(profile, figures(profile)) if text.startswith(LAYOUT)]
+    assert len(said) == 1
+    assert "1.50 times as fast on this machine" in said[0]
+
+
+def test_nothing_is_measured_without_a_profile_or_where_a_layout_was_chosen(tmp_path, measured):
+    model = Network()
+    trainer = poptorch.trainingModel(model, poptorch.Options().showCompilationProgressBar(False))
+    trainer(torch.ones(2, 3, 8, 8))
+    _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve"))
+    assert (profile.facts["hints"], measured) == ({}, [])
+
+
+def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, monkeypatch):
+    monkeypatch.setattr(machine_hints, "_MOST", 0.001)
+    _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
+    assert (profile.facts["hints"], measured) == ({}, [1])
+
+
+def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):
+    torch.manual_seed(1)
+    plain = poptorch.trainingModel(Network(), poptorch.Options().showCompilationProgressBar(False))(
+        torch.ones(2, 3, 8, 8)
+    )
+    torch.manual_seed(1)
+    loss, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
+    assert torch.equal(loss, plain)
+    assert set(profile.facts["hints"]) == {LAYOUT} and profile.facts["hints"][LAYOUT] > 0
+
+
+def test_native_half_kernels_are_measured_against_those_through_float32(tmp_path):
+    options = poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve")
+    options.Precision.halfKernels("native")
+    _, profile = hinted(tmp_path, options, torch.bfloat16)
+    assert set(profile.facts["hints"]) == {'options.Precision.halfKernels("auto")'}
+
+
+calls = []
+
+
+@torch.library.custom_op("hints_test::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    calls.append(x.shape)
+    return x.clone()
+
+
+noted.register_fake(torch.empty_like)
+
+
+def test_the_users_own_operations_are_not_called_for_a_hint(tmp_path):
+    class Noting(Network):
+        def forward(self, x):
+            return super().forward(torch.ops.hints_test.noted(x))
+
+    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
+    model = poptorch.inferenceModel(Noting(), options)
+    model(torch.ones(2, 3, 8, 8))
+    model.detachFromDevice()
+    assert len(calls) == 1
+    assert load(tmp_path / "inference" / "profile.pop").facts["hints"] == {}
