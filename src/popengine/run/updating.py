@@ -32,6 +32,9 @@ from .state.store import Store
 Share = Callable[[Sequence[Task], Any], None]
 
 
+WORTH_SHARING = 4  # tasks of an update; of fewer, cores mostly wait for each other
+
+
 class Updater:
     """Updates the weights that live on one ipu of one replica.
 
@@ -159,7 +162,7 @@ class Updater:
 
     def _do(self, some: Sequence[Task], share: Share | None) -> Waits:
         """Do tasks in any order."""
-        if share is None or len(some) < 2:
+        if share is None or len(some) < WORTH_SHARING:
             for task in some:
                 task()
         else:

@@ -44,7 +44,9 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(on_chip_storage=use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
-        """Each of R replicas keeps 1/R of the optimizer's state (no other kind of tensor is shared out)."""
+        """Each of R replicas of all instances keeps 1/R of the optimizer's state (no other kind of tensor is shared
+        out): see [scaling out](../guide/scaling.md).
+        """
         assert isinstance(use, bool), f"useReplicatedTensorSharding takes a bool; found {use!r}"
         return self.createOrSet(replicated_tensor_sharding=use)
 

@@ -64,7 +64,10 @@ class Driver:
         self._left = self._running = self._idle = 0
         self._failure: BaseException | None = None
         self._closed = False
-        self._pool = UpdatePool(cores) if cores > 1 and settings.training and not lanes else None
+        self._sharing = (
+            cores if cores > 1 and settings.training and not lanes else 0
+        )  # cores that share an update
+        self._pool: UpdatePool | None = None  # there once a large update has been
         # Several instances wait for each other within updates, which so have to go on at the same time; and what is
         # started on a device takes as long there, however short it is here.
         self._is_shared = threads > 1 and (settings.counts.instances > 1 or workers[0].device.is_remote)
@@ -107,7 +110,7 @@ class Driver:
     def steps(self, run: Run) -> None:
         """All that a call computes, once every worker has begun it."""
         self._run = run
-        run.share = self._share if self._pool is not None else None
+        run.share = self._share if self._sharing else None
         try:
             for step in range(run.steps):
                 for worker in self._workers:
@@ -213,9 +216,9 @@ class Driver:
 
     def _share(self, some: Sequence[Callable[[], None]], name: Any) -> None:
         """Let all cores do these tasks of an update, and then let it go on: it waits for this channel."""
-        assert self._pool is not None
         with self._changed:
             self._running += 1
+            self._pool = self._pool or UpdatePool(self._sharing)
         channels = self._run.channels
         self._pool.do(
             some, lambda: channels.stopped or self._failure is not None, partial(self._shared, name)
