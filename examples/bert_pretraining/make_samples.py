@@ -122,7 +122,10 @@ def wordpieces(flags: argparse.Namespace, texts: list[corpus.Document]) -> Token
     learner.train_from_iterator(
         lines, vocab_size=flags.vocab_size, special_tokens=list(SPECIALS), show_progress=False
     )
-    return learner._tokenizer
+    # The library numbers what it has learnt in another order each time.
+    learnt = sorted(set(learner.get_vocab()) - set(SPECIALS))
+    numbers = {word: number for number, word in enumerate((*SPECIALS, *learnt))}
+    return BertWordPieceTokenizer(numbers, lowercase=True)._tokenizer
 
 
 if __name__ == "__main__":

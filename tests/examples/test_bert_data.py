@@ -136,14 +136,16 @@ def test_samples_have_two_segments_and_labels_for_what_is_masked(samples):
     assert 0.4 < rows["next_sentence_label"].mean() < 0.7
 
 
-def test_the_same_text_makes_the_same_samples(make_samples, samples, text, tmp_path):
+def test_the_same_text_and_words_make_the_same_samples(make_samples, samples, text, tmp_path):
     """Also where several programs prepare one folder at once: one of them does, the others wait."""
-    argv = ["--input-files", str(text), "--output-dir", str(tmp_path / "again"), *SIZES]
+    flags = ["--input-files", str(text), *SIZES, "--vocab-file", str(samples / "vocab.txt")]
+    once = make_samples.main([*flags, "--output-dir", str(tmp_path / "once")])
+    argv = [*flags, "--output-dir", str(tmp_path / "again")]
     with ThreadPoolExecutor(3) as programs:
         notes = [each.result() for each in [programs.submit(make_samples.main, argv) for _ in range(3)]]
-    assert notes[0] == notes[1] == notes[2] == json.loads((samples / "samples.json").read_text())
+    assert notes == [once] * 3 and once == json.loads((tmp_path / "once" / "samples.json").read_text())
     for name in ("train.npz", "held-out.npz"):
-        one, other = np.load(samples / name), np.load(tmp_path / "again" / name)
+        one, other = np.load(tmp_path / "once" / name), np.load(tmp_path / "again" / name)
         assert [field for field in one if not np.array_equal(one[field], other[field])] == []
 
 
