@@ -74,7 +74,9 @@ class Engine(Tensors):
         self.random_state = seed, 0
         self._has_warned = False  # of gradients that overflow
         self._latest: Run | None = None  # the call that crews may still work on
-        self._turn = threading.Lock()  # threads of the user's that call at the same time run one by one
+        # Threads of the user's that call at the same time run one by one. (Re-entrant: after an interrupt at the very
+        # end of a call it may still be held, and then its thread can call again.)
+        self._turn = threading.RLock()
         self._workers: list[Worker] = []
         codes = {place: load(plan, settings, place) for place in {d.place for d in self.devices.values()}}
         for (replica, ipu), store in self.stores.items():
