@@ -26,11 +26,13 @@ LARGE = "plain PyTorch, best layout and one large batch, 2 threads"
 
 @dataclass(frozen=True)
 class Ours:
-    """One of our layouts: what its row is called, its stages, and how many replicas there are of them."""
+    """One of our layouts: what its row is called, its stages, how many replicas there are of them, and the layout of
+    images in memory."""
 
     name: str
     placement: ways.Placement
     replicas: int = 1
+    memory_format: str = "preserve"
 
 
 def rivals(task: Task) -> dict[str, Contender]:
@@ -40,6 +42,9 @@ def rivals(task: Task) -> dict[str, Contender]:
     return {
         "plain1": Contender(BASELINE, partial(plain, threads=1)),
         "plain2": Contender("plain PyTorch, 2 threads", partial(plain, threads=2)),
+        "best2": Contender(
+            "plain PyTorch in its best layout, 2 threads", partial(plain, threads=2, layout="best")
+        ),
         "large2": Contender(LARGE, partial(ways.large, task=task, threads=2, layout="best")),
         "compile2": Contender("torch.compile, 2 threads", compiled),
         "gloo2": Contender(
@@ -60,7 +65,13 @@ def contenders(task: Task, layouts: Mapping[str, Ours]) -> dict[str, Contender]:
     found = {
         name: Contender(
             f"Pando, {layout.name}",
-            partial(ways.ours, task=task, placement=layout.placement, replicas=layout.replicas),
+            partial(
+                ways.ours,
+                task=task,
+                placement=layout.placement,
+                replicas=layout.replicas,
+                layout=layout.memory_format,
+            ),
         )
         for name, layout in layouts.items()
     }

@@ -76,28 +76,19 @@ def executor(task: Task, options: poptorch.Options) -> poptorch.PoplarExecutor:
     return poptorch.trainingModel(model, options, task.optimizer(model.parameters()))
 
 
-def plain(rank: int, task: Task, threads: int, device: str = "cpu") -> Unit:
-    """Plain PyTorch: forward and backward of one micro-batch after another."""
-    torch.set_num_threads(threads)
-    model = task.model().to(device)
-    optimizer = task.optimizer(model.parameters())
-    return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step, device)
-
-
-def large(rank: int, task: Task, threads: int, layout: str = "preserve") -> Unit:
-    """Plain PyTorch with all of an update as one batch.
+def plain(rank: int, task: Task, threads: int, device: str = "cpu", layout: str = "preserve") -> Unit:
+    """Plain PyTorch: forward and backward of one micro-batch after another.
 
     Args: layout: of images in memory: "preserve", "channels_last", or "best": the faster of both, as measured here
     """
     torch.set_num_threads(threads)
-    whole = replace(task, rows=task.update_rows, micro_batches=1)
 
     def made(layout: str) -> Unit:
-        model = task.model()
+        model = task.model().to(device)
         if layout == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         optimizer = task.optimizer(model.parameters())
-        return _loop(whole, model, list(model.parameters()), optimizer.zero_grad, optimizer.step, "cpu")
+        return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step, device)
 
     if layout != "best":
         return made(layout)
@@ -109,6 +100,12 @@ def large(rank: int, task: Task, threads: int, layout: str = "preserve") -> Unit
         unit()
         seconds[name] = time.perf_counter() - start
     return made(min(seconds, key=seconds.__getitem__))
+
+
+def large(rank: int, task: Task, threads: int, layout: str = "preserve") -> Unit:
+    """Plain PyTorch with all of an update as one batch."""
+    whole = replace(task, rows=task.update_rows, micro_batches=1)
+    return plain(rank, whole, threads, layout=layout)
 
 
 def compiled(rank: int, task: Task, threads: int, device: str = "cpu", mode: str | None = None) -> Unit:

@@ -1,4 +1,4 @@
-"""Training speed on a small BERT: ours over 2 and 4 ipus, and what a user would pick instead."""
+"""Training speed on a small BERT: ours over 1, 2 and 4 ipus, and what a user would pick instead."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ from comparison import Ours, main  # pyright: ignore[reportMissingImports]
 # The head's weight is the embeddings'. At the end of the line it is on another ipu, which gets a copy each step;
 # where the embeddings are, it needs none, but data makes a turn.
 LAYOUTS = {
+    "unsplit": Ours("1 ipu", ((0, "words layer0 layer1 layer2 layer3 head"),)),
     "line4": Ours(
         "4 ipus, head on the last", ((0, "words layer0"), (1, "layer1 layer2"), (2, "layer3"), (3, "head"))
     ),

@@ -1,4 +1,4 @@
-"""Training speed on GPT-2 nano: ours over 2 and 4 ipus, and what a user would pick instead."""
+"""Training speed on GPT-2 nano: ours over 1, 2 and 4 ipus, and what a user would pick instead."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from gpt2 import TASK
 
 # The head's weight is the words'.
 LAYOUTS = {
+    "unsplit": Ours("1 ipu", ((0, "words layer0 layer1 layer2 layer3 head"),)),
     "line2": Ours("2 ipus, head on the last", ((0, "words layer0 layer1 layer2"), (1, "layer3 head"))),
     "turn4": Ours(
         "4 ipus, head with the words",
