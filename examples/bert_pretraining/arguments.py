@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from common.execution import add_checkpoints, add_execution, add_rest
 from common.flags import Flags, add_switch, parse, positive, share
-from common.placement import layer_ipus, least_accumulation, spread, stages_along
+from common.placement import layer_ipus, spread, stages_along
+from common.shared_flags import Agreement, add_checkpoints, add_execution, add_optimizer, add_rest
 
 CONFIGS = Path(__file__).with_name("configs_pretraining.yml")
 
@@ -19,8 +19,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Flags:
     """Flags of the command line, over those of the config. Ends the program where they don't agree."""
     parser = argparse.ArgumentParser("PopTorch BERT", description="Pretrain BERT on a pipeline of ipus.")
     parser.add_argument("--config", default="demo_tiny_128", help=f"an entry of {CONFIGS.name}")
-    for add in (add_execution, _add_data, _add_model, _add_training, add_checkpoints, add_rest):
+    for add in (add_execution, _add_data, _add_model, add_checkpoints, add_rest):
         add(parser)
+    add_optimizer(parser, ("AdamW", "LAMB", "LAMBNoBiasCorrection"), ("constant", "linear"))
+    parser.add_argument("--random-seed", type=int, default=5)
     flags = parse(parser, argv, CONFIGS, default="demo_tiny_128")
     if flags.packed_data:
         _account_for_packing(parser, flags)
@@ -48,8 +50,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="samples to measure with after the training",
     )
     add("--dataloader-workers", type=int, default=0, help="processes that load, at most one a core")
-    add_switch(parser, "--async-dataloader", default=True, help="load in another process")
-    add_switch(parser, "--synthetic-data", default=False, help="no input: values that the engine makes up")
     add_switch(parser, "--packed-data", default=False, help="several short sequences in a row")
     add("--max-sequences-per-pack", type=int, choices=(2, 3), default=3)
     add("--packing-factor", type=_packing_factor, default={128: 1.17, 384: 1.7, 512: 2.0},
@@ -71,62 +71,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--initializer-range", type=float, default=0.02, help="standard deviation of the first weights")
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("training").add_argument
-    add("--optimizer", choices=("AdamW", "LAMB", "LAMBNoBiasCorrection"), default="AdamW")
-    add("--learning-rate", type=float, default=0.001)
-    add("--lr-schedule", choices=("constant", "linear"), default="constant")
-    add("--lr-warmup", type=share, default=0.0, help="share of the training steps in which the rate grows")
-    add("--weight-decay", type=float, default=0.0, help="of parameters of two or more dimensions")
-    add("--loss-scaling", type=float, default=1.0)
-    add_switch(
-        parser, "--auto-loss-scaling", default=False, help="adapt the loss scaling; the value is its start"
-    )
-    add_switch(
-        parser,
-        "--enable-half-first-order-momentum",
-        default=False,
-        help="keep the first moment in half precision",
-    )
-    add("--random-seed", type=int, default=5)
-
-
 def _check(parser: argparse.ArgumentParser, flags: Flags) -> None:
     """Refuse flags that contradict each other, and name them all."""
     flags.layers_per_ipu = spread(parser, flags)
-    wrong = []
-
-    def must(agree: bool, why: str, *names: str) -> None:
-        if not agree:
-            wrong.append(f"{why}: {flags.named(*names)}")
-
-    ipus, layers = flags.ipus_per_replica, flags.layers_per_ipu
-    flags.stages = forward_stages(layers)
-    least = least_accumulation(flags.stages)
-    must(
-        len(layers) == ipus, f"layers_per_ipu names {len(layers)} ipus", "layers_per_ipu", "ipus_per_replica"
-    )
-    must(len(flags.matmul_proportion) in (1, ipus), "matmul_proportion must be one number, or one for each ipu",
-         "matmul_proportion", "ipus_per_replica")  # fmt: skip
+    flags.stages = forward_stages(flags.layers_per_ipu)
+    agreement = Agreement(flags)
+    must = agreement.must
     must(flags.intermediate_size in (None, 4 * flags.hidden_size), "intermediate_size is always 4 x hidden_size",
          "intermediate_size", "hidden_size")  # fmt: skip
     must(flags.hidden_size % flags.num_attention_heads == 0, "the heads must divide the hidden size",
          "hidden_size", "num_attention_heads")  # fmt: skip
-    must(flags.vocab_size % flags.embedding_serialization_factor == 0, "the factor must divide the vocabulary",
-         "embedding_serialization_factor", "vocab_size")  # fmt: skip
     must(flags.sequence_length <= 512, "there are 512 positions", "sequence_length")
-    must(
-        flags.mask_tokens < flags.sequence_length, "a row has fewer pieces", "mask_tokens", "sequence_length"
-    )
-    must(flags.gradient_accumulation >= least,
-         f"this pipeline needs at least {least} micro-batches",
-         "gradient_accumulation", "layers_per_ipu")  # fmt: skip
-    must(not flags.resume_training_from_checkpoint or bool(flags.checkpoint_input_dir),
-         "there is nothing to resume from", "resume_training_from_checkpoint", "checkpoint_input_dir")  # fmt: skip
+    must(flags.mask_tokens < flags.sequence_length, "a row has fewer pieces",
+         "mask_tokens", "sequence_length")  # fmt: skip
     must(not flags.held_out_files or flags.dataset == "pretraining", "held-out files need samples to train on",
          "held_out_files", "dataset")  # fmt: skip
-    if wrong:
-        parser.error("\n  ".join(["flags do not agree", *wrong]))
+    agreement.check(parser)
 
 
 def _account_for_packing(parser: argparse.ArgumentParser, flags: Flags) -> None:

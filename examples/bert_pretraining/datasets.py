@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.sampling import GlobalBatches, Layout
+from common.sampling import Layout
 from markov import Language
 from packing import packed
 from torch import Tensor
 from torch.utils.data import Dataset
-
-import poptorch
 
 FIELDS = (
     *("input_ids", "attention_mask", "token_type_ids"),
@@ -84,24 +82,14 @@ def language_of(flags: Any) -> Language:
 
 
 def training_set(flags: Any, layout: Layout) -> Dataset:
-    """Ends the program where there are no samples, or fewer than a call reads."""
+    """Ends the program where there are no samples."""
     if flags.dataset == "generated" or flags.synthetic_data:
-        data: Any = generated(flags, layout.call)
-    elif flags.dataset == "random":
-        data = RandomRows(flags)
-    elif flags.dataset == "markov":
-        data = as_read(flags, language_of(flags).sample(LANGUAGE_ROWS, seed=flags.random_seed))
-    else:
-        data = as_read(flags, samples(flags, flags.input_files, "--input-files"))
-    if len(data) < layout.call:
-        raise SystemExit(
-            f"{len(data)} samples don't fill one call of {layout.call}: "
-            + flags.named(
-                "micro_batch_size", "gradient_accumulation", "device_iterations", "replication_factor"
-            )
-            + "\n  fix: lower one of these, or give more --input-files"
-        )
-    return data
+        return generated(flags, layout.call)
+    if flags.dataset == "random":
+        return RandomRows(flags)
+    if flags.dataset == "markov":
+        return as_read(flags, language_of(flags).sample(LANGUAGE_ROWS, seed=flags.random_seed))
+    return as_read(flags, samples(flags, flags.input_files, "--input-files"))
 
 
 def held_out_set(flags: Any) -> Rows | None:
@@ -163,23 +151,6 @@ def description(flags: Any) -> dict[str, Any]:
     """What make_samples.py noted beside the first file; empty without it."""
     path = Path(sorted(glob.glob(flags.input_files[0]))[0]).with_name("samples.json")
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def loader(
-    flags: Any, opts: poptorch.Options, data: Dataset, layout: Layout, start: int
-) -> poptorch.DataLoader:
-    """Calls `start` to the last, in one epoch of the loader."""
-    mode = poptorch.DataLoaderMode.AsyncRebatched if flags.async_dataloader else poptorch.DataLoaderMode.Sync
-    order = GlobalBatches(len(data), layout, start, flags.training_steps, flags.random_seed)  # type: ignore[arg-type]
-    return poptorch.DataLoader(
-        opts,
-        data,
-        batch_size=flags.micro_batch_size,
-        sampler=order,
-        num_workers=flags.dataloader_workers,
-        auto_distributed_partitioning=False,  # the sampler gives each instance its share
-        mode=mode,
-    )
 
 
 def what_is_known(flags: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,23 +10,7 @@ from common import logs
 from common.logs import say
 from common.sampling import Layout
 
-import popdist
-from popdist import collectives
-
 NAMES = ("total loss", "mlm_loss", "nsp_loss", "mlm_acc", "nsp_acc")
-
-
-def averages(flags: Any, outputs: Any) -> dict[str, float]:
-    """Means over micro-batches, replicas and instances, of outputs that are sums over a replica's micro-batches.
-
-    With packed data the mean number of sequences in a row comes last.
-    """
-    micro_batches = flags.gradient_accumulation * flags.device_iterations
-    names = (*NAMES, "sequences") if len(outputs) > len(NAMES) else NAMES
-    own = {
-        name: float(value.float().mean()) / micro_batches for name, value in zip(names, outputs, strict=True)
-    }
-    return {name: collectives.all_reduce(value, "mean") for name, value in own.items()}
 
 
 def step_line(flags: Any, step: int, rate: float, numbers: dict[str, float]) -> tuple[str, str]:
@@ -44,23 +29,22 @@ class Tracker:
 
     flags: Any
     layout: Layout
-    start: int
     steps: list[dict[str, float]] = field(default_factory=list)
     held_out: float | None = None
 
     def add(
-        self, step: int, rate: float, numbers: dict[str, float], seconds: float, waited: float
+        self, step: int, rate: float, means: Sequence[float], seconds: float, waited: float
     ) -> dict[str, float]:
-        """Keep a step's numbers; returns those that come from its time, the mean of all instances."""
-        seconds = collectives.all_reduce(seconds, "mean")
-        own = self.layout.call * self.layout.local / self.layout.replicas
-        rows = own * popdist.getNumInstances() * numbers.get("sequences", 1.0)
-        timed = {"throughput": rows / seconds, "seconds": seconds, "waited": waited}
-        self.steps.append({"step": step, "LR": rate, **numbers, **timed})
-        return timed
+        """Keep a step's numbers, and return them.
 
-    def latest(self) -> dict[str, float]:
-        return self.steps[-1] if self.steps else {}
+        Args: means: of NAMES; packed data has the number of sequences in a row, too
+        """
+        names = (*NAMES, "sequences") if len(means) > len(NAMES) else NAMES
+        numbers = dict(zip(names, means, strict=True))
+        rows = self.layout.call * numbers.get("sequences", 1.0)
+        numbers |= {"throughput": rows / seconds, "seconds": seconds, "waited": waited}
+        self.steps.append({"step": step, "LR": rate, **numbers})
+        return numbers
 
     def summary(self, seconds: float) -> None:
         computed, waited = (sum(step[name] for step in self.steps) for name in ("seconds", "waited"))
@@ -72,7 +56,7 @@ class Tracker:
         say(f"Training time: {seconds:.3f} secs")
         logs.dashes()
         say(f"Waited for data: {waited / max(computed + waited, 1e-9):.0%} of the time")
-        last = self.latest()
+        last = self.steps[-1]
         say(
             f"Right at the end: {last['mlm_acc']:.1%} of masked words, {last['nsp_acc']:.1%} of next sentences"
         )

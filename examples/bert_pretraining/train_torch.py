@@ -22,6 +22,7 @@ import arguments
 import datasets
 import model as models
 from common.optimization import parameter_groups, share_of_rate
+from common.plain import update
 from common.sampling import GlobalBatches, Layout
 
 
@@ -40,26 +41,10 @@ def main(argv: Sequence[str] | None = None) -> SimpleNamespace:
             group["lr"] = flags.learning_rate * share
         began = time.perf_counter()
         losses.append(
-            sum(update(model, optimizer, micro_batches) for micro_batches in updates) / len(updates)
+            sum(update(model, optimizer, micro_batches, loss_of) for micro_batches in updates) / len(updates)
         )
         print(f"Step: {step} - total loss: {losses[-1]:.3f} - {time.perf_counter() - began:.2f} s")
     return SimpleNamespace(losses=losses, model=model)
-
-
-def update(
-    model: BertForPreTraining, optimizer: torch.optim.Optimizer, micro_batches: list[list[Tensor]]
-) -> float:
-    """One weight update: gradients are summed over the micro-batches, then divided. Returns their mean loss."""
-    optimizer.zero_grad()
-    total = 0.0
-    for micro_batch in micro_batches:
-        loss = loss_of(model, *micro_batch)
-        loss.backward()
-        total += loss.item()
-    for parameter in model.parameters():
-        parameter.grad /= len(micro_batches)
-    optimizer.step()
-    return total / len(micro_batches)
 
 
 def loss_of(model: BertForPreTraining, *micro_batch: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""The flags that say how a program runs, and poptorch.Options from them: alone, or as one of poprun's instances."""
+"""poptorch.Options from the flags that say how a program runs: alone, or as one of poprun's instances."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
@@ -12,80 +11,8 @@ import popdist
 import popdist.poptorch
 import poptorch
 
-from .flags import add_switch, positive
 from .logs import say
 from .sampling import Layout
-
-
-def add_execution(parser: argparse.ArgumentParser, *names: str) -> None:
-    """`names`: other names of --micro-batch-size."""
-    add = parser.add_argument_group("execution").add_argument
-    add("--training-steps", type=positive, default=10, help="calls of the executor")
-    add("--micro-batch-size", *names, type=positive, default=1, help="rows that a replica sees at once")
-    add(
-        "--gradient-accumulation",
-        type=positive,
-        default=16,
-        help="micro-batches of a weight update, on each replica",
-    )
-    add("--device-iterations", type=positive, default=1, help="weight updates in a call")
-    add(
-        "--replication-factor",
-        type=positive,
-        default=1,
-        help="copies of the model (poprun's word goes before)",
-    )
-    add("--ipus-per-replica", type=positive, default=4, help="as many as --layers-per-ipu names")
-    add("--layers-per-ipu", type=int, nargs="+", default=[0, 1, 1, 1], metavar="N",
-        help="encoders on each ipu; one number: as many on each; -1: an even share of the rest")  # fmt: skip
-    add(
-        "--matmul-proportion",
-        type=float,
-        nargs="+",
-        default=[0.6],
-        metavar="P",
-        help="one, or one for each ipu (recorded)",
-    )
-    add(
-        "--embedding-serialization-factor",
-        type=positive,
-        default=1,
-        help="pieces in which the decoder is computed",
-    )
-    add_switch(
-        parser, "--recompute-checkpoint-every-layer", default=False, help="keep only what encoders pass on"
-    )
-    add_switch(parser, "--replicated-tensor-sharding", "--enable-rts", default=False,
-               help="share the optimizer's state out over replicas")  # fmt: skip
-    add_switch(
-        parser, "--optimizer-state-offchip", default=True, help="keep the optimizer's state on the host"
-    )
-    add_switch(
-        parser, "--enable-half-partials", default=False, help="sum products in half precision (recorded)"
-    )
-    add("--precision", choices=("16.16", "32.32"), default="16.16", help="of weights and computation")
-    add_switch(parser, "--stochastic-rounding", default=True, help="of weights of half precision")
-    add("--executable-cache-dir", default="", help="folder that keeps compiled models")
-    add("--compile-only", action="store_true", help="compile, and end")
-    add("--profile-dir", default=None, help="folder for a profile")
-
-
-def add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("checkpoints").add_argument
-    add("--checkpoint-output-dir", default="", help="for the folders step_N")
-    add("--checkpoint-steps", type=positive, default=None, help="calls from one checkpoint to the next")
-    add("--checkpoint-input-dir", default="", help="a checkpoint, or a folder of them: the newest is taken")
-    add_switch(parser, "--resume-training-from-checkpoint", default=False,
-               help="go on where it was saved; else only the weights are taken")  # fmt: skip
-
-
-def add_rest(parser: argparse.ArgumentParser) -> None:
-    add_switch(parser, "--custom-ops", default=True, help="accepted; nothing is needed here")
-    add_switch(parser, "--disable-progress-bar", default=False, help="print a line a step")
-    add_switch(parser, "--wandb", default=False, help="log to Weights & Biases")
-    parser.add_argument(
-        "--wandb-param-steps", type=positive, default=None, help="log the weights, every so many steps"
-    )
 
 
 def training_options(flags: Any) -> poptorch.Options:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from common.execution import add_checkpoints, add_execution, add_rest
 from common.flags import Flags, add_switch, parse, positive, share
-from common.placement import layer_ipus, least_accumulation, spread, stages_along
+from common.placement import layer_ipus, spread, stages_along
+from common.shared_flags import Agreement, add_checkpoints, add_execution, add_optimizer, add_rest
 
 # layers, hidden size, heads, vocabulary
 MODELS = {
@@ -28,9 +28,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Flags:
     for add in (_add_model, _add_data, _add_training, add_rest):
         add(parser)
     add_execution(parser, "--batch-size")
+    add_optimizer(parser, ("Adam", "AdamW", "LAMB"), ("constant", "linear", "cosine"))
     add_checkpoints(parser)
+    parser.set_defaults(training_steps=10000, gradient_accumulation=1, device_iterations=4)
     parser.set_defaults(
-        training_steps=10000, gradient_accumulation=1, device_iterations=4, layers_per_ipu=[0, -1, -1, -1]
+        layers_per_ipu=[0, -1, -1, -1], learning_rate=1e-5, lr_warmup=0.1, loss_scaling=50000.0
     )
     flags = parse(parser, argv)
     _complete(flags)
@@ -71,27 +73,10 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--stride", type=positive, default=128, help="from the first word of a row to that of the next")
     add("--val-num", type=positive, default=64, help="rows that are held out")
     add("--num-workers", "--dataloader-workers", dest="dataloader_workers", type=int, default=4)
-    add_switch(parser, "--async-dataloader", default=True, help="load in another process")
-    add_switch(parser, "--synthetic-data", default=False, help="no input: values that the engine makes up")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add("--optimizer", choices=("Adam", "AdamW", "LAMB"), default="AdamW")
-    add("--learning-rate", type=float, default=1e-5)
-    add("--weight-decay", type=float, default=0.0, help="of parameters of two or more dimensions")
-    add("--loss-scaling", type=float, default=50000.0)
-    add_switch(
-        parser, "--auto-loss-scaling", default=False, help="adapt the loss scaling; the value is its start"
-    )
-    add_switch(
-        parser,
-        "--enable-half-first-order-momentum",
-        default=False,
-        help="first moment in half precision",
-    )
-    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant")
-    add("--lr-warmup", type=share, default=0.1, help="share of the decay's steps in which the rate grows")
     add("--lr-warmup-steps", type=int, default=None, help="instead: how many steps")
     add(
         "--lr-decay-steps",
@@ -127,32 +112,14 @@ def _complete(flags: Flags) -> None:
 def _check(parser: argparse.ArgumentParser, flags: Flags) -> None:
     """Refuse flags that contradict each other, and name them all."""
     flags.layers_per_ipu = spread(parser, flags)
-    ipus, layers = flags.ipus_per_replica, flags.layers_per_ipu
-    flags.stages = stages_along([0, position_ipu(flags), *layer_ipus(layers), 0])
-    least = least_accumulation(flags.stages)
-    wrong = []
-
-    def must(agree: bool, why: str, *names: str) -> None:
-        if not agree:
-            wrong.append(f"{why}: {flags.named(*names)}")
-
-    must(
-        len(layers) == ipus, f"layers_per_ipu names {len(layers)} ipus", "layers_per_ipu", "ipus_per_replica"
-    )
-    must(len(flags.matmul_proportion) in (1, ipus), "matmul_proportion must be one number, or one for each ipu",
-         "matmul_proportion", "ipus_per_replica")  # fmt: skip
-    must(flags.gradient_accumulation >= least, f"this pipeline needs at least {least} micro-batches",
-         "gradient_accumulation", "layers_per_ipu")  # fmt: skip
-    must(flags.vocab_size % flags.embedding_serialization_factor == 0, "the factor must divide the vocabulary",
-         "embedding_serialization_factor", "vocab_size")  # fmt: skip
+    flags.stages = stages_along([0, position_ipu(flags), *layer_ipus(flags.layers_per_ipu), 0])
+    agreement = Agreement(flags)
+    must = agreement.must
     must(not flags.enable_sequence_serialized or flags.max_len % flags.serialized_seq_len == 0,
          "the parts must be equal", "serialized_seq_len", "max_len")  # fmt: skip
     must(set(flags.recompute_checkpoint_layers) <= set(range(flags.num_hidden_layers)), "there is no such layer",
          "recompute_checkpoint_layers", "num_hidden_layers")  # fmt: skip
-    must(not flags.resume_training_from_checkpoint or bool(flags.checkpoint_input_dir),
-         "there is nothing to resume from", "resume_training_from_checkpoint", "checkpoint_input_dir")  # fmt: skip
-    if wrong:
-        parser.error("\n  ".join(["flags do not agree", *wrong]))
+    agreement.check(parser)
 
 
 def position_ipu(flags: Flags) -> int:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import arguments
 import model as models
 import text
+from common.plain import update
 from common.sampling import GlobalBatches, Layout
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> SimpleNamespace:
     for step in range(steps):
         began = time.perf_counter()
         updates = [
-            update(model, optimizer, [next(micro_batches) for _ in range(layout.accumulation)])
+            update(model, optimizer, [next(micro_batches) for _ in range(layout.accumulation)], loss_of)
             for _ in range(layout.iterations)
         ]
         losses.append(sum(updates) / len(updates))
@@ -50,20 +50,6 @@ def main(argv: Sequence[str] | None = None) -> SimpleNamespace:
     with torch.no_grad():
         found = [loss_of(model, *rows).item() for rows in DataLoader(held_out, 1)]
     return SimpleNamespace(losses=losses, held_out=sum(found) / len(found))
-
-
-def update(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, micro_batches: list[Any]) -> float:
-    """One weight update: gradients are summed over the micro-batches, then divided. Returns their mean loss."""
-    optimizer.zero_grad()
-    total = 0.0
-    for micro_batch in micro_batches:
-        loss = loss_of(model, *micro_batch)
-        loss.backward()
-        total += loss.item()
-    for parameter in model.parameters():
-        parameter.grad /= len(micro_batches)
-    optimizer.step()
-    return total / len(micro_batches)
 
 
 def loss_of(model: GPT2LMHeadModel, words: Tensor, labels: Tensor) -> Tensor:

@@ -112,16 +112,35 @@ def test_an_unknown_key_of_a_config_is_an_error(bert, capsys, tmp_path, monkeypa
 # ---- bad input -------------------------------------------------------------------------------------------
 
 
-def test_flags_that_contradict_each_other_are_named_with_their_origin(bert, capsys):
-    said = refused(bert, capsys, "--layers-per-ipu", "1", "1", "--matmul-proportion", "0.1", "0.2")
-    assert "layers_per_ipu names 2 ipus: --layers-per-ipu 1 1 (command line)" in said
-    assert "--ipus-per-replica 3 (config 'unit_test_cpu')" in said
-    assert "matmul_proportion must be one number, or one for each ipu: --matmul-proportion 0.1 0.2" in said
+CONTRADICTIONS = {
+    "--layers-per-ipu 1 1": "layers_per_ipu names 2 ipus: --layers-per-ipu 1 1 (command line), "
+    "--ipus-per-replica 3 (config 'unit_test_cpu')",
+    "--matmul-proportion 0.1 0.2": "matmul_proportion must be one number, or one for each ipu: "
+    "--matmul-proportion 0.1 0.2 (command line), --ipus-per-replica 3 (config 'unit_test_cpu')",
+    "--gradient-accumulation 6": "this pipeline needs at least 7 micro-batches: --gradient-accumulation 6",
+    "--embedding-serialization-factor 3": "the factor must divide the vocabulary: "
+    "--embedding-serialization-factor 3 (command line), --vocab-size 512",
+    "--resume-training-from-checkpoint": "there is nothing to resume from: "
+    "--resume-training-from-checkpoint True (command line), --checkpoint-input-dir  (default)",
+    "--intermediate-size 100": "intermediate_size is always 4 x hidden_size: --intermediate-size 100",
+    "--num-attention-heads 5": "the heads must divide the hidden size: --hidden-size 32 (config 'unit_test_cpu'), "
+    "--num-attention-heads 5 (command line)",
+    "--sequence-length 513": "there are 512 positions: --sequence-length 513",
+    "--mask-tokens 32": "a row has fewer pieces: --mask-tokens 32 (command line), --sequence-length 32",
+    "--held-out-files a.npz": "held-out files need samples to train on: --held-out-files a.npz (command line), "
+    "--dataset generated",
+    "--packed-data": "no packing factor is known for --sequence-length 32 (config 'unit_test_cpu')",
+}
 
 
-def test_too_few_micro_batches_for_the_pipeline_are_refused(bert, capsys):
-    said = refused(bert, capsys, "--gradient-accumulation", "6")
-    assert "this pipeline needs at least 7 micro-batches: --gradient-accumulation 6 (command line)" in said
+@pytest.mark.parametrize("words", CONTRADICTIONS)
+def test_flags_that_contradict_each_other_are_named_with_their_origin(bert, capsys, words):
+    assert CONTRADICTIONS[words] in refused(bert, capsys, *words.split())
+
+
+def test_all_contradictions_are_said_at_once(bert, capsys):
+    said = refused(bert, capsys, "--layers-per-ipu", "1", "1", "--sequence-length", "513")
+    assert "flags do not agree\n  layers_per_ipu names" in said and "\n  there are 512 positions" in said
 
 
 def test_layers_that_do_not_add_up_are_refused_in_the_originals_words(bert, capsys):

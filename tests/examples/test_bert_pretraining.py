@@ -90,6 +90,44 @@ def test_the_lines_are_those_that_parsers_take(bert, caplog, tmp_path):
     assert re.findall(r"total loss: *(\d*\.\d*)", step) and re.findall(r"mlm_loss: *(\d*\.\d*)", step)
 
 
+SMALLER = [
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--vocab-size",
+    "512",
+    "--sequence-length",
+    "32",
+]
+SMALLER += ["--mask-tokens", "5", "--micro-batch-size", "1", "--gradient-accumulation", "9"]
+TUTORIAL = {
+    "pretrain_base_128_pod4": ("", 9),
+    "pretrain_large_128_POD64": (
+        "-m poprun --num-instances 1 --num-replicas 16 --ipus-per-replica 4",
+        9 * 16,
+    ),
+}
+
+
+@pytest.mark.parametrize("config", TUTORIAL)
+def test_the_commands_of_the_tutorial_run_with_smaller_sizes(bert, config):
+    """As they are typed, with sizes by flags; and programs that read the lines find what they look for."""
+    poprun, global_batch = TUTORIAL[config]
+    program = [sys.executable, bert.__file__] if poprun else [bert.__file__]
+    command = [sys.executable, *poprun.split(), *program, "--dataset", "generated", "--config", config]
+    command += ["--training-steps", "1", *SMALLER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stderr
+    assert f"Using config: {config}" in said and f"global_batch_size: {global_batch}\n" in said
+    assert float(re.findall(r"throughput: *(.*?) samples/sec", said)[-1]) > 0
+    for pattern in (r"mlm_acc: *(.*?) \%", r"nsp_acc: *(.*?) \%", r"nsp_loss: *(\d*\.\d*)"):
+        assert 0 <= float(re.findall(pattern, said)[-1]) <= 3
+    for pattern in (r"mlm_loss: *(\d*\.\d*)", r"total loss: *(\d*\.\d*)"):
+        assert float(re.findall(pattern, said)[-1]) == pytest.approx(6.2, abs=1)  # ln 512
+
+
 def test_the_first_loss_is_that_of_a_guess(bert):
     first = bert.main([*TINY, "--training-steps", "1"]).steps[0]
     assert first["mlm_loss"] == pytest.approx(6.24, abs=0.1)  # ln 512
@@ -281,9 +319,22 @@ def test_a_folder_with_checkpoints_is_not_written_to(bert, reference):
 def test_of_several_checkpoints_the_one_with_the_highest_number_is_taken(bert, tmp_path):
     for step in (0, 9, 10):
         (tmp_path / f"step_{step}").mkdir()
-    assert bert.checkpoints.newest(str(tmp_path)).name == "step_10"
+    assert bert.training.checkpoints.newest(str(tmp_path)).name == "step_10"
     with pytest.raises(SystemExit, match="holds no checkpoint"):
-        bert.checkpoints.newest(str(tmp_path / "step_9"))
+        bert.training.checkpoints.newest(str(tmp_path / "step_9"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("nowhere", "nowhere: there is no such folder"), ("bare", "bare has weights but no training_state.pt")],
+)
+def test_a_checkpoint_that_is_not_there_is_said(bert, tmp_path, folder, message):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=message):
+        bert.main(
+            [*TINY, "--resume-training-from-checkpoint", "--checkpoint-input-dir", str(tmp_path / folder)]
+        )
 
 
 def test_a_checkpoint_of_another_model_is_refused(bert, reference):

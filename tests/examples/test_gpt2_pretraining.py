@@ -165,11 +165,44 @@ def test_the_bigram_entropy_is_that_of_the_counts(gpt2):
     assert text.bigram(training, held_out, 3) == pytest.approx(-sum(map(math.log, chances)) / 3)
 
 
-def test_too_few_micro_batches_are_refused(gpt2, capsys):
+CONTRADICTIONS = {
+    "": "this pipeline needs at least 9 micro-batches: --gradient-accumulation 1 (default)",
+    "--layers-per-ipu 2 2": "layers_per_ipu names 2 ipus: --layers-per-ipu 2 2 (command line), --ipus-per-replica 4",
+    "--layers-per-ipu 0 1 1 1": "layers_per_ipu not compatible with number of hidden layers",
+    "--enable-sequence-serialized --max-len 100": "the parts must be equal: --serialized-seq-len 128 (default), "
+    "--max-len 100 (command line)",
+    "--recompute-checkpoint-layers 4": "there is no such layer: --recompute-checkpoint-layers 4 (command line), "
+    "--num-hidden-layers 4 (--model nano)",
+    "--embedding-serialization-factor 3": "the factor must divide the vocabulary",
+    "--resume-training-from-checkpoint": "there is nothing to resume from",
+    "--model nanno": "invalid choice: 'nanno'",
+}
+
+
+@pytest.mark.parametrize("words", CONTRADICTIONS)
+def test_flags_that_contradict_each_other_are_named(gpt2, capsys, words):
     with pytest.raises(SystemExit):
-        gpt2.main(["--model", "nano"])
-    said = capsys.readouterr().err
-    assert "this pipeline needs at least 9 micro-batches: --gradient-accumulation 1 (default)" in said
+        gpt2.main(["--model", "nano", *words.split()])
+    assert CONTRADICTIONS[words] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--learning-rate 1e30", "the loss of step 0 is nan at a loss scaling of 1: the training stops"),
+        ("--input-files nowhere/*.txt --text-dir {}", r"--input-files nowhere/\*.txt: no file matches"),
+        ("--device-iterations 10000", r"samples don't fill one call of 140000: --micro-batch-size 2"),
+        ("--checkpoint-input-dir nowhere", "--checkpoint-input-dir nowhere: there is no such folder"),
+    ],
+)
+def test_what_stops_a_training_is_said(gpt2, flags, tmp_path, words, message):
+    with pytest.raises(SystemExit, match=message):
+        gpt2.main([*flags, *words.format(tmp_path / "new").split()])
+
+
+def test_a_folder_with_checkpoints_is_not_written_to(gpt2, flags, reference):
+    with pytest.raises(SystemExit, match=r"holds checkpoints already, such as .*epoch_"):
+        gpt2.main([*flags, "--checkpoint-output-dir", str(reference[1])])
 
 
 def test_two_instances_train_as_one(gpt2, flags, tmp_path):
