@@ -92,6 +92,8 @@ def _batches(found: argparse.ArgumentParser) -> None:
         help="layers whose outputs are kept",
     )
     _switches(group, "offload-optimizer", "enable-optimizer-rts")
+    layouts = ("preserve", "channels_last", "auto")
+    add("--memory-format", choices=layouts, default="preserve", help="of images; auto: the faster one here")
     add(
         "--available-memory-proportion",
         type=float,

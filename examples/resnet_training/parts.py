@@ -97,11 +97,15 @@ def blank(data: Any, rows: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels), torch.from_numpy(np.zeros(rows, np.int64))
 
 
-def announce(model: nn.Module, data: Any, layout: Layout, stages: int) -> None:
-    """Say what a call will need on this machine, from one micro-batch in plain PyTorch."""
-    cost = estimates.measured(
-        copy.deepcopy(model).train(), blank(data, layout.micro_batch)
-    )  # statistics move
+def announce(model: Classifier, data: Any, layout: Layout, stages: int) -> None:
+    """Say what a call will need on this machine, from one micro-batch in plain PyTorch, in float32."""
+    twin = (
+        copy.deepcopy(model).train().float()
+    )  # its statistics move, and convolutions of halves take very long
+    twin.casts = False
+    images, labels = blank(data, layout.micro_batch)
+    images = images.float() if images.is_floating_point() else images
+    cost = estimates.measured(twin, (images, labels))
     estimates.announce(model, cost, layout, stages, state_bytes=4, gradient_bytes=4)
 
 
@@ -166,6 +170,7 @@ def options(flags: argparse.Namespace, layout: Layout) -> poptorch.Options:
         opts = poptorch.Options().replicationFactor(layout.local)
     opts.randomSeed(flags.seed)
     opts.autoRoundNumIPUs(True)
+    opts.memoryFormat(flags.memory_format)
     opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
     opts.Precision.enableFloatingPointExceptions(flags.enable_fp_exceptions)
     opts.showCompilationProgressBar(not flags.disable_progress_bar and layout.instance == 0)

@@ -37,6 +37,8 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     torch.manual_seed(flags.seed)
     small = max(data.shape[1:]) <= 64
     model: nn.Module = ResNet(flags.model, data.classes, data.shape[0], nn.BatchNorm2d, flags.width, small)
+    if flags.memory_format == "channels_last":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loss_of = nn.CrossEntropyLoss(label_smoothing=flags.label_smoothing)
     if processes > 1:
         torch.distributed.init_process_group("gloo")

@@ -92,6 +92,14 @@ def test_the_command_line_overrides_the_config_and_may_be_cut_short(program):
         (["--recompute-mode", "manual"], "needs --recompute-checkpoints"),
         (["--bn-group-size", "2", "--norm-type", "group"], "--bn-group-size 2 needs --norm-type batch"),
         (["--available-memory-proportion", "0.1", "0.2"], "each of the 1 ipus that --pipeline-splits makes"),
+        (
+            ["--bn-group-size", "2", "--pipeline-splits", "layer2"],
+            "needs one ipu a replica: leave out --pipeline-splits",
+        ),
+        (["--initial-loss-scaling", "1", "--auto-loss-scaling"], "--auto-loss-scaling exclude each other"),
+        (["--weight-avg-strategy", "mean"], "it needs --checkpoint-output-dir"),
+        (["--eight-bit-io", "--normalization-location", "none"], "--normalization-location ipu"),
+        (["--replicas", "0"], "--replicas must be at least 1"),
     ],
 )
 def test_flags_that_do_not_fit_are_usage_errors(program, capsys, words, message):
@@ -379,6 +387,12 @@ def test_a_pipeline_of_three_ipus_with_recomputation_gives_the_same_losses(progr
     split = ["--pipeline-splits", "layer1/0", "layer2/0/conv2", "--recompute-mode", "manual"]
     cut = program.train.main([*flags, *split, "--recompute-checkpoints", r"layer\d\.\d$"])
     assert losses(cut) == losses(program.train.main(flags))
+
+
+def test_images_in_another_layout_differ_by_rounding(program, tiny):
+    one = losses(program.train.main([*tiny, *EVERY_CALL]))
+    other = losses(program.train.main([*tiny, *EVERY_CALL, "--memory-format", "channels_last"]))
+    assert other == pytest.approx(one, abs=1e-5)
 
 
 def test_a_split_at_an_unknown_layer_names_those_near_it(program, tiny):
