@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,11 @@ def imports(module: str, path: Path) -> set[str]:
 
 
 ALL = modules()
+
+
+def test_a_file_has_a_name_of_its_own():
+    names = Counter(path.name for path in ALL.values())
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py", "__main__.py", "cli.py"}
 
 
 @pytest.mark.parametrize("module", sorted(ALL))

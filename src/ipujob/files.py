@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from . import local, pods, rules, spec, standins
+from . import local, pods, rules, skipped_programs, spec
 from . import render as rendering
 from .documents import Document, Faults
 from .documents import read as read_documents
@@ -144,9 +144,11 @@ def run(arguments: argparse.Namespace) -> int:
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():
             raise Faults([f"ipujob: --clone: the folder {folder} doesn't exist"])
-    if unknown := set(filter(None, arguments.real.split(","))) - set(standins.ALL):
+    if unknown := set(filter(None, arguments.real.split(","))) - set(skipped_programs.ALL):
         raise Faults(
-            [f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {', '.join(standins.ALL)}"]
+            [
+                f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {', '.join(skipped_programs.ALL)}"
+            ]
         )
     for document in jobs_of(arguments.file):
         document = changed(document, arguments.name, arguments.command)
@@ -168,7 +170,7 @@ def _run(value: dict[str, Any], job: Job, arguments: argparse.Namespace) -> int:
     """One job, in a folder that goes with it."""
     folder = Path(tempfile.mkdtemp(prefix="ipujob-"))
     try:
-        standins.install(folder / "bin", dict(arguments.clone), arguments.real.split(","))
+        skipped_programs.install(folder / "bin", dict(arguments.clone), arguments.real.split(","))
         return local.run(value, job, folder, dict(arguments.env))
     finally:
         if arguments.keep:

@@ -40,7 +40,7 @@ class Lightning:
 def classes(package: str) -> dict[str, type]:
     """IPUStrategy, IPUAccelerator, IPUPrecision (and its older name) of a package."""
     from .accelerator import AcceleratorPart
-    from .precision import PrecisionPart
+    from .ipu_precision import PrecisionPart
     from .strategy import StrategyPart
 
     lightning = Lightning(package)

@@ -2,7 +2,7 @@
 
 A *call* of an executor is what Lightning calls a batch. Loaders are in `loaders.py`, checks in `checks.py`, what
 happens on the host after a call in `replaying.py`, weights and checkpoints in `weights.py`, several processes in
-`instances.py`.
+`strategy_instances.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from . import checks
 from .autoreport import reporting
 from .batches import cut, padded, rows_of, shapes_of, spread
 from .family import Lightning
-from .instances import Instances, InstancesPart
 from .loaders import Loaders
-from .options import OptionsPart
 from .replaying import Replay
+from .strategy_instances import Instances, InstancesPart
+from .strategy_options import OptionsPart
 from .weights import WeightsPart
 from .wrapper import StepModule
 

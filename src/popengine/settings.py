@@ -70,8 +70,8 @@ class Counts:
 class Optimizer:
     """A weight update rule without its rates: what may not change after compilation.
 
-    `kind` is a key of `popengine.update.rules.RULES`. `group_of` gives the parameter group of each parameter by
-    its canonical name; a parameter that is not in it is not updated. `state_types` holds the dtype of each state
+    `kind` is a key of `popengine.update.optimizer_rules.RULES`. `group_of` gives the parameter group of each parameter
+    by its canonical name; a parameter that is not in it is not updated. `state_types` holds the dtype of each state
     the rule keeps, by the state's name ("velocity"; "exp_avg", "exp_avg_sq"; ...).
     """
 

@@ -2,6 +2,6 @@
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 
-Words become a value in `options.py`; `agent.py` hands it to torch.distributed.elastic, which starts the instances,
+Words become a value in `command_line.py`; `agent.py` hands it to torch.distributed.elastic, which starts the instances,
 watches them and starts all again; `guard.py` sees to it that nothing is left when any of these is killed.
 """

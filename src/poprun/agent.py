@@ -31,10 +31,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from . import instance as instance_program
+from .command_line import Request
 from .guard import exit_code
 from .log import Log
 from .numa import cores_of as numa_cores
-from .options import Request
 from .topology import Node, launch_of, local_instances
 
 PATIENCE = 5  # seconds for a survivor to end after another instance has failed

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from popdist.environment import NUM_NODES
 
 from . import guard, hosts
+from .command_line import Request, parse
 from .log import Log
-from .options import Request, parse
 from .topology import Node, local_instances, node_of, table
 
 

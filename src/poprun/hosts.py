@@ -13,9 +13,9 @@ from contextlib import suppress
 
 from popdist.environment import NODE_RANK, NUM_NODES
 
+from .command_line import Request
 from .guard import exit_code
 from .log import Log
-from .options import Request
 from .topology import local_instances
 
 _HERE = ("localhost", socket.gethostname())

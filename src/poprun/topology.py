@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from popdist import environment
 
-from .options import Request
+from .command_line import Request
 
 _PORT = 29500  # as torchrun's
 _SHOWN = 16  # replicas that a table shows one by one

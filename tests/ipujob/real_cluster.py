@@ -16,7 +16,7 @@ import yaml
 from fake_kubelet import FakeKubelet
 from kube_cluster import Cluster
 
-from ipujob import standins
+from ipujob import skipped_programs
 from ipujob.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def world(folder: Path, scratch: Path):
     place.mkdir(parents=True)
     (place / "required_apt_packages.txt").write_text("libnuma1\n")
     (place / "run_pretraining.py").write_text("import sys\nprint('trained', *sys.argv[1:])\n")
-    standins.install(scratch / "bin", {"https://github.com/graphcore/examples.git": str(clone)})
+    skipped_programs.install(scratch / "bin", {"https://github.com/graphcore/examples.git": str(clone)})
     (scratch / "bin/poprun").write_text(
         '#!/bin/sh\necho "poprun $*"\nenv | grep -E "^(POPRUN|MASTER)_" | sort\n'
     )

@@ -5,8 +5,8 @@ from textwrap import dedent
 import pytest
 
 from popdist.environment import Launch
+from poprun.command_line import Request
 from poprun.numa import _listed
-from poprun.options import Request
 from poprun.topology import Node, launch_of, local_instances, node_of, table
 
 FOUR = Request(("python3",), replicas=8, instances=4, ipus_per_replica=2)

@@ -21,9 +21,9 @@ from ..update.group_update import phases, takes_tensors
 from ..update.loss_scaling import Count, all_finite, count, next_factor
 from ..update.one_chunk import Prepare
 from .devices.base import Device
-from .instances.collectives import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .instances.instance_sums import Instances
 from .instances.meeting import FIRST_FREE, Meeting
+from .instances.ordered_sums import Give, Waits, average, exchange, reduce_over_replicas, total_norm
 from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
 from .state.state_owners import OverInstances, Owner, pass_on

@@ -2,7 +2,7 @@
 
 A formula sees some parameters of one group or elements of them, their gradients (reduced, unscaled and clipped; it
 may overwrite them) and their states, whose steps count this update already. On CPU tensors each runs torch.optim's own
-sequence of operations, so that the results are torch's to the last bit. `rules.py` says what each needs.
+sequence of operations, so that the results are torch's to the last bit. `optimizer_rules.py` says what each needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A weight update: runs an optimizer's rule over the parameters of one group on one stage.
 
-It decides what a rule needs and `rules.py` leaves out: the states to begin with, which kernels, and what may be done at
-the same time. It knows no device, schedule or user's class.
+It decides what a rule needs and `optimizer_rules.py` leaves out: the states to begin with, which kernels, and what may
+be done at the same time. It knows no device, schedule or user's class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from popengine.update.chunks import Part, State, Task, chunks
 from popengine.update.formulas import Rates
 from popengine.update.layerwise import by_layers
 from popengine.update.one_chunk import Prepare, begin_chunk, each, update_by_kernel, update_in_float
-from popengine.update.rules import rule_of
+from popengine.update.optimizer_rules import rule_of
 
 FUSED_DEVICES = ("cuda",)  # on others a user has to ask for fused kernels: torch's default has other bits
 

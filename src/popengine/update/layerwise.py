@@ -16,7 +16,7 @@ from popengine.settings import Optimizer
 from popengine.update.chunks import Chunk, Part, Task, chunks
 from popengine.update.formulas import Rates
 from popengine.update.one_chunk import Begin, begin_chunk, each, update_in_float, wide_state, write_back
-from popengine.update.rules import Layers, Rule
+from popengine.update.optimizer_rules import Layers, Rule
 
 
 def by_layers(

@@ -14,7 +14,7 @@ from torch import Tensor
 from popengine.settings import Optimizer
 from popengine.update.chunks import SCALARS, Chunk, Part, State
 from popengine.update.formulas import Formula, Rates
-from popengine.update.rules import Rule
+from popengine.update.optimizer_rules import Rule
 from popengine.update.stochastic_rounding import stochastic_round_
 
 Prepare = Callable[[list[Tensor]], None]  # what is done to gradients first, in place, element by element

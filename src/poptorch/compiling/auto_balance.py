@@ -15,7 +15,7 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.measure.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
-from popengine.update.rules import rule_of
+from popengine.update.optimizer_rules import rule_of
 
 from ..reporting.logs import logger
 

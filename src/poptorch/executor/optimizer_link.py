@@ -15,7 +15,7 @@ from popengine.errors import Error
 from ..enums import MeanReductionStrategy
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import freeze_optimizer
-from ..optim.guard import OptimizerGuard
+from ..optim.optimizer_guard import OptimizerGuard
 from ..optim.state_names import loaded_rates, rate_entries, state_entries, states_of
 from ..optim.torch_link import Link, engine_state, torch_state
 from ..reporting.logs import logger

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.update.rules import RULES, Rule
+from popengine.update.optimizer_rules import RULES, Rule
 from poptorch.optim.lamb import LAMB, MAX_WEIGHT_NORM
 from poptorch.optim.lars import LARS
 from poptorch.optim.optimizer_base import Optimizer

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from popengine.update.rules import RULES
+from popengine.update.optimizer_rules import RULES
 from poptorch.optim.attributes import VariableAttributes
 from poptorch.optim.torch_link import refuse_other_rules
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from popengine import settings
-from popengine.update.rules import RULES
+from popengine.update.optimizer_rules import RULES
 
 State = dict[str, Tensor]
 

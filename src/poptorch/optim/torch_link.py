@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from popengine import settings
-from popengine.update.rules import RULES, rule_of
+from popengine.update.optimizer_rules import RULES, rule_of
 from poptorch.optim.state_names import State
 
 

@@ -7,7 +7,7 @@ import torch
 
 from popengine.settings import Optimizer
 from popengine.update import fused_kernels, group_update
-from popengine.update.rules import RULES
+from popengine.update.optimizer_rules import RULES
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 SGD = {"lr": 0.1}

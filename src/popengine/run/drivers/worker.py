@@ -22,7 +22,7 @@ from popengine.settings import Hyper, Settings
 
 from ..backends.eager import Code, user_line
 from ..devices.base import Device
-from ..instances.collectives import AFTER_OTHERS, Gathering, take_in
+from ..instances.ordered_sums import AFTER_OTHERS, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check

@@ -17,8 +17,8 @@ from torch import Tensor
 from popengine.settings import Settings
 from popengine.update.loss_scaling import Count
 
-from ..instances.collectives import Give, Waits, share_over_instances
 from ..instances.instance_sums import Instances
+from ..instances.ordered_sums import Give, Waits, share_over_instances
 
 
 class Owner(NamedTuple):

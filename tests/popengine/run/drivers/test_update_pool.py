@@ -10,7 +10,7 @@ from stand_ins import LAYOUTS, assert_same, batch_for, engine_on, rates, trained
 
 from popengine.run.devices.base import Device
 from popengine.run.drivers.update_pool import UpdatePool
-from popengine.update.rules import RULES
+from popengine.update.optimizer_rules import RULES
 
 
 @pytest.fixture

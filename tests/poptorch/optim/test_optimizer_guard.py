@@ -8,7 +8,7 @@ import torch
 import poptorch
 from popengine.errors import Error
 from poptorch.optim import LAMB, SGD, Adam, AdamW
-from poptorch.optim.guard import OptimizerGuard
+from poptorch.optim.optimizer_guard import OptimizerGuard
 
 MODEL = torch.nn.Linear(3, 2)
 NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from poprun.options import Request, parse
+from poprun.command_line import Request, parse
 
 HERE = {"PATH": "/bin", "PYTHONPATH": "/py"}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.update.rules import RULES
+from popengine.update.optimizer_rules import RULES
 from poptorch.optim.freeze_optimizer import freeze_optimizer, kind_of, label_of
 from poptorch.optim.optimizers import AdamW
 
