@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def imports(module: str, path: Path) -> set[str]:
 
 
 ALL = modules()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    TopologicalSorter(
+        {name: imports(name, path) & ALL.keys() - {name} for name, path in ALL.items()}
+    ).prepare()
 
 
 def test_a_file_has_a_name_of_its_own():

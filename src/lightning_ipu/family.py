@@ -7,42 +7,18 @@ So what our classes do is written once, in plain classes, and joined with the ba
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-from typing import Any
 
+from .accelerator import AcceleratorPart
 from .autoload import PACKAGES
-
-_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-
-
-class Lightning:
-    """One of the Lightning packages: its modules, loaded when they are first needed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def get(self, path: str) -> Any:
-        """What `path` names inside the package: `loops.fit_loop._FitLoop`."""
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(f"{self.name}.{module}"), name)
-
-    @property
-    def Misconfiguration(self) -> type[Exception]:
-        """The exception that Lightning's users catch."""
-        return self.get("utilities.exceptions.MisconfigurationException")
-
-    def is_overridden(self, method: str, module: Any) -> bool:
-        return self.get("utilities.model_helpers.is_overridden")(method, module)
+from .ipu_precision import PrecisionPart
+from .lightning_package import Lightning
+from .strategy import StrategyPart
 
 
 @functools.cache
 def classes(package: str) -> dict[str, type]:
     """IPUStrategy, IPUAccelerator, IPUPrecision (and its older name) of a package."""
-    from .accelerator import AcceleratorPart
-    from .ipu_precision import PrecisionPart
-    from .strategy import StrategyPart
-
     lightning = Lightning(package)
     parts = {
         "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .family import Lightning
+from .lightning_package import Lightning
 
 SUPPORTED = ("32-true", "16-mixed", "16-true")
 _ALIASES = {"32": "32-true", "16": "16-mixed"}

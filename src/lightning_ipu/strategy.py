@@ -18,7 +18,7 @@ import poptorch
 from . import checks
 from .autoreport import reporting
 from .batches import cut, padded, rows_of, shapes_of, spread
-from .family import Lightning
+from .lightning_package import Lightning
 from .loaders import Loaders
 from .replaying import Replay
 from .strategy_instances import Instances, InstancesPart

@@ -25,6 +25,7 @@ import torch
 
 import poptorch
 from poptorch.data.randomness import random_state, set_random_state
+from poptorch.executor.training_state import set_training_state, training_state
 from poptorch.reporting.logs import logger
 
 from . import checkpoint_files as files
@@ -120,7 +121,7 @@ class Checkpoint:
 
     def _state(self) -> dict[str, Any]:
         """This instance's file. Weights and optimizer state are shared out: each instance writes some parameters."""
-        training = self._model._training_state()
+        training = training_state(self._model)
         grouped, is_shared = self._grouped(), training.pop("shares_state")
         mine = {}
         for kind in ("weights", "optimizer"):
@@ -156,7 +157,7 @@ class Checkpoint:
         for kind in whole:
             whole[kind].update({n: v for n, v in own[kind].items() if n in self._grouped()})
         buffers = [_of_replica(found.files[r // each]["buffers"], r % each) for r in replicas]
-        self._model._set_training_state({**own, **whole, "buffers": buffers})
+        set_training_state(self._model, {**own, **whole, "buffers": buffers})
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
             raise poptorch.Error(

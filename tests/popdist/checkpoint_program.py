@@ -12,6 +12,7 @@ from torch import nn
 
 import popdist.poptorch
 import poptorch
+from poptorch.executor.training_state import training_state
 
 ROWS = 96
 
@@ -84,7 +85,7 @@ class Training:
         return self
 
     def result(self):
-        state = self.trainer._training_state()
+        state = training_state(self.trainer)
         self.loader.terminate()
         return {**state, "losses": self.losses}
 

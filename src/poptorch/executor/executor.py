@@ -32,7 +32,7 @@ from ..reporting.overview import Overview, overview
 from ..reporting.planned import stop_where_a_plan_was_asked_for
 from ..reporting.reporter import reporter_for
 from ..reporting.tracebacks import face
-from . import arguments, executable_file, marked_model, training_state
+from . import arguments, executable_file, marked_model
 from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
 from .optimizer_link import OptimizerLink
@@ -303,12 +303,6 @@ class PoplarExecutor:
         if self.isAttachedToDevice():
             self._weights.copyWeightsToDevice()
         return keys
-
-    def _training_state(self) -> training_state.TrainingState:
-        return training_state.training_state(self)
-
-    def _set_training_state(self, state: training_state.TrainingState) -> None:
-        training_state.set_training_state(self, state)
 
     # ---- files -------------------------------------------------------------------------------------------
 

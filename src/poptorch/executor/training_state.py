@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from popengine.errors import Error
 
 from .device_lease import KeptState
-
-if TYPE_CHECKING:
-    from .executor import PoplarExecutor
+from .executor import PoplarExecutor
 
 TrainingState = dict[str, Any]
 _PLAIN = (int, float, bool, str, tuple, list, type(None))

@@ -13,21 +13,18 @@ from torch import Tensor
 from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES, Rule
-from poptorch.optim.lamb import LAMB, MAX_WEIGHT_NORM
-from poptorch.optim.lars import LARS
-from poptorch.optim.optimizer_base import Optimizer
-from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
+from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer
 
 logger = logging.getLogger("poptorch::python")
 
 # AdamW first: torch derives it from Adam.
 _TORCH_KINDS = {
-    torch.optim.AdamW: AdamW._kind,
-    torch.optim.Adam: Adam._kind,
-    torch.optim.SGD: SGD._kind,
-    torch.optim.RMSprop: RMSprop._kind,
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.RMSprop: "rmsprop",
 }
-SUPPORTED = (*(SGD, Adam, AdamW, RMSprop, LAMB, LARS), *sorted(_TORCH_KINDS, key=lambda t: t.__name__))
+_OURS = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB", "LARS")  # in words
 
 
 class UnknownParameterError(Error, KeyError):
@@ -48,7 +45,7 @@ def freeze_optimizer(
     """
     kind = kind_of(optimizer)
     rule = RULES[kind]
-    if type(optimizer) not in SUPPORTED:
+    if type(optimizer) not in _TORCH_KINDS and "_kind" not in vars(type(optimizer)):
         warn(
             "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
             "poptorch.optim or torch.optim are unlikely to behave as intended; "
@@ -66,9 +63,9 @@ def freeze_optimizer(
         max_grad_norm=_limit(optimizer, "max_grad_norm"),
         max_grad_value=_limit(optimizer, "max_grad_value"),
         centered=_is_centered(optimizer, rule),
-        tf_variant=kind == RMSprop._kind and bool(getattr(optimizer, "use_tf_variant", False)),
+        tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
         bias_correction=bool(getattr(optimizer, "bias_correction", True)),
-        torch_dampening=kind == SGD._kind and _is_dampened_as_torch_does(optimizer),
+        torch_dampening=kind == "sgd" and _is_dampened_as_torch_does(optimizer),
     )
     scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
     return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
@@ -79,15 +76,16 @@ def kind_of(optimizer: Any) -> str:
     kinds = (kind for of_torch, kind in _TORCH_KINDS.items() if isinstance(optimizer, of_torch))
     own: Any = optimizer
     kind: str | None = own._kind if isinstance(optimizer, Optimizer) else next(kinds, None)
-    if kind == Adam._kind:
+    if kind == "adam":
         decoupled = {bool(group.get("decoupled_weight_decay")) for group in own.param_groups}
         if len(decoupled) > 1:
             raise AssertionError("decoupled_weight_decay must be equal in all parameter groups of Adam")
-        return AdamW._kind if decoupled == {True} else Adam._kind
+        return "adamw" if decoupled == {True} else "adam"
     if kind is not None:
         return kind
+    of_torch = sorted(kind.__name__ for kind in _TORCH_KINDS)
     supported = ", ".join(
-        f"{'poptorch' if issubclass(t, Optimizer) else 'torch'}.optim.{t.__name__}" for t in SUPPORTED
+        [*(f"poptorch.optim.{name}" for name in _OURS), *(f"torch.optim.{name}" for name in of_torch)]
     )
     raise AssertionError(
         f"Unsupported optimizer type. Types supported: {supported}; "
@@ -98,7 +96,7 @@ def kind_of(optimizer: Any) -> str:
 def label_of(optimizer: torch.optim.Optimizer) -> str:
     """The rule's name in warnings and errors: what of it is compiled in."""
     kind = kind_of(optimizer)
-    if kind == SGD._kind:
+    if kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     if _is_centered(optimizer, RULES[kind]):
         return f"{kind.upper()}_CENTERED"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from poptorch.optim.optimizer_base import given
+from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, given
 from poptorch.optim.own_rule import OwnRule
-
-MAX_WEIGHT_NORM = 65500.0
 
 
 class LAMB(OwnRule):

@@ -17,6 +17,7 @@ from poptorch.optim.torch_link import refuse_other_rules
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
 
 ACCUMULATION_TYPES = (torch.float32, torch.float16)
+MAX_WEIGHT_NORM = 65500.0  # of LAMB
 
 
 def given(**arguments: Any) -> dict[str, Any]:

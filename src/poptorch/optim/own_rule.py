@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from popengine.update.group_update import init_state, update
+from poptorch.optim.freeze_optimizer import freeze_optimizer
 from poptorch.optim.optimizer_base import Optimizer
 
 
@@ -23,8 +24,6 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
 @torch.no_grad()
 def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> Any:
     """An optimizer's `step` on the host, by the rule that executors run."""
-    from poptorch.optim.freeze_optimizer import freeze_optimizer  # which knows all optimizers, this one too
-
     loss = None
     if closure is not None:
         with torch.enable_grad():

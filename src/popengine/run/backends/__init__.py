@@ -10,6 +10,7 @@ import torch
 
 from ...ir import Plan
 from ...settings import Settings
+from . import gpu_operations
 from .eager import CPU, Code, build
 
 
@@ -17,9 +18,7 @@ def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Co
     """The functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
     if device.type != "cpu":
-        from ..devices import operations
-
-        operations.check(plan.partition, device)
+        gpu_operations.check(plan.partition, device)
     if (
         settings.backend == "inductor" and not settings.finite_checks
     ):  # these look at each operation's results

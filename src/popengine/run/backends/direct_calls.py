@@ -43,6 +43,12 @@ def _by_name() -> dict[str, Callable[..., Any]]:
 DIRECT = _by_name()
 
 
+def operation_of(name: str) -> Any:
+    """`torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
+    namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
 def direct(operation: Any) -> Callable[..., Any]:
     """The cheapest function that does what this overload does."""
     function = DIRECT.get(str(operation))

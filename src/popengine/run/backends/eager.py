@@ -17,7 +17,8 @@ from torch import Tensor
 from popengine.ir import Piece
 
 from ..state.random_draws import draw, drawing_on
-from .direct_calls import direct
+from . import gpu_operations
+from .direct_calls import direct, operation_of
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -56,19 +57,11 @@ def build(
     return names["piece"]
 
 
-def operation_of(name: str) -> Any:
-    """`torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
-    namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-
 def _there(
     operation: Any, call: Callable[[Any], Callable[..., Any]], device: torch.device
 ) -> Callable[..., Any]:
     if device.type != "cpu":
-        from ..devices import operations  # nobody else needs it
-
-        function = operations.for_device(operation, device)
+        function = gpu_operations.for_device(operation, device)
         if function is not direct(operation):  # it stands in for the operation there
             return function
     return call(operation)

@@ -2,7 +2,7 @@
 
 Without a GPU, two things can be held against it: torch's own list of kernels, and fake tensors that say they are
 on a GPU, which refuse to be mixed with others. Fake tensors have no numbers; those are compared in
-`test_attention.py`.
+`test_gpu_attention.py`.
 """
 
 import functools
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
 from popengine.errors import Error
+from popengine.run.backends import gpu_attention, gpu_operations
 from popengine.run.backends.eager import build
-from popengine.run.devices import attention, operations
 from popengine.settings import Strategy
 
 GPU = torch.device("cuda")
@@ -71,7 +71,7 @@ def run_on_a_gpu(graph, parts):
     described = {node.name: node.meta["val"] for node in graph.code.nodes if "val" in node.meta}
 
     def draw(operation, key, place, *args, **kwargs):
-        return operations.for_device(operation, GPU)(*args, **kwargs)
+        return gpu_operations.for_device(operation, GPU)(*args, **kwargs)
 
     with FakeTensorMode(), torch.inference_mode():
         values = {
@@ -81,7 +81,7 @@ def run_on_a_gpu(graph, parts):
             for slot in graph.slots
         }
         for piece in parts.pieces:
-            code = build(piece, lambda operation: operations.for_device(operation, GPU), draw=draw)
+            code = build(piece, lambda operation: gpu_operations.for_device(operation, GPU), draw=draw)
             key = [0] if piece.draws else []
             values.update(
                 zip(piece.writes, code([*(values[name] for name in piece.reads), *key]), strict=True)
@@ -97,11 +97,11 @@ MODELS = list(everything())
 def test_a_captured_model_runs_on_a_gpu(model, training, monkeypatch):
     name, module, *samples = model
     graph, parts = pieces_of(module, samples, training)
-    assert not operations.unsupported(parts, GPU, has_kernel)
+    assert not gpu_operations.unsupported(parts, GPU, has_kernel)
     if name in NOT_AS_FAKES:
         return
     for kernel in ("flash", "efficient", "math"):
-        monkeypatch.setattr(attention, "choose", lambda *given, kernel=kernel: kernel)
+        monkeypatch.setattr(gpu_attention, "choose", lambda *given, kernel=kernel: kernel)
         values, described = run_on_a_gpu(graph, parts)
         assert {value.device.type for value in values.values()} == {"cuda"}
         for result in graph.results:
@@ -121,9 +121,9 @@ def test_a_recurrent_layer_is_one_operation_on_the_cpu_only():
 
 def test_what_has_no_kernel_is_an_error_with_its_name_its_line_and_a_way_out(monkeypatch):
     _, parts = pieces_of(nn.LSTM(5, 6), [ROWS[None]], training=True, device="cpu")
-    monkeypatch.setattr(operations, "_has_kernel", has_kernel)
+    monkeypatch.setattr(gpu_operations, "_has_kernel", has_kernel)
     with pytest.raises(Error) as caught:
-        operations.check(parts, GPU)
+        gpu_operations.check(parts, GPU)
     assert "no kernel for a 'cuda' device" in caught.value.message
     assert f"aten.mkldnn_rnn_layer.default at {__file__}:" in caught.value.message
     assert "POPTORCH_DEVICE=cpu" in caught.value.message
@@ -131,15 +131,15 @@ def test_what_has_no_kernel_is_an_error_with_its_name_its_line_and_a_way_out(mon
 
 def test_a_model_whose_operations_all_run_passes_the_check(monkeypatch):
     _, parts = pieces_of(nn.Linear(5, 2), [ROWS], training=True)
-    monkeypatch.setattr(operations, "_has_kernel", has_kernel)
-    operations.check(parts, GPU)
+    monkeypatch.setattr(gpu_operations, "_has_kernel", has_kernel)
+    gpu_operations.check(parts, GPU)
 
 
 def test_a_torch_without_kernels_for_gpus_passes_the_check():
     if torch.backends.cuda.is_built():
         pytest.skip("this torch has them")
     _, parts = pieces_of(nn.LSTM(5, 6), [ROWS[None]], training=True, device="cpu")
-    operations.check(parts, GPU)
+    gpu_operations.check(parts, GPU)
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_a_torch_without_kernels_for_gpus_passes_the_check():
 )
 def test_an_operation_that_makes_a_tensor_makes_it_on_the_device(operation, args, kwargs):
     with FakeTensorMode():
-        assert operations.for_device(operation, GPU)(*args, **kwargs).device.type == "cuda"
+        assert gpu_operations.for_device(operation, GPU)(*args, **kwargs).device.type == "cuda"
 
 
 def test_a_cast_to_the_device_of_the_capture_stays_where_it_is():
     with FakeTensorMode():
         value = torch.empty(3, device=GPU)
-        cast = operations.for_device(aten._to_copy.default, GPU)
+        cast = gpu_operations.for_device(aten._to_copy.default, GPU)
         assert cast(value, dtype=torch.half, device=torch.device("cpu")).device.type == "cuda"
 
 
 def test_any_other_operation_is_itself():
-    assert operations.for_device(aten.addmv.default, GPU) is aten.addmv.default._op
+    assert gpu_operations.for_device(aten.addmv.default, GPU) is aten.addmv.default._op
 
 
 def test_a_view_of_what_lies_otherwise_in_memory_is_a_copy():
-    view = operations.for_device(aten.view.default, GPU)
+    view = gpu_operations.for_device(aten.view.default, GPU)
     assert torch.equal(view(ROWS.t(), [20]), ROWS.t().reshape(20))

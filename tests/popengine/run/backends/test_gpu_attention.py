@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from popengine.run.devices import attention
+from popengine.run.backends import gpu_attention
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -31,7 +31,7 @@ CASES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _without_a_fused_kernel(monkeypatch):
-    monkeypatch.setattr(attention, "choose", lambda *given: "math")
+    monkeypatch.setattr(gpu_attention, "choose", lambda *given: "math")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -44,14 +44,14 @@ def test_attention_and_its_gradients_are_those_of_the_cpus_kernel(case):
         {"rtol": 2e-2, "atol": 2e-2} if query.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     )
     wanted, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **more)
-    output, own_sums = attention.forward(query, key, value, 0.0, causal, **more)
+    output, own_sums = gpu_attention.forward(query, key, value, 0.0, causal, **more)
     torch.testing.assert_close(output, wanted, **close)
     assert output.stride() == wanted.stride()
     gradient = torch.randn_like(wanted)
     wanted_gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, wanted, sums, 0.0, causal, **more
     )
-    gradients = attention.backward(gradient, query, key, value, output, own_sums, 0.0, causal, **more)
+    gradients = gpu_attention.backward(gradient, query, key, value, output, own_sums, 0.0, causal, **more)
     for found, expected in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(found, expected, **close)
         assert found.stride() == expected.stride()
@@ -61,7 +61,7 @@ def test_attention_and_its_gradients_are_those_of_the_cpus_kernel(case):
 @pytest.mark.parametrize("shape", [(7, 1), (1, 1, 1, 0), (2, 4, 7, 0), (2, 1, 1, 0), (7, 0)], ids=str)
 def test_a_mask_is_given_to_kernels_for_each_score_with_aligned_rows(shape, length):
     mask = torch.randn(tuple(size or length for size in shape))
-    bias = attention._bias(mask, torch.empty(2, 4, 7, 8), torch.empty(2, 4, length, 8))
+    bias = gpu_attention._bias(mask, torch.empty(2, 4, 7, 8), torch.empty(2, 4, length, 8))
     assert bias is not None
     assert bias.shape == (2, 4, 7, length)
     assert torch.equal(bias, mask.expand(2, 4, 7, length))
@@ -71,7 +71,7 @@ def test_a_mask_is_given_to_kernels_for_each_score_with_aligned_rows(shape, leng
 
 def test_kernels_are_given_dense_rows():
     columns = HEADS.transpose(3, 4).contiguous().transpose(3, 4)
-    assert all(operand.stride(-1) == 1 for operand in attention._operands(*columns))
+    assert all(operand.stride(-1) == 1 for operand in gpu_attention._operands(*columns))
     (query, key, value), (q, k, v) = columns, HEADS
-    expected, _ = attention.forward(q, k, v)
-    torch.testing.assert_close(attention.forward(query, key, value)[0], expected)
+    expected, _ = gpu_attention.forward(q, k, v)
+    torch.testing.assert_close(gpu_attention.forward(query, key, value)[0], expected)

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from ...errors import Error
 from ...ir import Partition
-from ..backends.direct_calls import direct
-from ..backends.eager import operation_of
-from . import attention
+from . import gpu_attention
+from .direct_calls import direct, operation_of
 
 aten = torch.ops.aten
 Operation = torch._ops.OpOverload
 
 STAND_INS: dict[Operation, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: attention.forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: gpu_attention.forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: gpu_attention.backward,
     # Kernels of a GPU may lay out their results otherwise in memory, so that a view has to be a copy.
     aten.view.default: Tensor.reshape,
     aten._unsafe_view.default: Tensor.reshape,
