@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from popengine.profile import Event, Operation, Profile
+from popengine.profile import Event, Profile
 
 from .virtual import Step
 
@@ -192,8 +192,3 @@ def block_shares(profile: Profile) -> dict[tuple[str, int, str], float]:
 
 def _sum(ns: Mapping[tuple[str, int, str], int], place: tuple[str, int]) -> int:
     return sum(value for key, value in ns.items() if key[:2] == place)
-
-
-def blocks_of(operations: list[Operation]) -> list[str]:
-    """The names of the blocks, in the order of the data."""
-    return list(dict.fromkeys(operation.block for operation in operations))
