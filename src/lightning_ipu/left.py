@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from popengine.compile.capture import is_traced
+from popengine.compile.recording.current_capture import is_traced
 from popengine.errors import CaptureError
 from poptorch.annotating.notes import note
 from poptorch.nested_values import tensors_of

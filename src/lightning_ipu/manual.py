@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from popengine.compile.capture import current, is_traced
+from popengine.compile.recording.current_capture import current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
 from poptorch.annotating.notes import note

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 
 from .recording import Recording
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.compile.recording.leftovers import left_behind
 
 history: list[torch.Tensor] = []

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from popengine.compile.capture import capture, current
+from popengine.compile.capture import capture
+from popengine.compile.recording.current_capture import current
 from popengine.settings import StagePlan, Strategy
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current, is_traced, paused
+from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.run.state.results import Results
 from popengine.settings import Anchor, Counts
 

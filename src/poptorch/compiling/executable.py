@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from popengine.compile import compile_graph, with_work_enough
-from popengine.compile.capture import capture, current
+from popengine.compile.capture import capture
+from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.partials import products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan

@@ -17,7 +17,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.overrides import TorchFunctionMode
 
-from popengine.compile.capture import current, is_traced, paused
+from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.errors import CaptureError
 
 from ..ops.ctc import ctc_loss

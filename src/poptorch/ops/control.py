@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import Capture, current
 from popengine.compile.recording.branches_and_loops import trace
+from popengine.compile.recording.current_capture import Capture, current
 from popengine.control_flow import Body
 from popengine.errors import Error
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from .host import host_call, written_back

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 from popengine.replica_gather import gather_over_replicas
 

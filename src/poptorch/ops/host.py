@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popengine.compile.capture import current, hidden
+from popengine.compile.recording.current_capture import current, hidden
 from popengine.control_flow import calls_within
 from popengine.errors import Error
 from popengine.ir import Plan

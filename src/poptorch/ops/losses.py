@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 
 
 def identity_loss(x: Tensor, reduction: str) -> Tensor:

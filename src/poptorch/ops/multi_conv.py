@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from popengine.compile.capture import Group, current
+from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
 from ..enums import MultiConvPlanType

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from .layout import FORMATS, Layout

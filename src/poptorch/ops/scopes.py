@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 
 
 class NameScope:

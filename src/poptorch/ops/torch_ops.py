@@ -10,7 +10,7 @@ import json
 import torch
 from torch import Tensor
 
-from popengine.compile.capture import current
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from . import custom, losses, scopes, slices

@@ -6,7 +6,8 @@ from engine_models import Net, enter, graph_of, net
 from torch import nn
 from torch.nn import functional
 
-from popengine.compile.capture import capture, current
+from popengine.compile.capture import capture
+from popengine.compile.recording.current_capture import current
 from popengine.errors import CaptureError
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from popengine.control_flow import Body
 
-from ..capture import Capture, suspended
 from ..emit import emit
+from .current_capture import Capture, suspended
 from .functional import drop_what_does_nothing, functionalized, is_mutable
 from .graph_recorder import Recorder
 

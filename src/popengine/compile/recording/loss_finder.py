@@ -6,7 +6,7 @@ says "this is a loss". The outermost call counts: a mode is off while it handles
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx
 from torch.nn import functional
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from popengine.errors import CaptureError
 
+from .current_capture import Capture
 from .graph_recorder import Recorder
 
 _NAMES = """
@@ -25,21 +26,17 @@ _NAMES = """
 LOSSES = frozenset(getattr(functional, name) for name in _NAMES.split())
 
 
-class Marks(Protocol):
-    def mark_loss(self, value: Tensor) -> None: ...
-
-
 class LossFinder(TorchFunctionMode):
     """Marks what torch's loss functions return while it is on."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, capture: Capture) -> None:
         super().__init__()
-        self._marks = marks
+        self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in LOSSES:
-            self._marks.mark_loss(result)
+            self._capture.mark_loss(result)
         return result
 
 

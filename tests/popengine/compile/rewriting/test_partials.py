@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from popengine.compile import compile_graph
-from popengine.compile.capture import capture, current
+from popengine.compile.capture import capture
 from popengine.compile.partition import partition
+from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.partials import products_in_float32
 from popengine.errors import RunError
 from popengine.run.backends.eager import build

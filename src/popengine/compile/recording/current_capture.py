@@ -1,0 +1,169 @@
+"""The capture that is under way: what is known while a forward runs, and what the user's code says of it meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from popengine.errors import CaptureError
+from popengine.ir import Visit
+
+from .graph_recorder import user_line
+from .known_values import CaptureRecorder, value_of
+
+aten = torch.ops.aten
+active: ContextVar[Capture | None] = ContextVar("capture", default=None)
+_SEEDS = (1 << 63) - 1
+ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
+
+
+def current() -> Capture | None:
+    """The capture that the calling code runs in, or None."""
+    return active.get()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """What runs inside is no part of the model, also while a capture is on."""
+    with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[Any]:
+    """Nothing is recorded inside; gives the mode under which tensors stay fake."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with _disable_current_modes():
+        yield fake
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[Any]:
+    """As `suspended`, and no capture is current: for code of the user's that isn't a part of the graph."""
+    token = active.set(None)
+    try:
+        with suspended() as fake, torch._C.DisableTorchFunction():
+            yield fake
+    finally:
+        active.reset(token)
+
+
+def is_traced(value: Tensor) -> bool:
+    """Whether a capture made this tensor."""
+    return isinstance(value, FakeTensor)
+
+
+@dataclass
+class Group:
+    """Convolutions that belong together, and what was asked for them."""
+
+    properties: dict[str, Any]
+    convolutions: int = 0
+
+
+@dataclass
+class Capture:
+    """What is known while a forward runs: which block is open, and which tensors are losses."""
+
+    training: bool
+    visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
+    block: int = 0
+    phase: str = "F"
+    losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
+    chosen: tuple[Tensor, str] | None = None  # the loss, whatever is marked
+    # For the host, after each call: see `poptorch.annotating.notes`.
+    notes: list[tuple[Any, Any]] = field(default_factory=list)
+    # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
+    # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
+    starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    lines: list[tuple[int, str]] = field(default_factory=list)
+    # What scopes in the user's code say about the operations inside; recorded in the nodes of the forward.
+    scopes: list[str] = field(default_factory=list)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    group: Group | None = None
+    recorder: CaptureRecorder | None = None
+    members: list[tuple[str, Tensor]] = field(default_factory=list)  # the user's own parameters and buffers
+
+    def adopted(self, value: Tensor) -> Tensor:
+        """What stands in for a tensor of the module; anything else as it is."""
+        return self.recorder.adopted(value) if self.recorder is not None else value
+
+    def value_of(self, value: Tensor) -> Tensor | None:
+        """A copy of a tensor's value, if it is computed from constants alone."""
+        known = value_of(self.recorder, value) if self.recorder is not None else None
+        with torch._C.DisableTorchFunction(), paused():
+            return None if known is None else known.clone()
+
+    def enter(self, name: str, ipu: int | None) -> None:
+        """Open a block: what runs from now on belongs to it."""
+        self.visits.append(Visit(name, ipu, user_line()))
+        self._open(len(self.visits) - 1)
+
+    def leave(self) -> None:
+        """End the open block: what runs before the next one belongs to none."""
+        self._open(ENDED)
+
+    def _open(self, block: int) -> None:
+        self.block = block
+        self.starts.append((torch.autograd._get_sequence_nr(), block))  # pyright: ignore
+
+    def mark_loss(self, value: Tensor) -> None:
+        self.losses.append((value, user_line()))
+
+    def choose_loss(self, value: Tensor, where: str) -> None:
+        """Train this loss, whatever the forward has marked or will mark."""
+        self.chosen = value, where
+
+    def note(self, what: Any, value: Any) -> None:
+        """Keep a nested value of each micro-batch for the host."""
+        self.notes.append((what, value))
+
+    def describe(self, func: Any) -> dict[str, Any]:
+        """The meta of a node for an operation that is about to run."""
+        meta = self._place(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # Nothing is drawn while tracing, but torch's generator is moved on as if. A checkpoint that puts its
+            # state back, to compute something again, so gets the same number: the same random numbers.
+            meta["numbers"] = torch.initial_seed()
+            torch.default_generator.manual_seed(meta["numbers"] + 1 & _SEEDS)
+        return meta
+
+    def _place(self, func: Any) -> dict[str, Any]:
+        if self.phase == "F":
+            where = user_line()
+            if self.block == ENDED:
+                raise CaptureError(
+                    "No active Block, all the ops must belong to a Block\n"
+                    f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
+                    "  fix: move it into a block, or open the next one before it"
+                )
+            self.lines.append((torch.autograd._get_sequence_nr(), where))  # pyright: ignore
+            return {"phase": "F", "block": self.block, "where": where, **self._annotations(func)}
+        node = torch._C._current_autograd_node()
+        if node is None:  # the sum of two gradients: autograd's own
+            return {"phase": "B", "block": None, "where": "?"}
+        number = node._sequence_nr()
+        block = self.starts[bisect.bisect_right(self.starts, number, key=lambda start: start[0]) - 1][1]
+        line = bisect.bisect_right(self.lines, number, key=lambda line: line[0])
+        where = self.lines[min(line, len(self.lines) - 1)][1] if self.lines else "?"
+        return {"phase": "B", "block": block, "where": where}
+
+    def _annotations(self, func: Any) -> dict[str, Any]:
+        meta: dict[str, Any] = {}
+        if self.scopes:
+            meta["scope"] = "_".join(self.scopes)
+        if self.attributes:
+            meta["attributes"] = self.attributes
+        if self.group is not None and func is aten.convolution.default:
+            meta["group"] = self.group
+            self.group.convolutions += 1
+        return meta
