@@ -35,7 +35,7 @@ class Loaders:
         """The loader that the trainer reads for the stage that was prepared for."""
         stage = self._stage if self._stage is not None else self._strategy._stage
         options = self._strategy.options_for(stage)
-        n = _micro_batches(options, stage == "train")
+        n = micro_batches(options, stage == "train")
         if stage == "predict":
             return self._for_prediction(loader, n)
         if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
@@ -98,7 +98,8 @@ class Loaders:
             )
 
 
-def _micro_batches(options: poptorch.Options, training: bool) -> int:
+def micro_batches(options: poptorch.Options, training: bool) -> int:
+    """Those of one call."""
     groups = options.replication_factor // options.input_group_size
     accumulation = options.Training.gradient_accumulation if training else 1
     return options.device_iterations * accumulation * groups

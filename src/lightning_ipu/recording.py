@@ -12,6 +12,7 @@ import logging
 import numbers
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,14 @@ from .manual import ManualSteps
 from .watching import Watch
 
 logger = logging.getLogger("poptorch::python")
+
+
+def put_meanwhile(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put a value in place of an attribute, until `undo` is closed."""
+    attributes = vars(owner)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = value
+    undo.callback(lambda: attributes.update({name: before}) if had else attributes.pop(name, None))
 
 
 class MetricValue:
@@ -67,35 +76,22 @@ class Recording:
 
     def __enter__(self) -> Recording:
         self._left = Left(self._module)
-        self._replace(self._module, "log", self._log)
-        self._replace(self._module, "log_dict", self._log_dict)
+        replace = partial(put_meanwhile, self._undo)
+        replace(self._module, "log", self._log)
+        replace(self._module, "log_dict", self._log_dict)
         for path, metric in self._metrics.items():
-            self._replace(metric, "forward", self._of_metric(path, metric, "forward"))
-            self._replace(metric, "update", self._of_metric(path, metric, "update"))
-            self._replace(metric, "compute", MetricValue(path, -1)._refuse)
+            replace(metric, "forward", self._of_metric(path, metric, "forward"))
+            replace(metric, "update", self._of_metric(path, metric, "update"))
+            replace(metric, "compute", MetricValue(path, -1)._refuse)
         self._undo.enter_context(Watch(self._module))
         self._manual = None
         if self._step == "training_step" and not self._module.automatic_optimization:
-            self._manual = ManualSteps(self._module, self._replace)
+            self._manual = ManualSteps(self._module, replace)
         return self
 
     def __exit__(self, *details: Any) -> None:
         self._undo.close()
         self._left.take_back()
-
-    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
-        """Put `value` in place of an attribute until the end."""
-        attributes = vars(owner)
-        had, before = name in attributes, attributes.get(name)
-        attributes[name] = value
-
-        def put_back() -> None:
-            if had:
-                attributes[name] = before
-            else:
-                attributes.pop(name, None)
-
-        self._undo.callback(put_back)
 
     # ---- logging -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from . import checks
 from .autoreport import reporting
 from .batches import cut, padded, rows_of, shapes_of, spread
 from .lightning_package import Lightning
-from .loaders import Loaders
+from .loaders import Loaders, micro_batches
+from .recording import put_meanwhile
 from .replaying import Replay
 from .strategy_instances import Instances, InstancesPart
 from .strategy_options import OptionsPart
@@ -98,12 +99,12 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
         self._instances = Instances.of(self.training_opts)
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
-            self._set_meanwhile(trainer, "accumulate_grad_batches", 1)
-        self._set_meanwhile(trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
+            put_meanwhile(self._undo, trainer, "accumulate_grad_batches", 1)
+        put_meanwhile(self._undo, trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             checks.after_setup(self, trainer)
-            self._set_meanwhile(self._lightning_module, "optimizer_zero_grad", None)
+            put_meanwhile(self._undo, self._lightning_module, "optimizer_zero_grad", None)
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
         with reporting(self.autoreport_dir) if self.autoreport else nullcontext():
@@ -141,14 +142,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
             return
         name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
-        self._set_meanwhile(self.optimizers[0], name, float(trainer.gradient_clip_val))
-
-    def _set_meanwhile(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute until the run ends."""
-        attributes = vars(owner)
-        had, before = name in attributes, attributes.get(name)
-        setattr(owner, name, value)
-        self._undo.callback(lambda: attributes.update({name: before}) if had else attributes.pop(name, None))
+        put_meanwhile(self._undo, self.optimizers[0], name, float(trainer.gradient_clip_val))
 
     def _let_go(self) -> None:
         """Destroy executors, and leave everything as it was before the run."""
@@ -199,20 +193,14 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call, and do on the host what the step did there."""
-        prepared = self._prepare_input(args)
+        options = self.options_for(self._stage)
+        prepared = spread(args, micro_batches(options, self._stage == "train"))
         executor = self._executor_for(stage, args, prepared)
         self._compile_anew(stage, executor)
         self._restore_numbers(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
         Replay(self._lightning_module, self._instances.reduce).run(executor.notes)
         return output
-
-    def _prepare_input(self, args: Any) -> Any:
-        """Numbers become a tensor with one element for each micro-batch."""
-        options = self.options_for(self._stage)
-        accumulation = options.Training.gradient_accumulation if self._stage == "train" else 1
-        groups = options.replication_factor // options.input_group_size
-        return spread(args, options.device_iterations * accumulation * groups)
 
     def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
         """The stage's; one of its own for a further loader whose batches have other shapes."""

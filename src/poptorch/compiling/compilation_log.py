@@ -27,49 +27,36 @@ _LARGEST_SYSTEM = 64
 _DRAWN = 64  # micro-batches; a wider drawing is no use in a log
 
 
-class Passes:
-    """Follows the passes of one compilation: logs the time of each, and tells an error where it arose."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._left = list(names)
-        self._since = time.perf_counter()
-
-    def done(self, name: str) -> None:
-        now = time.perf_counter()
-        logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - self._since))
-        self._since = now
-        del self._left[: self._left.index(name) + 1]
-
-    def locate(self, error: Error) -> None:
-        """Say in an error of the engine's which pass it is from; its message stays as it is."""
-        if isinstance(error, CaptureError | PartitionError | ScheduleError):
-            error.raised_by_engine(f"Error raised in:\n  [0] {self._left[0]}\n  [1] PoplarExecutor.compile")
-
-
 _PASSES = ("capture", "partition", "schedule", "lower", "load")
 
 
 @contextlib.contextmanager
 def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """A bar over the passes of one compilation. The function it gives is told the name of each that is done.
+    """Follow the passes of one compilation: draw a bar, log the time of each, and tell an error where it arose.
+
+    The function it gives is told the name of each that is done.
 
     Args:
         passed: told, too
     """
-    passes = Passes(_PASSES)
+    left, since = list(_PASSES), time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
         def done(name: str) -> None:
-            passes.done(name)
-            bar.update(_PASSES.index(name) + 1 - bar.n)
+            nonlocal since
+            now = time.perf_counter()
+            logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - since))
+            since = now
+            del left[: left.index(name) + 1]
+            bar.update(len(_PASSES) - len(left) - bar.n)
             if passed is not None:
                 passed(name)
 
         try:
             yield done
-        except Error as error:
-            passes.locate(error)
+        except (CaptureError, PartitionError, ScheduleError) as error:  # the message stays as it is
+            error.raised_by_engine(f"Error raised in:\n  [0] {left[0]}\n  [1] PoplarExecutor.compile")
             raise
 
 

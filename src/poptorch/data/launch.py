@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
@@ -65,27 +67,17 @@ class Parcel:
         return self.dataset
 
 
-@dataclass(frozen=True)
-class Pickled:
-    """A parcel that is opened by the worker, once its modules can be found."""
-
-    content: bytes
-
-    def __call__(self) -> Iterable[Any]:
-        return pickle.loads(self.content)()
+def _opened(content: bytes) -> Iterable[Any]:
+    """What is in a parcel; the worker opens it once its modules can be found."""
+    return pickle.loads(content)()
 
 
-@dataclass(frozen=True)
-class PickledFile:
-    path: str
-
-    def __call__(self) -> Iterable[Any]:
-        try:
-            with open(self.path, "rb") as file:
-                parcel = pickle.load(file)
-        finally:
-            os.unlink(self.path)
-        return parcel()
+def _opened_file(path: str) -> Iterable[Any]:
+    try:
+        content = Path(path).read_bytes()
+    finally:
+        os.unlink(path)
+    return _opened(content)
 
 
 def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[BaseProcess, Connection]:
@@ -148,7 +140,7 @@ def cause_of_death(process: BaseProcess) -> str:
 
 def _wrapped(parcel: Parcel, strategy: SharingStrategy) -> Callable[[], Iterable[Any]]:
     if strategy == SharingStrategy.ForkServer:
-        return Pickled(pickle.dumps(parcel))
+        return partial(_opened, pickle.dumps(parcel))
     if strategy == SharingStrategy.FileSystem:
         with tempfile.NamedTemporaryFile(prefix="poptorch-data-", suffix=".pkl", delete=False) as file:
             try:
@@ -156,5 +148,5 @@ def _wrapped(parcel: Parcel, strategy: SharingStrategy) -> Callable[[], Iterable
             except BaseException:
                 os.unlink(file.name)
                 raise
-        return PickledFile(file.name)
+        return partial(_opened_file, file.name)
     return parcel

@@ -16,7 +16,7 @@ from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.batch_waits import noting_waits
-from poptorch.data.dataset_shares import PartitionSampler, share_of
+from poptorch.data.dataset_shares import partition_of
 from poptorch.data.loader_warnings import capped, warn_about_copies, warn_about_tail
 from poptorch.data.progress import Progress, Resumable, checked
 from poptorch.data.rows import grouped
@@ -93,7 +93,9 @@ class DataLoader(torch.utils.data.DataLoader):
 
         worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
         if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
-            kwargs["sampler"] = self._partition(dataset, batch_sampler, shuffle, kwargs.get("sampler"))
+            others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
+            combined = self._combined_batch_size
+            kwargs["sampler"] = partition_of(options, dataset, combined, bool(shuffle), drop_last, others)
             shuffle = None
 
         num_workers = capped(num_workers, dataset)
@@ -227,38 +229,6 @@ class DataLoader(torch.utils.data.DataLoader):
         if combined is None or combined == 1:  # complete batches, or rows: nothing to regroup
             return None
         return worker_size or combined
-
-    def _partition(
-        self, dataset: Any, batch_sampler: Any, shuffle: bool | None, sampler: Any
-    ) -> PartitionSampler:
-        distributed = self._options.Distributed
-        for name, value in (("batch_sampler", batch_sampler), ("sampler", sampler)):
-            if value is not None:
-                raise DataError(
-                    f"{name} is mutually exclusive with auto_distributed_partitioning=True: both decide "
-                    f"what process {distributed.processId} of {distributed.numProcesses} reads\n"
-                    f"  fix: auto_distributed_partitioning=False, and a {name} that reads one share"
-                )
-        assert not isinstance(dataset, IterableDataset), (
-            "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
-            "(options.Distributed.processId) and set auto_distributed_partitioning=False"
-        )
-        assert self._combined_batch_size is not None, (
-            "batch_size=None leaves nothing to partition: set auto_distributed_partitioning=False"
-        )
-        assert not shuffle or self._options.exists("random_seed"), (
-            "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
-        )
-        count, combined = distributed.numProcesses, self._combined_batch_size
-        share = share_of(len(dataset), combined, count, distributed.processId, self._drops_last)
-        if not self._drops_last and len(dataset) % count and len(dataset) // count % combined == 0:
-            logger.warning(
-                "drop_last=False with %d elements gives the first of %d processes one batch more than the "
-                "last, which will wait for ever in a collective; set drop_last=True",
-                len(dataset),
-                count,
-            )
-        return PartitionSampler(len(dataset), share, self._options.random_seed if shuffle else None)
 
     def _go_asynchronous(self, async_options: dict[str, Any]) -> None:
         if self.pin_memory:

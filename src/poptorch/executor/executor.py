@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ from popengine.errors import Error
 from popengine.settings import Settings
 
 from ..annotating.blocks import module_repr
-from ..annotating.replica_groups import GroupableParameter, Grouping, groups_of
+from ..annotating.replica_groups import GroupableParameter, groups_of
 from ..compiling import executable_cache
 from ..compiling.compilation_log import announce, progress
-from ..compiling.executable import Executable, compile_model
+from ..compiling.executable import compile_model
 from ..enums import ConnectionType
 from ..optim import SGD
 from ..options import Options
@@ -448,33 +449,13 @@ class PoplarExecutor:
 
     # ---- private names that programs use -----------------------------------------------------------------
 
-    @property
-    def per_replica_params(self) -> dict[str, Grouping]:
-        return self._wrapped.per_replica
-
-    @property
-    def _executable(self) -> Executable | None:
-        return self._lease.executable
-
-    @property
-    def _user_model(self) -> nn.Module:
-        return self._wrapped.user
-
-    @property
-    def _options(self) -> Options:
-        return self._wrapped.options
-
-    @property
-    def _optimizer(self) -> Any:
-        return self._optimizer_link.optimizer
-
-    @property
-    def _is_attached(self) -> bool:
-        return self.isAttachedToDevice()
-
-    @property
-    def _host_weights_version(self) -> int:
-        return self._weights.version
+    per_replica_params = property(attrgetter("_wrapped.per_replica"))
+    _executable = property(attrgetter("_lease.executable"))
+    _user_model = property(attrgetter("_wrapped.user"))
+    _options = property(attrgetter("_wrapped.options"))
+    _optimizer = property(attrgetter("_optimizer_link.optimizer"))
+    _host_weights_version = property(attrgetter("_weights.version"))
+    _is_attached = property(isAttachedToDevice)
 
     def _debugGetPopartIR(self) -> str:
         """Refused: there is no PopART graph here."""

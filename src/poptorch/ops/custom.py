@@ -16,7 +16,7 @@ from torch import Tensor
 from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
-from .host import host_call, written_back
+from .host import as_list, host_call, written_back
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -75,7 +75,7 @@ def custom_op(
     if current() is None:
         if found is None:
             return [torch.zeros_like(example) for example in example_outputs]
-        return _as_list(found.forward(*inputs, **attributes))
+        return as_list(found.forward(*inputs, **attributes))
     if found is None:
         known = ", ".join(f"{d}.{n} {v}" for n, d, v in sorted(_registered)) or "none"
         raise Error(
@@ -107,7 +107,7 @@ class _HostFunction(torch.autograd.Function):
         examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
 
         def run(*given: Tensor) -> list[Tensor]:
-            return _as_list(op.forward(*given, **attributes))
+            return as_list(op.forward(*given, **attributes))
 
         fix = "or say which inputs it writes: poptorch.registerCustomOp(..., writes=[...])"
         made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes, fix=fix)
@@ -126,7 +126,7 @@ class _HostFunction(torch.autograd.Function):
             sums, values = list(given[:count]), list(given[count:])
             if op.backward is None:
                 return _differentiated(op.forward, attributes, sums, values, wanted)
-            made = _as_list(op.backward(sums, values, **attributes))
+            made = as_list(op.backward(sums, values, **attributes))
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
         like = [inputs[i] for i in wanted]
@@ -151,7 +151,7 @@ def _differentiated(
         leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
         pairs = [
             (output, gradient)
-            for output, gradient in zip(_as_list(forward(*leaves, **attributes)), gradients, strict=True)
+            for output, gradient in zip(as_list(forward(*leaves, **attributes)), gradients, strict=True)
             if output.requires_grad
         ]
         outputs, passed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -160,10 +160,6 @@ def _differentiated(
                 outputs, [leaves[i] for i in wanted], passed, allow_unused=True, materialize_grads=True
             )
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check(attributes: dict[str, Any]) -> None:

@@ -191,9 +191,9 @@ class CPU:
         many = isinstance(example, (list, tuple))
         made = host_call(
             f"poptorch.CPU {self._name!r}",
-            lambda *given: _as_list(self._layer(*given)),
+            lambda *given: as_list(self._layer(*given)),
             inputs,
-            _as_list(example),
+            as_list(example),
             self._writes,
             fix=f"or say which inputs it writes: poptorch.CPU(layer, {self._name!r}, writes=[...])",
         )
@@ -210,5 +210,5 @@ class CPU:
                 return self._layer(*(torch.zeros(value.shape, dtype=value.dtype) for value in inputs))
 
 
-def _as_list(value: Any) -> list[Tensor]:
+def as_list(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -108,16 +108,10 @@ class Freezable:
     def _declare(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
-    def _freeze(self) -> None:
-        self._set_frozen(True)
-
-    def _unfreeze(self) -> None:
-        self._set_frozen(False)
-
-    def _set_frozen(self, frozen: bool) -> None:
+    def _freeze(self, frozen: bool = True) -> None:
         self.__dict__["_is_frozen"] = frozen
         for nested in self._nested():
-            nested._set_frozen(frozen)
+            nested._freeze(frozen)
 
     def _nested(self) -> Iterator[Freezable]:
         return (field for field in self.__dict__.values() if isinstance(field, Freezable))
