@@ -100,9 +100,8 @@ class Loaders:
 
 def micro_batches(options: poptorch.Options, training: bool) -> int:
     """Those of one call."""
-    groups = options.replication_factor // options.input_group_size
-    accumulation = options.Training.gradient_accumulation if training else 1
-    return options.device_iterations * accumulation * groups
+    counts = options._counts()
+    return counts.product if training else counts.iterations * counts.groups
 
 
 def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:

@@ -61,11 +61,9 @@ def capture(
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
     inputs = [pretend(sample) for sample in samples]
-    for role, values in (
-        ("parameter", stand_ins.parameters),
-        ("buffer", stand_ins.buffers),
-        ("input", {str(i): value for i, value in enumerate(inputs)}),
-    ):
+    given = {str(i): value for i, value in enumerate(inputs)}
+    roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": given}
+    for role, values in roles.items():
         for key, value in values.items():
             recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     scale = pretend(torch.empty(()))
@@ -86,8 +84,7 @@ def capture(
         *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),
     ]
-    trained = {name for name, value in stand_ins.parameters.items() if value.requires_grad}
-    graph = as_graph(recorder, results, fake, tuple(state.visits), trained)
+    graph = as_graph(recorder, results, fake, tuple(state.visits), set(stand_ins.trained()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     return graph
 
@@ -96,7 +93,7 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
     """The backward: the gradient of the model's one loss, for each parameter that has one."""
     recorder = state.recorder
     assert recorder is not None
-    wanted = {name: value for name, value in stand_ins.parameters.items() if value.requires_grad}
+    wanted = stand_ins.trained()
     loss = final_loss(state.losses, state.chosen, recorder)
     recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED

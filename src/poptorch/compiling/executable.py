@@ -30,7 +30,7 @@ from . import compilation_hooks, compilation_log
 from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
 from .machine_hints import hints
-from .memory_format import laid_out
+from .memory_format import laid_out, weights_of
 from .overlap_rules import check_overlap
 from .replica_meetings import check_groups
 from .traced_functions import Traced
@@ -102,17 +102,15 @@ def compile_model(
         profiled = here and options._profile_directory(settings.training) is not None
         hinted = hints(graph, options, memory_format, model, samples) if profiled else {}
     if settings.strategy.auto == "balance":
-        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        settings = balanced(graph, settings, weights, samples)
+        settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     check_groups(plan, settings)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    inputs = CompiledInputs(call, settings.counts, wide)
     return Executable(
         plan,
         settings,
-        inputs,
+        CompiledInputs(call, settings.counts, wide),
         tracing.template,
         tracing.returned,
         anchors,

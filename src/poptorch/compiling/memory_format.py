@@ -33,9 +33,8 @@ def laid_out(
     other = in_channels_last(graph)
     if wanted == "channels_last":
         return other, wanted
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before, after = (
-        sum(measure(partition(found, _EACH_ALONE), weights, samples)) for found in (graph, other)
+        sum(measure(partition(found, _EACH_ALONE), weights_of(model), samples)) for found in (graph, other)
     )
     chosen = "channels_last" if after < _WORTH * before else "preserve"
     logger.info(
@@ -45,3 +44,8 @@ def laid_out(
         chosen,
     )
     return (other if chosen == "channels_last" else graph), chosen
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by canonical name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -13,7 +13,6 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from popengine.errors import DataError
-from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.batch_waits import noting_waits
 from poptorch.data.dataset_shares import partition_of
@@ -65,36 +64,23 @@ class DataLoader(torch.utils.data.DataLoader):
         )
         options._freeze()
         # Who rebuilds a loader with another sampler, as Lightning does, takes these: batch_size is the combined one.
-        given = {
-            name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")
-        }
-        self._remember({**given, **kwargs})
-        self._options = options
-        self._progress = Progress()
+        self._remember({**locals(), **kwargs})
+        self._options, self._progress = options, Progress()
         self._mode = DataLoaderMode(mode)
         self._drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
-        self._group = _micro_batches(options) if batch_sampler is not None else 1
+        self._group = options._counts().product if batch_sampler is not None else 1
 
         async_options = dict(async_options or {})
         assert "rebatched_size" not in async_options, (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
-        if batch_sampler is not None:
-            if batch_size != 1 or shuffle:
-                raise DataError(
-                    "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
-                    "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
-                )
-            micro_batch = getattr(batch_sampler, "batch_size", None)
-        else:
-            micro_batch = batch_size
-        self._combined_batch_size = None if micro_batch is None else micro_batch * _micro_batches(options)
-
-        worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
+        micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
+        combined = None if micro_batch is None else micro_batch * options._counts().product
+        self._combined_batch_size = combined
+        self._worker_size = worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
         if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
-            combined = self._combined_batch_size
             kwargs["sampler"] = partition_of(options, dataset, combined, bool(shuffle), drop_last, others)
             shuffle = None
 
@@ -103,7 +89,7 @@ class DataLoader(torch.utils.data.DataLoader):
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
-            kwargs["batch_size"] = worker_size or self._combined_batch_size
+            kwargs["batch_size"] = worker_size or combined
             kwargs["drop_last"] = drop_last and batch_size is not None and worker_size is None
             kwargs["shuffle"] = shuffle
         super().__init__(
@@ -112,9 +98,8 @@ class DataLoader(torch.utils.data.DataLoader):
             persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
             **kwargs,
         )
-        self._worker_size = worker_size
         if not drop_last:
-            warn_about_tail(self._rows(), self._combined_batch_size, batch_sampler, self._group)
+            warn_about_tail(self._rows(), combined, batch_sampler, self._group)
         if self._mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
 
@@ -202,6 +187,12 @@ class DataLoader(torch.utils.data.DataLoader):
     def _remember(self, arguments: dict[str, Any]) -> None:
         """Keep the constructor's arguments, by the names under which Lightning looks for them (and puts its own)."""
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
+            for name in (
+                "self",
+                "kwargs",
+                "__class__",
+            ):  # no arguments, though they are locals of the constructor
+                arguments.pop(name, None)
             kept = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in kept.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
@@ -245,11 +236,13 @@ class _RaggedAccessor(AsynchronousDataAccessor):
     _short_tail = True
 
 
-def _micro_batches(options: Options) -> int:
-    """Micro-batches that one call of an executor reads."""
-    return Counts(
-        iterations=options.device_iterations,
-        accumulation=options.Training.gradient_accumulation,
-        replicas=options.replication_factor,
-        groups=options.replication_factor // options.input_group_size,
-    ).product
+def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:
+    """None, where it is not known. Raises: DataError, for arguments that exclude each other"""
+    if batch_sampler is None:
+        return batch_size
+    if batch_size != 1 or shuffle:
+        raise DataError(
+            "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
+            "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
+        )
+    return getattr(batch_sampler, "batch_size", None)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from popengine.errors import Error
 from popengine.run import devices
-from popengine.settings import Backend, Counts, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from popengine.settings import Backend, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
 from poptorch.annotating.strategies import PipelinedExecution
-from poptorch.enums import CommGroupType, ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.device import DEVICES
 from poptorch.options.execution import BACKENDS
 from poptorch.options.options import Options
@@ -59,16 +59,8 @@ def freeze(
     Raises:
         Error: OutputMode.EveryN with a period that does not divide the device iterations; a device that is not there
     """
-    group, popart = options.input_group_size, options._Popart.options
-    counts = Counts(
-        iterations=options.device_iterations,
-        accumulation=options.Training.gradient_accumulation,
-        replicas=options.replication_factor,
-        groups=options.replication_factor // group,
-        grouping="orthogonal" if options.input_cgt == CommGroupType.Orthogonal else "consecutive",
-        instances=options.Distributed.numProcesses,
-        instance=options.Distributed.processId,
-    )
+    popart = options._Popart.options
+    counts = options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
+from popengine.settings import Counts
 from poptorch.annotating.strategies import PipelinedExecution
+from poptorch.enums import CommGroupType
 from poptorch.options import distributed, locations, precision, training  # names that no property hides
 from poptorch.options.device import DeviceOptions
 from poptorch.options.distributed import Distributed
@@ -122,6 +124,18 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         for part in parts:
             everything = merged(everything, part)
         return everything
+
+    def _counts(self) -> Counts:
+        """The factors of a batch."""
+        return Counts(
+            iterations=self.device_iterations,
+            accumulation=self.Training.gradient_accumulation,
+            replicas=self.replication_factor,
+            groups=self.replication_factor // self.input_group_size,
+            grouping="orthogonal" if self.input_cgt == CommGroupType.Orthogonal else "consecutive",
+            instances=self.Distributed.numProcesses,
+            instance=self.Distributed.processId,
+        )
 
     def _printed(self) -> list[str]:
         names = (

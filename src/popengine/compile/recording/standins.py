@@ -59,6 +59,10 @@ class StandIns:
         """The user's own tensors, by name."""
         return [(member.name, member.real) for member in self._members]
 
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that require a gradient."""
+        return {name: value for name, value in self.parameters.items() if value.requires_grad}
+
     def of(self, value: Any) -> Any:
         """What stands in for a tensor of the module, or for a view of one; anything else as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
