@@ -1,6 +1,7 @@
 """Imports run downwards only: the doors see the face, the face the engine, the engine its values."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -105,6 +106,18 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_a_file_has_a_name_of_its_own():
     names = Counter(path.name for path in ALL.values())
     assert {name for name, count in names.items() if count > 1} == {"__init__.py", "__main__.py", "cli.py"}
+
+
+def test_files_that_documents_and_docstrings_name_are_there():
+    root = SRC.parent
+    folders = ("src", "tests", "examples", "benchmarks", "docs")
+    files = {
+        f"/{path.relative_to(root).as_posix()}" for top in folders for path in (root / top).rglob("*.py")
+    }
+    texts = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *SRC.rglob("*.py")]
+    named = {(text.name, name) for text in texts for name in re.findall(r"`([\w/]+\.py)`", text.read_text())}
+    assert len(named) > 100
+    assert not {(text, name) for text, name in named if not any(file.endswith("/" + name) for file in files)}
 
 
 @pytest.mark.parametrize("module", sorted(ALL))
