@@ -3,12 +3,13 @@
 import processes
 import pytest
 import torch
+import traffic
 import training
 from torch import nn
 
 import popdist
 import poptorch
-from popengine.run.instances import meeting, traffic
+from popengine.run.instances import meeting
 
 RULES = {
     "poptorch's": lambda weights: poptorch.optim.AdamW(weights, lr=0.01, max_grad_norm=0.5),

@@ -6,9 +6,10 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+import traffic
 
 import popdist
-from popengine.run.instances import meeting, traffic
+from popengine.run.instances import meeting
 from popengine.run.instances.instance_sums import Instances, even_cuts
 
 MB = 1 << 20

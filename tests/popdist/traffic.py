@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .instance_sums import Instances, even_cuts
+from popengine.run.instances.instance_sums import Instances, even_cuts
 
 
 @dataclass
