@@ -4,7 +4,7 @@ A public value is declared as a `Value` of its class and read as an attribute (`
 fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
 
 What a setter means here stands at the setter, once: `recorded` and `refused` make its docstring, and
-docs/reference/options.md is made of the docstrings (`reference.py`).
+docs/reference/options.md is made of the docstrings (`docs/options_reference.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""docs/reference/options.md, made of the options' own docstrings: `python -m poptorch.options.reference > <file>`."""
+"""docs/reference/options.md, made of the options' own docstrings: `python docs/options_reference.py > <file>`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import (
+from poptorch.options import (
     Distributed,
     Jit,
     Options,
@@ -15,7 +15,7 @@ from . import (
     TensorLocationSettings,
     Training,
 )
-from .option_base import NOTHING, Freezable, Value, printed
+from poptorch.options.option_base import NOTHING, Freezable, Value, printed
 
 _PLACES: dict[str, type[Freezable]] = {
     "poptorch.options.OptionsDict": OptionsDict,
@@ -30,7 +30,7 @@ _PLACES: dict[str, type[Freezable]] = {
 }
 _HEAD = """# Options
 
-<!-- Made by `python -m poptorch.options.reference`; change the docstrings in src/poptorch/options instead. -->
+<!-- Made by `python docs/options_reference.py`; change the docstrings in src/poptorch/options instead. -->
 
 Each part has its setters, with one of the three answers of [README.md](README.md), and the values that can be read
 back, with their defaults. `-` is a value that exists once a setter has made it.
