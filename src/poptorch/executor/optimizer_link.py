@@ -77,7 +77,7 @@ class OptimizerLink:
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options
-            options._freeze(False)
+            options._unfreeze()
             options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
             options._freeze()
 

@@ -113,6 +113,9 @@ class Freezable:
         for nested in self._nested():
             nested._freeze(frozen)
 
+    def _unfreeze(self) -> None:
+        self._freeze(False)
+
     def _nested(self) -> Iterator[Freezable]:
         return (field for field in self.__dict__.values() if isinstance(field, Freezable))
 
