@@ -1,5 +1,8 @@
 """How many threads an operation has: as many as micro-batches leave idle, whatever the layout is."""
 
+import os
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -48,3 +51,21 @@ def test_an_operation_has_the_cores_that_micro_batches_and_replicas_leave(
     options.setExecutionStrategy(poptorch.ShardedExecution(*(poptorch.Stage(*names) for names in stages)))
     poptorch.inferenceModel(Noting(), options)(torch.ones(micro_batches * replicas, 2))
     assert seen[-micro_batches * replicas :] == [expected] * (micro_batches * replicas)
+
+
+def threads_of_libraries():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="Linux lists a process's threads")
+def test_nobody_keeps_threads_that_would_make_those_of_another_sleep_between_operations(four_threads):
+    """With two teams of four on four cores a step of ResNet-18 took 1.4 times as long."""
+    large = torch.ones(1 << 20)
+    model = poptorch.inferenceModel(nn.ReLU(), poptorch.Options().showCompilationProgressBar(False))
+    model(large)
+    alone = threads_of_libraries()
+    large.add_(1)
+    if threads_of_libraries() != alone + 3:
+        pytest.skip("torch has another library of threads here")
+    model(large)
+    assert threads_of_libraries() == alone

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -162,7 +161,7 @@ class Engine(Tensors):
         if recorder is not None:
             recorder.begin_call()
         try:
-            crew.inbox.put(run)
+            crew.start(run)
             run.wait()
         finally:
             self._await_idle()  # at once, but after Ctrl-C
@@ -272,12 +271,10 @@ def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
 
 
 def _until_idle(crew: Crew) -> None:
-    """Wait until a crew does not run. It answers in turn, so all that it was told before has ended."""
+    """Wait until a crew does not run."""
     while True:
-        answers: SimpleQueue[None] = SimpleQueue()
         try:
-            crew.inbox.put(answers)
-            answers.get()
+            crew.wait_until_idle()
             return
         except KeyboardInterrupt:  # a second one: it is stopping already
             continue

@@ -10,6 +10,7 @@ import torch
 
 from .driver import Driver
 from .replays import Replays
+from .thread_teams import let_go_of_team
 from .worker import Run, Worker
 
 
@@ -24,17 +25,29 @@ class Crew:
     def __init__(self, workers: Sequence[Worker], driver: Driver, replays: Replays | None = None) -> None:
         self._workers, self._driver = workers, driver
         self._perform: Callable[[Run], None] = replays or driver
-        self.inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="core 0", daemon=True)
         self.thread.start()
 
+    def start(self, run: Run) -> None:
+        """Begin a call."""
+        if self._driver.inside > 1:
+            let_go_of_team()
+        self._inbox.put(run)
+
+    def wait_until_idle(self) -> None:
+        """It answers in turn, so all that it was told before has ended."""
+        answers: SimpleQueue[None] = SimpleQueue()
+        self._inbox.put(answers)
+        answers.get()
+
     def close(self) -> None:
         """End the thread."""
-        self.inbox.put(None)
+        self._inbox.put(None)
         self._driver.close()
 
     def _serve(self) -> None:
-        while (run := self.inbox.get()) is not None:
+        while (run := self._inbox.get()) is not None:
             if not isinstance(run, Run):  # somebody asks whether the runs before are over
                 run.put(None)
                 continue
@@ -51,5 +64,7 @@ class Crew:
                     worker.end()
                 except BaseException as error:  # of a device that can't be used any more
                     failure = error
+            if self._driver.inside > 1:
+                let_go_of_team()
             run.end(failure)
             del run, failure
