@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import poptorch
+from popengine.run.drivers.thread_teams import let_go_of_team
 
 seen = []
 
@@ -62,10 +63,12 @@ def test_nobody_keeps_threads_that_would_make_those_of_another_sleep_between_ope
     """With two teams of four on four cores a step of ResNet-18 took 1.4 times as long."""
     large = torch.ones(1 << 20)
     model = poptorch.inferenceModel(nn.ReLU(), poptorch.Options().showCompilationProgressBar(False))
-    model(large)
+    let_go_of_team()
     alone = threads_of_libraries()
     large.add_(1)
-    if threads_of_libraries() != alone + 3:
-        pytest.skip("torch has another library of threads here")
-    model(large)
-    assert threads_of_libraries() == alone
+    if threads_of_libraries() == alone:
+        pytest.skip("torch has another library of threads here, or none")
+    for _ in range(2):
+        model(large)
+        assert threads_of_libraries() == alone
+        large.add_(1)

@@ -2,8 +2,8 @@
 
 GNU's library counts the threads of all teams. Where these are more than the cores, no team waits for its next
 operation by spinning any more, and waking it takes longer than many operations do (a step of ResNet-18 took 1.4
-times as long). So a thread lets go of its team before another one computes with several threads. A new team is there within
-0.1 ms.
+times as long). So a thread lets go of its team before another one computes with several threads. A new team
+is there within 0.1 ms.
 """
 
 from __future__ import annotations
