@@ -14,12 +14,12 @@ UNMASKED = -100  # labels of words that are not to be guessed
 class Bert(nn.Module):
     """BertForMaskedLM, returning its loss. Without dropout, so that all ways to train make the same losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         config = BertConfig(
             vocab_size=WORDS,
             hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=layers,
             num_attention_heads=WIDTH // 64,
             intermediate_size=4 * WIDTH,
             max_position_embeddings=LENGTH,

@@ -33,10 +33,10 @@ class Net(nn.Module):
         return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
 
 
-def trainer():
+def trainer(iterations=2):
     torch.manual_seed(0)
     model = Net()
-    options = poptorch.Options().deviceIterations(2).randomSeed(5).showCompilationProgressBar(False)
+    options = poptorch.Options().deviceIterations(iterations).randomSeed(5).showCompilationProgressBar(False)
     options.Training.gradientAccumulation(3)
     return poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
 
@@ -57,9 +57,15 @@ def same(one, two):
 
 
 @pytest.fixture
-def after():
+def iterations():
+    """Weight updates a call."""
+    return 2
+
+
+@pytest.fixture
+def after(iterations):
     """The state after so many calls."""
-    twin, states = trainer(), []
+    twin, states = trainer(iterations), []
 
     def wanted(calls):
         while len(states) <= calls:
@@ -98,8 +104,9 @@ def check_calls(executor, after, files, seconds):
     return first
 
 
-def test_a_call_that_is_interrupted_anywhere_is_done_or_not_done(after):
-    assert check_calls(trainer(), after, EVERYWHERE, (None,)) > 200
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_call_that_is_interrupted_anywhere_is_done_or_not_done(after, iterations):
+    assert check_calls(trainer(iterations), after, EVERYWHERE, (None,)) > 200
 
 
 def test_a_second_interrupt_loses_nothing_either(after):

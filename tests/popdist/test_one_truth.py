@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import processes
@@ -14,6 +15,7 @@ import popdist
 import poptorch
 from popdist.environment import Launch
 from popengine.run.instances import meeting
+from popengine.update.optimizer_rules import RULES
 
 
 def caught(work):
@@ -94,16 +96,16 @@ def test_a_rate_or_weights_that_change_in_one_instance_are_noticed_before_the_ne
 # ---- failures ------------------------------------------------------------------------------------------------
 
 
-def fail_in_one():
+def fail_in_one(iterations):
     popdist.init()
-    return train(fails=True), train(fails=False)
+    return train(True, iterations), train(False, iterations)
 
 
-def train(fails):
-    executor, model, _ = training.executor(momentum=0.9)
+def train(fails, iterations):
+    executor, model, _ = training.executor(momentum=0.9, iterations=iterations)
     message = ""
     for call in range(3):
-        x, labels = training.batch(call)
+        x, labels = training.batch(call, iterations=iterations)
         if fails and call == 1 and popdist.getInstanceIndex() == 2:
             message = caught(lambda x=x, labels=labels: executor(x / 0, labels))
         elif fails and call == 1:
@@ -114,9 +116,10 @@ def train(fails):
     return result
 
 
-def test_a_call_that_fails_in_one_instance_fails_in_all_and_leaves_no_trace():
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_call_that_fails_in_one_instance_fails_in_all_and_leaves_no_trace(iterations):
     """Before, the instance that had failed restored its weights and trained on with others than the rest."""
-    found = processes.run(fail_in_one, 3)
+    found = processes.run(fail_in_one, 3, iterations)
     assert [ended.error for ended in found] == [""] * 3
     messages = [failed[0] for failed, _ in (ended.value for ended in found)]
     weights = [one[1] for ended in found for one in ended.value]
@@ -208,11 +211,12 @@ def test_an_interrupt_ends_the_wait_for_another_instance(tmp_path, where):
     assert other.value[1] == "nothing"
 
 
-def slow_in_the_middle(folder):
+def slow_in_the_middle(folder, iterations):
     """Instance 1 is long within a step, while instance 0 waits for its gradients."""
     popdist.init()
-    executor, model, _ = training.executor()
-    executor(*training.batch(0))
+    executor, model, _ = training.executor(iterations=iterations)
+    executor(*training.batch(0, iterations=iterations))
+    again = training.batch(1, iterations=iterations)
     before = training.weights(model)
     if popdist.getInstanceIndex():
         work = executor._lease.engine._workers[0]
@@ -227,20 +231,21 @@ def slow_in_the_middle(folder):
     else:
         (folder / "waits").touch()
     try:
-        executor(*training.batch(1))
+        executor(*again)
     except KeyboardInterrupt:
         (folder / "interrupted").touch()
-        executor(*training.batch(1))  # both come again
+        executor(*again)  # both come again
         return training.weights(model)
     except poptorch.Error as error:
         work._updater.update = inner
         same = training.weights(model) == before
-        executor(*training.batch(1))
+        executor(*again)
         return error.message, same, training.weights(model)
 
 
-def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path):
-    started = processes.start(slow_in_the_middle, processes.launches(2), tmp_path)
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path, iterations):
+    started = processes.start(slow_in_the_middle, processes.launches(2), tmp_path, iterations)
     until = time.monotonic() + processes.LIMIT
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -250,6 +255,45 @@ def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path):
     message, same, others_weights = other.value
     assert "instance 0 was interrupted at call 2" in message and same
     assert interrupted.value == others_weights
+
+
+def interrupted_while_it_writes(comes):
+    """Instance 0 is interrupted, where it comes, when the update of a call that has no other has begun."""
+    popdist.init()
+    executor, model, _ = training.executor(iterations=1, rule=poptorch.optim.Adam)
+    formula, interrupts = RULES["adam"].formula, []
+
+    def update(*given):
+        if interrupts:
+            interrupts.pop()
+            run = executor._lease.engine._latest
+            os.kill(os.getpid(), signal.SIGINT)
+            until = time.monotonic() + processes.LIMIT
+            while not run.channels._is_asked_to_stop and time.monotonic() < until:
+                time.sleep(0.001)
+        formula(*given)
+
+    RULES["adam"] = replace(RULES["adam"], formula=update)
+    outcomes = []
+    for call in range(3):
+        if call == 1 and comes and not popdist.getInstanceIndex():
+            interrupts.append(call)
+        try:
+            executor(*training.batch(call, iterations=1))
+            outcomes.append("done")
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+    return outcomes, training.weights(model), executor.rng_state
+
+
+def test_an_interrupt_that_comes_to_one_instance_while_it_writes_its_update_undoes_nothing():
+    ended = processes.run(interrupted_while_it_writes, 2, True)
+    assert [one.error for one in ended] == ["", ""]
+    first, second = (one.value for one in ended)
+    assert first[0] == ["done", "interrupted", "done"] and second[0] == ["done"] * 3
+    assert first[1:] == second[1:]
+    undisturbed, _ = processes.run(interrupted_while_it_writes, 2, False)
+    assert undisturbed.value[1:] == first[1:]
 
 
 def come_late(folder):

@@ -27,6 +27,7 @@ def executor(
     seed=0,
     width=6,
     accumulation=3,
+    iterations=2,
     lr=0.1,
     random_seed=1,
     rule=poptorch.optim.SGD,
@@ -35,7 +36,7 @@ def executor(
 ):
     """A training executor with an optimizer, which has momentum where it knows it."""
     opts = popdist.poptorch.Options().randomSeed(random_seed).showCompilationProgressBar(False)
-    opts.deviceIterations(2).setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
+    opts.deviceIterations(iterations).setExecutionStrategy(poptorch.PipelinedExecution("a", "b"))
     opts.Training.gradientAccumulation(accumulation)
     location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(shares_state)
     opts.TensorLocations.setOptimizerLocation(location)
@@ -46,10 +47,10 @@ def executor(
     return poptorch.trainingModel(model, opts, optimizer), model, optimizer
 
 
-def batch(call, accumulation=3):
+def batch(call, accumulation=3, iterations=2):
     """One instance's rows of a call."""
     numbers = torch.Generator().manual_seed(100 * call + popdist.getInstanceIndex())
-    rows = 2 * accumulation * popdist.getNumLocalReplicas() * 2
+    rows = iterations * accumulation * popdist.getNumLocalReplicas() * 2
     return torch.randn(rows, 4, generator=numbers), torch.randint(3, (rows,), generator=numbers)
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..errors import Error, UnrecoverableError
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
@@ -137,6 +138,7 @@ class Engine(Tensors):
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         self._await_idle()
+        self._check()
         name = f"call {self._calls + 1} of the training"
         if self._meeting is not None:
             self._meeting.agree(name, self._facts(hyper))
@@ -155,9 +157,11 @@ class Engine(Tensors):
             torch.get_num_threads(),
             self._keep,
             self._tell_others,
+            self._commit if self.writes_in_place else None,
+            self._lose,
             name,
         )
-        self._begin()
+        self._begin(self.writes_in_place)
         if recorder is not None:
             recorder.begin_call()
         try:
@@ -189,13 +193,45 @@ class Engine(Tensors):
 
         Where there are other instances, all agree on it first: then nobody has failed, and nobody will.
         """
-        if self._meeting is not None:
-            self._meeting.agree(f"the end of {run.name}", final=True)
+        if not run.is_committed:
+            self._agree_on_the_end(run)
         self._calls += 1
         self.snapshot = self._drafted(
             step=run.first_step + run.steps,
             host_is_stale=self.snapshot.host_is_stale or self.settings.training,
         )
+        if run.is_committed:
+            self.still.release()
+
+    def _agree_on_the_end(self, run: Run) -> None:
+        if self._meeting is not None:
+            self._meeting.agree(f"the end of {run.name}", final=True)
+
+    def _commit(self, run: Run) -> None:
+        """All that a call computes is done: let its update write to what is kept. From here on it can't be given up.
+
+        Nothing that is large is made after this, so that nothing fails.
+        """
+        run.channels.go_on()
+        try:
+            self._agree_on_the_end(run)
+        except BaseException:
+            run.channels.go_on(False)
+            raise
+        self.still.acquire()
+        run.is_committed = True
+
+    def _lose(self, run: Run, error: BaseException) -> Error:
+        """An update has failed that wrote to what is kept. Returns: what everybody is told from now on."""
+        self.lost = UnrecoverableError(
+            f"the weights are lost: some are those after {run.name}, and some those before"
+            f" ({type(error).__name__}: {error})\n"
+            "  why: the update failed while it was written, most likely for want of memory\n"
+            "  fix: start again from a checkpoint, with more memory"
+        )
+        self.snapshot = replace(self.snapshot, host_is_stale=False)  # the host keeps what it has
+        self.still.release()
+        return self.lost
 
     def _facts(self, hyper: Hyper | None) -> Facts:
         """What has to be equal in all instances before a call."""
@@ -211,6 +247,17 @@ class Engine(Tensors):
         if self._unconfirmed:
             facts["value"] = of_weights({k: v for k, v in self.read().items() if k in self._unconfirmed})
         return facts
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether a call's update waits until nothing else is left, and then writes to what is kept.
+
+        So it is where a call has one update. Graphs of devices can't wait so, nor can instances that exchange weights
+        after their update.
+        """
+        is_remote = any(home.is_remote for home in self.devices.values())
+        one = self.settings.training and self.settings.counts.iterations == 1
+        return one and not is_remote and not self.shares_state
 
     @property
     def shares_state(self) -> bool:
@@ -255,7 +302,7 @@ class Engine(Tensors):
             return
         if not self._latest.is_over:
             self._latest.channels.stop()
-            if self._meeting is not None:
+            if self._meeting is not None and not self._latest.is_committed:
                 self._meeting.break_off(f"was interrupted at {self._latest.name}")
             for crew in self._crews.values():
                 _until_idle(crew)

@@ -6,8 +6,9 @@ it in a fixed order, so that every layout and every run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from ..update.one_chunk import Prepare
 from .devices.base import Device
 from .instances.instance_sums import Instances
 from .instances.meeting import FIRST_FREE, Meeting
-from .instances.ordered_sums import Give, Waits, average, exchange, reduce_over_replicas, total_norm
+from .instances.ordered_sums import (
+    AT_THE_END,
+    Give,
+    Waits,
+    average,
+    exchange,
+    reduce_over_replicas,
+    total_norm,
+)
 from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
 from .state.state_owners import OverInstances, Owner, pass_on
@@ -78,14 +87,39 @@ class Updater:
             tensor.fill_(rates["lr"])
 
     def update(
-        self, keys: Sequence[str], hyper: Hyper, key: int, give: Give, share: Share | None = None
+        self,
+        keys: Sequence[str],
+        hyper: Hyper,
+        key: int,
+        give: Give,
+        share: Share | None = None,
+        commit: Callable[[], None] | None = None,
     ) -> Generator[Any, Any, bool]:
         """One weight update of these parameters; `key` is that of the step's random numbers.
 
         Args:
-            share: hands tasks to all cores, and a name to the channel of which they are done; without it they are
+            share:  hands tasks to all cores, and a name to the channel of which they are done; without it they are
                 done here
+            commit: where the update writes to what is kept: to be called before, when nothing else is left to do
         Returns: whether their gradients are finite, as far as it is of interest
+        """
+        prepare, is_finite = yield from self._gradients(keys, hyper, give, share)
+        updates = [] if prepare is None else self._updates(keys, hyper, key, prepare)
+        if commit is not None:
+            updates = [chain([next(each)], each) for each in updates]  # now there is their memory
+            yield from self._commit(commit, give)
+        for phase in chain.from_iterable(updates):
+            yield from self._do(phase, share)
+        if prepare is not None:
+            yield from self._pass_on(give)
+        return is_finite
+
+    def _gradients(
+        self, keys: Sequence[str], hyper: Hyper, give: Give, share: Share | None
+    ) -> Generator[Any, Any, tuple[list[Prepare] | None, bool]]:
+        """Let the sums be gradients, as far as all of them have to be looked at.
+
+        Returns: what is left to be done to each (None: the update is left out), and whether they are finite
         """
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
@@ -98,7 +132,7 @@ class Updater:
         if self._looks_at_gradients(scale):
             yield from self._each(sums, prepare.pop(), share)
         if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(here, scale, give)):
-            return True  # the update is left out, so nothing is lost
+            return None, True  # the update is left out, so nothing is lost
         is_finite = not self._may_overflow(scale) or all_finite(sums)
         if optimizer.max_grad_norm != float("inf"):
             mine = dict(zip(here, (yield from self._norms(sums, share)), strict=True))
@@ -109,20 +143,44 @@ class Updater:
                 prepare.append(partial(scale_, factor=clipping_factor(total, optimizer.max_grad_norm)))
         if optimizer.max_grad_value != float("inf"):
             prepare.append(partial(clamp_, max_value=optimizer.max_grad_value))
+        return prepare, is_finite
+
+    def _updates(
+        self, keys: Sequence[str], hyper: Hyper, key: int, prepare: Sequence[Prepare]
+    ) -> list[Iterator[list[Task]]]:
+        """What there is to do for each group of parameters, phase by phase."""
+        optimizer, store = self.settings.optimizer, self.store
+        assert optimizer is not None
         trained = [name for name in keys if name in optimizer.group_of]
         store.renew(trained, self._off_device())
         mine = [name for name in trained if store.owner.get(name, self._me) == self._me]
+        found: list[Iterator[list[Task]]] = []
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of[name] == group]
             if names:
                 given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
-                yield from self._update(names, given, key, prepare, share)
+                found.append(self._phases(names, given, key, prepare))
+        return found
+
+    def _commit(self, commit: Callable[[], None], give: Give) -> Waits:
+        """Wait until all ipus of all replicas are here, and nothing else is left to do; then one commits for all."""
+        everybody = [(ipu, replica) for ipu in self.ipus for replica in range(self.settings.counts.replicas)]
+        yield AT_THE_END
+        if (self.ipu, self.replica) == everybody[0]:
+            commit()
+            for other in everybody[1:]:
+                give(("committed", other), None)
+        else:
+            yield "committed", (self.ipu, self.replica)
+
+    def _pass_on(self, give: Give) -> Waits:
+        """Where the state is shared out: what each has updated goes to the others."""
+        store = self.store
         for members, names in self._by_members(store.owner).items():
             weights = {name: store.state[store.slot[name]] for name in names}
             yield from pass_on(weights, store.owner, members, self.ipu, self._me, give)
         weights = {name: store.state[store.slot[name]] for name in store.owner}
         yield from self._shared.weights(weights, give)
-        return is_finite
 
     def _looks_at_gradients(self, scale: float) -> bool:
         """Whether gradients are looked at before the update, and so have to be divided before it."""
@@ -174,25 +232,22 @@ class Updater:
         """Whether a loss scale may make gradients overflow that nobody looks at. (A GPU would be waited for.)"""
         return scale != 1 and not self.settings.automatic_loss_scaling and not self.device.is_remote
 
-    def _update(
-        self,
-        names: Sequence[str],
-        rates: Mapping[str, Any],
-        key: int,
-        prepare: Sequence[Prepare],
-        share: Share | None,
-    ) -> Waits:
+    def _phases(
+        self, names: Sequence[str], rates: Mapping[str, Any], key: int, prepare: Sequence[Prepare]
+    ) -> Iterator[list[Task]]:
+        """The update of some parameters of one group."""
+        store = self.store
         if self.offloading is None:
-            states = [self.store.states[name] for name in names]
-            yield from self._update_here(names, rates, key, states, prepare, share)
+            states = [store.states[name] for name in names]
+            yield from self._phases_here(names, rates, key, states, prepare)
             return
-        weights = {name: self.store.state[self.store.slot[name]] for name in names}
+        weights = {name: store.state[store.slot[name]] for name in names}
         for some in portions(names, [weight.numel() for weight in weights.values()]):
-            states = [self.store.states[name] for name in some]
+            states = [store.states[name] for name in some]
             here = [self.offloading.brought(weights[n], state) for n, state in zip(some, states, strict=True)]
-            yield from self._update_here(some, rates, key, here, prepare, share)
+            yield from self._phases_here(some, rates, key, here, prepare)
             for name, values in zip(some, here, strict=True):
-                self.offloading.take_back(self.store, name, values)
+                self.offloading.take_back(store, name, values)
 
     def _off_device(self) -> set[tuple[str, str]]:
         """(name, parameter) of the states that are moved for each update."""
@@ -206,15 +261,14 @@ class Updater:
             if moves(store.state[store.slot[key]], name)
         }
 
-    def _update_here(
+    def _phases_here(
         self,
         names: Sequence[str],
         rates: Mapping[str, Any],
         key: int,
         states: Sequence[dict[str, Tensor]],
         prepare: Sequence[Prepare],
-        share: Share | None,
-    ) -> Waits:
+    ) -> Iterator[list[Task]]:
         store, optimizer = self.store, self.settings.optimizer
         assert optimizer is not None
         weights = [store.state[store.slot[name]] for name in names]
@@ -223,8 +277,7 @@ class Updater:
             Part(weight, store.sums[name], state, store.old.get(name, {}), generator)
             for name, weight, state, generator in zip(names, weights, states, generators, strict=True)
         ]
-        for phase in phases(optimizer, rates, parts, prepare):
-            yield from self._do(phase, share)
+        return phases(optimizer, rates, parts, prepare)
 
     def _reduce(self, names: Sequence[str], members: tuple[int, ...], give: Give) -> Waits:
         name, sums = ("sums", self.ipu, members), [self.store.sums[key] for key in names]

@@ -103,7 +103,13 @@ def _step_by_moments(
     states: list[State],
 ) -> None:
     corrections1, corrections2 = _moments(optimizer, group, gradients, states)
-    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
+    roots = gradients  # they are not needed any more, and new memory would cost more than the computation
+    if all(root.is_cpu for root in roots):
+        for root, square in zip(roots, _column(states, "exp_avg_sq"), strict=True):
+            torch.sqrt(square, out=root)
+    else:
+        torch._foreach_copy_(roots, _column(states, "exp_avg_sq"))
+        torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
     sizes = [-(group["lr"] / correction) for correction in corrections1]

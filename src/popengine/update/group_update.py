@@ -15,7 +15,7 @@ from torch import Tensor
 from popengine.settings import Optimizer
 from popengine.update.chunks import Part, State, Task, chunks
 from popengine.update.formulas import Rates
-from popengine.update.layerwise import by_layers
+from popengine.update.layerwise import by_layers, with_room
 from popengine.update.one_chunk import Prepare, begin_chunk, each, update_by_kernel, update_in_float
 from popengine.update.optimizer_rules import rule_of
 
@@ -85,13 +85,18 @@ def update(
 def phases(
     optimizer: Optimizer, group: Rates, parts: Sequence[Part], prepare: Sequence[Prepare] = ()
 ) -> Iterator[list[Task]]:
-    """The same update as tasks: those of a phase in any order, or at the same time, and then the next phase."""
+    """The same update as tasks: those of a phase in any order, or at the same time, and then the next phase.
+
+    Once there is a first phase, large memory has been made, and nothing is written to yet.
+    """
     rule = rule_of(optimizer)
     for part in parts:
         for state in rule.states:
             if state.when == "momentum" and group.get("momentum") and state.name not in part.state:
                 part.state[state.name] = _zeros(optimizer, state.name, part.parameter)  # it was zero so far
-    _count(parts)
+    if rule.layers is not None:
+        parts = [with_room(part) for part in parts]
+    yield [partial(_count, parts)]
     begin = partial(begin_chunk, prepare=prepare)
     if rule.layers is not None:
         yield from by_layers(rule, rule.layers, optimizer, group, parts, begin)

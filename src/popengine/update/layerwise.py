@@ -27,8 +27,7 @@ def by_layers(
     parts: Sequence[Part],
     begin: Begin,
 ) -> Iterator[list[Task]]:
-    """First the steps and their norms, then the weights."""
-    parts = [replace(part, step=_room_for_step(part), norms={}) for part in parts]
+    """First the steps and their norms, then the weights. The parts are those `with_room`."""
     measure = partial(_measure, layers, optimizer, group, begin)
     yield [partial(each, measure, some) for some in chunks(parts)]
     measured = [part for part in parts if part.norms]
@@ -51,9 +50,11 @@ def by_layers(
     yield [partial(each, run, some) for some in chunks(parts)]
 
 
-def _room_for_step(part: Part) -> Tensor:
-    dtype = torch.promote_types(part.parameter.dtype, torch.float32)
-    return part.gradient if part.gradient.dtype == dtype else torch.empty_like(part.gradient, dtype=dtype)
+def with_room(part: Part) -> Part:
+    """A part with memory for its step."""
+    dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
+    step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return replace(part, step=step, norms={})
 
 
 def _measure(layers: Layers, optimizer: Optimizer, group: Rates, begin: Begin, chunk: Chunk) -> None:

@@ -26,12 +26,14 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
-            values, buffers = lease.engine.read(), lease.engine.read_buffers()
+            with lease.engine.still:
+                values = {name: value.clone() for name, value in lease.engine.read().items()}
+            buffers = lease.engine.read_buffers()
         else:
-            values = executor._weights.on_host()
-            buffers = [{name: values[name].detach().clone() for name in names}]
+            values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
+            buffers = [{name: values[name] for name in names}]
     return {
-        "weights": {name: v.detach().clone() for name, v in values.items() if name not in names},
+        "weights": {name: value for name, value in values.items() if name not in names},
         "buffers": buffers,
         "optimizer": lease.optimizer_states or {},
         "shares_state": lease.shares_state,

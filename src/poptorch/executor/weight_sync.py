@@ -57,7 +57,7 @@ class WeightSync:
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
         engine = self._lease.need_engine()
-        with noting(self._reporter, "weights to host"):
+        with noting(self._reporter, "weights to host"), engine.still:
             self.put_on_host(engine.read())
         # Last: while the host has got but some of them, the next look at its weights copies all again.
         engine.host_has_read()

@@ -40,10 +40,10 @@ def test_what_draws_random_numbers_is_done_in_order():
 
 
 def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
-    weight = torch.empty(512, 512)
-    parts = [Part(weight, torch.empty(512, 512).t(), {})]
+    weight = torch.empty(1024, 512)
+    parts = [Part(weight, torch.empty(512, 1024).t(), {})]
     assert described(chunks(parts), parts) == [[[(0, 0, 0)]]]
-    images = torch.empty(64, 64, 5, 5).to(memory_format=torch.channels_last)
+    images = torch.empty(128, 128, 5, 5).to(memory_format=torch.channels_last)
     parts = [Part(images, torch.empty_like(images), {})]
     assert len(described(chunks(parts), parts)) == 2
 

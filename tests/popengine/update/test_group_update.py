@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.chunks import CHUNK
 from popengine.update.group_update import init_state, update
 
+CHUNK = 1 << 16
 SHAPES = [(), (3,), (17, 5), (300, 300), (2, 3, 4, 4), (40,)]  # one is larger than a chunk
 
 
@@ -52,6 +52,11 @@ def rule(kind, **fields):
 
 def decaying(**rates):
     return lambda step: {"lr": 0.05 / (1 + step), "maximize": 0.0, **rates}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr("popengine.update.chunks.CHUNK", CHUNK)
 
 
 def test_a_shape_of_these_tests_spans_chunks():

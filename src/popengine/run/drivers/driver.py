@@ -22,6 +22,7 @@ import torch
 
 from popengine import ir
 
+from ..instances.ordered_sums import AT_THE_END
 from .tasks import Task, tasks_of
 from .update_pool import UpdatePool
 from .worker import Run, Stopped, Worker
@@ -142,6 +143,7 @@ class Driver:
         self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
         if self._failure is not None:
             raise self._failure
+        self._run.is_written = self._run.is_committed
 
     def _help(self, core: int) -> None:
         torch.set_num_threads(self.inside)
@@ -253,8 +255,9 @@ class Driver:
 
     def _resume(self) -> None:
         """Tasks go on whose channels have something for them."""
+        is_end = len(self._paused) == self._left and all(n == AT_THE_END for _, n in self._paused.values())
         for node, (_, name) in list(self._paused.items()):
-            if self._run.channels.has(name):
+            if is_end or self._run.channels.has(name):
                 self._resumed[node] = self._paused.pop(node)
                 heappush(self._ready, node)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,7 @@ from popengine.settings import Hyper, Settings
 
 from ..backends.eager import Code, user_line
 from ..devices.base import Device
-from ..instances.ordered_sums import AFTER_OTHERS, Gathering, take_in
+from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check
@@ -34,6 +35,7 @@ from ..state.store import Store
 from ..updating import Share, Updater
 
 _PATIENCE = 0.2  # seconds
+_MOMENTS = AFTER_OTHERS, AT_THE_END  # nothing comes
 
 
 class Stopped(Exception):
@@ -46,7 +48,12 @@ class Channels:
 
     def __init__(self) -> None:
         self._values: dict[Any, Any] = {}
-        self.stopped = False
+        self._is_asked_to_stop = self._goes_on = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the call is given up: nothing more is computed."""
+        return self._is_asked_to_stop and not self._goes_on
 
     def reset(self) -> None:
         """A call starts: nothing has been given yet."""
@@ -65,8 +72,15 @@ class Channels:
         return self._values.pop(name)
 
     def stop(self) -> None:
-        """The call is given up: nothing more is computed."""
-        self.stopped = True
+        """Give the call up, if that can still be."""
+        self._is_asked_to_stop = True
+
+    def go_on(self, to_the_end: bool = True) -> None:
+        """From here on nobody can give the call up. Raises Stopped, where somebody has done so."""
+        self._goes_on = to_the_end  # first: so whoever asks now is either seen here, or not heard any more
+        if to_the_end and self._is_asked_to_stop:
+            self._goes_on = False
+            raise Stopped
 
 
 @dataclass
@@ -84,16 +98,22 @@ class Run:
     threads: int  # the caller's number for one operation, to be put back
     keep: Callable[[Run], None]  # what the call has made, once all of it is done
     tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
+    commit: (
+        Callable[[Run], None] | None
+    )  # before the update writes to what is kept; None: it writes elsewhere
+    lose: Callable[[Run, BaseException], BaseException]  # what is kept: only a part of it was written
     name: str  # for messages
     share: Share | None = None  # of the driver, where an update's tasks may be done by all cores
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None
+    is_committed: bool = False  # the update writes to what is kept: nobody can give it up any more
+    is_written: bool = False  # and has done so
     is_over: bool = False
     _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
     def end(self, error: BaseException | None = None) -> None:
         """It is done, or has failed: keep what was made, or leave no trace."""
-        is_stopped = error is not None
+        is_stopped = error is not None and not self.is_written
         if error is not None:
             self.failure = None if isinstance(error, Stopped) else error
             self.tell(self, error)
@@ -101,6 +121,8 @@ class Run:
         try:
             if not is_stopped:
                 self.keep(self)
+            elif self.is_committed and error is not None:
+                self.failure = self.lose(self, error)
             if self.recorder is not None:
                 self.recorder.end_call(self.steps, failed=is_stopped)
         except BaseException as failure:  # the caller must hear of it
@@ -337,21 +359,24 @@ class Worker:
         """
         try:
             name = next(work) if name is None else work.send(self._taken(name))
-            while name != AFTER_OTHERS and self.run.channels.has(name):
+            while name not in _MOMENTS and self.run.channels.has(name):
                 name = work.send(self.take(name))
         except StopIteration:
             return None
         return name
 
     def _taken(self, name: Any) -> Any:
-        return None if name == AFTER_OTHERS else self.take(name)
+        return None if name in _MOMENTS else self.take(name)
 
     def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
         assert self.run.hyper is not None
         key = mix(self.run.seed, self.run.first_step + self.step)
         scale = self.run.hyper.loss_scaling * self.store.loss_factor
-        share = self.run.share
-        if not (yield from self._updater.update(instruction.keys, self.run.hyper, key, self.give, share)):
-            self.run.overflows.append((self.run.first_step + self.step, scale))
+        run = self.run
+        commit = partial(run.commit, run) if run.commit is not None else None
+        if not (
+            yield from self._updater.update(instruction.keys, run.hyper, key, self.give, run.share, commit)
+        ):
+            run.overflows.append((run.first_step + self.step, scale))
         self._anchor("updated")

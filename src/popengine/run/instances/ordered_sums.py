@@ -25,7 +25,9 @@ V = TypeVar("V")
 
 Give = Callable[[Any, Any], None]  # put a value into the channel of this name
 Waits = Generator[Any, Any, None]
-AFTER_OTHERS = "after others"  # in place of a channel: go on once all that need not wait any more can do so
+# In place of a channel: go on
+AFTER_OTHERS = "after others"  # once all that need not wait any more can do so
+AT_THE_END = "at the end"  # once all that is left of the step waits for this
 
 
 def reduce_over_replicas(

@@ -21,6 +21,7 @@ from typing import Any
 from popengine.ir import Compute, Piece, Update
 
 from ..backends.eager import build
+from ..instances.ordered_sums import AT_THE_END
 from .memory_meter import Meter
 
 DETAILED_STEPS = 2
@@ -183,7 +184,8 @@ class Recorder:
             work = handle(instruction)
             computed = thread_time_ns() - before if is_work else 0
             if work is not None:
-                computed += yield from _timed(work)
+                spent, begun = yield from _timed(work)
+                computed, begin = computed + spent, begun or begin
             worker.device.settle()
             end = perf_counter_ns()
             times.note(index, begin, end, core, computed if is_work else 0)
@@ -193,15 +195,19 @@ class Recorder:
             begin = end
 
 
-def _timed(work: Generator[Any, Any, Any]) -> Generator[Any, Any, int]:
-    """Yields what work yields; returns the time that threads computed in it. (After a wait another one may go on.)"""
-    spent, answer = 0, None
+def _timed(work: Generator[Any, Any, Any]) -> Generator[Any, Any, tuple[int, int]]:
+    """Yields what work yields; returns the time that threads computed in it (after a wait another one may go on), and
+    when it went on after it had waited for everything else (0: it did not): such a wait is nobody's work."""
+    spent, begun = 0, 0
+    name = answer = None
     while True:
         before = thread_time_ns()
+        if name == AT_THE_END:
+            begun = perf_counter_ns()
         try:
             name = work.send(answer)
         except StopIteration:
-            return spent + thread_time_ns() - before
+            return spent + thread_time_ns() - before, begun
         spent += thread_time_ns() - before
         answer = yield name
 

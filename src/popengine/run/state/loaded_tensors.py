@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
@@ -46,6 +48,9 @@ class Tensors:
         device: Callable[[int], Device],
     ) -> None:
         self.plan, self.settings = plan, settings
+        # Held by whoever reads what is kept, and by a call while it writes there.
+        self.still = threading.Lock()
+        self.lost: Error | None = None  # why what is kept can't be used any more
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
         self.devices: dict[tuple[int, int], Device] = {}
@@ -107,10 +112,10 @@ class Tensors:
         before = self.snapshot if "snapshot" in vars(self) else Snapshot(kept)
         return replace(before, kept=kept, **changes)
 
-    def _begin(self) -> None:
-        """Let all stores start a new draft."""
+    def _begin(self, in_place: bool = False) -> None:
+        """Let all stores start a new draft. `in_place`: updates write to what is kept."""
         for place, store in self.stores.items():
-            store.begin(self.snapshot.kept[place])
+            store.begin(self.snapshot.kept[place], in_place)
 
     def _settle(self) -> None:
         """Wait for all devices."""
@@ -146,9 +151,10 @@ class Tensors:
 
     def read(self) -> dict[str, Tensor]:
         """Replica 0's parameters and buffers, by canonical name: references where they are the host's, so copy
-        what you keep.
+        what you keep, and hold `still` meanwhile where another thread may run a call.
 
-        A parameter with replica groups has one row a group."""
+        A parameter with replica groups has one row a group. Raises Error, if they are lost."""
+        self._check()
         found: dict[str, Tensor] = {}
         for ipu in self.plan.programs:
             for name in self.plan.state[ipu]:
@@ -193,6 +199,15 @@ class Tensors:
         """Copies of a replica's optimizer state, by parameter; one row a group where there are groups.
 
         Where instances share the state out, what this one keeps."""
+        with self.still:
+            return self._read_optimizer()
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def _read_optimizer(self) -> dict[str, dict[str, Tensor]]:
+        self._check()
         found: dict[str, dict[str, Tensor]] = {}
         for ipu in self.plan.programs:
             for key in self.stores[0, ipu].sums:

@@ -3,7 +3,7 @@
 A call is done or not done. It writes to nothing that is kept: its first weight update goes on in the spare set of
 weights and states, and buffers are replaced. What it has made is kept by one assignment (`Tensors.snapshot`); the
 tensors that were kept before are then the spare set. So a call that fails has nothing to put back, whatever
-interrupts it.
+interrupts it. The one update of a call that has no other writes to what is kept, once nothing can fail any more.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_an_update_that_cores_share_has_the_bits_of_one_core(options, three_core
         torch.set_num_threads(3)
     else:
         with monkeypatch.context() as whole:
-            whole.setattr("popengine.update.chunks.CHUNK", 1 << 16)
+            whole.setattr("popengine.update.chunks.CHUNK", 1 << 18)
             expected = trained(engine_on(lambda ipu: Device(), **options))
     assert_same(trained(engine_on(lambda ipu: Device(), **options)), expected)
 

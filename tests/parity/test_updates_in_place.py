@@ -1,0 +1,262 @@
+"""A call of one update writes to the weights themselves, when nothing else can fail: it is done or not done."""
+
+import contextlib
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine.errors import UnrecoverableError
+from popengine.run.drivers.worker import Worker
+from popengine.update.optimizer_rules import RULES
+
+PATIENCE = 10.0  # seconds until a test has failed
+
+
+class Net(nn.Module):
+    """Two ipus; `tied`: a weight that both use."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.a = poptorch.BeginBlock(nn.Linear(3, 3), "a", ipu_id=0)
+        self.norm = nn.BatchNorm1d(3)
+        self.b = poptorch.BeginBlock(nn.Linear(3, 3), "b", ipu_id=1)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
+
+
+VARIANTS = {
+    "two ipus": {},
+    "replicas": {"replicas": 2},
+    "a tied weight": {"tied": True},
+    "clipping": {"max_grad_norm": 0.01},
+    "automatic loss scaling": {"scaling": True},
+    "state shared over replicas": {"replicas": 2, "sharded": True},
+}
+
+
+def trainer(tied=False, replicas=1, scaling=False, sharded=False, **optimizer):
+    torch.manual_seed(0)
+    model = Net(tied)
+    options = poptorch.Options().replicationFactor(replicas).randomSeed(5).showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(3).setAutomaticLossScaling(scaling)
+    if sharded:
+        tensors = poptorch.TensorLocationSettings()
+        tensors.useReplicatedTensorSharding(True).minElementsForReplicatedTensorSharding(2)
+        options.TensorLocations.setOptimizerLocation(tensors)
+    return poptorch.trainingModel(
+        model, options, poptorch.optim.Adam(model.parameters(), lr=0.1, **optimizer)
+    )
+
+
+def rows(executor):
+    count = 3 * 2 * executor.options.replication_factor
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+
+
+def state(executor):
+    """All that a call changes, as a program sees it."""
+    found = dict(executor.model.state_dict())
+    found |= executor._optimizer.state_dict()["ipu_state"] or {}
+    found["random state"] = torch.tensor(executor.rng_state)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture(params=[1, 2], ids=["one core", "two cores"])
+def cores(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def moments(monkeypatch):
+    """What runs of a call, one after another: pieces, then chunks of the update. `at(kind)` is called before each."""
+    seen = Moments()
+    compute, formula = Worker._compute, RULES["adam"].formula
+
+    def computes(worker, instruction):
+        seen.at("piece")
+        return compute(worker, instruction)
+
+    def updates(*given):
+        seen.at("chunk")
+        formula(*given)
+
+    monkeypatch.setattr("popengine.update.chunks.CHUNK", 4)
+    monkeypatch.setitem(RULES, "adam", replace(RULES["adam"], formula=updates))
+    monkeypatch.setattr(Worker, "_compute", computes)
+    return seen
+
+
+class Moments:
+    """Counts the moments of calls, and does something at one of them."""
+
+    def __init__(self):
+        self.act, self.left, self.kind = None, -1, ""
+        self.kinds = []
+        self._lock = threading.Lock()
+
+    def at(self, kind):
+        with self._lock:
+            self.kinds.append(kind)
+            self.left -= 1
+            is_now = self.left == -1 and self.act is not None
+        if is_now:
+            self.kind = kind
+            self.act()
+
+    def then(self, act, moment):
+        """Let this be done at the moment with this number, counted from 0."""
+        self.act, self.left, self.kind = act, moment, ""
+
+
+def interrupts(executor):
+    """Ctrl-C, of which the caller's thread has heard when the call goes on."""
+
+    def interrupt():
+        run = executor._lease.engine._latest
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        end = time.monotonic() + PATIENCE
+        while not run.channels._is_asked_to_stop and time.monotonic() < end:
+            time.sleep(0.001)
+
+    return interrupt
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_an_interrupt_before_the_update_undoes_the_call_and_one_within_lets_it_end(variant, cores, moments):
+    executor, twin = trainer(**variant), trainer(**variant)
+    batch = rows(executor)
+    for one in (executor, twin):
+        one(batch)
+    before, kinds = state(twin), []
+    for moment in range(200):
+        moments.then(interrupts(executor), moment)
+        with contextlib.suppress(KeyboardInterrupt):
+            executor(batch)
+            moments.act = None
+        interrupted, kind = moments.act is not None, moments.kind
+        moments.act = None
+        assert interrupted == bool(kind)
+        if kind == "piece":
+            assert same(state(executor), before)
+        else:  # the update has begun, or nothing has happened
+            twin(batch)
+            before = state(twin)
+            assert same(state(executor), before), moment
+        if not kind:
+            break
+        kinds.append(kind)
+    assert kinds.count("piece") >= 3 * 3  # of each micro-batch
+    assert kinds.count("chunk") >= 6  # of two weights, two biases and a norm
+    executor(batch), twin(batch)
+    assert same(state(executor), state(twin))
+
+
+def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cores, moments):
+    executor, twin, found = trainer(), trainer(), []
+    executor(rows(executor))
+    pieces = moments.kinds.count("piece")
+    twin(rows(twin))
+    engine = executor._lease.engine
+    readers = []
+
+    def read():
+        with engine.still:
+            values = {name: value.clone() for name, value in engine.read().items()}
+        found.append((values, engine.read_optimizer()))
+
+    def begin_to_read():
+        readers.append(threading.Thread(target=read))
+        readers[0].start()
+
+    moments.then(begin_to_read, pieces + 2)
+    executor(rows(executor))
+    assert moments.kind == "chunk"
+    readers[0].join(PATIENCE)
+    twin(rows(twin))
+    ((weights, states),) = found
+    after = twin._lease.engine
+    assert same(weights, after.read())
+    assert all(same(states[key], value) for key, value in after.read_optimizer().items())
+
+
+def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost(cores, moments):
+    """Only memory for some elements is made meanwhile; should even that be missing, nobody goes on by mistake."""
+    executor = trainer()
+    executor(rows(executor))
+    pieces = moments.kinds.count("piece")
+    kept = {name: value.clone() for name, value in executor.model.state_dict().items()}
+
+    def fail():
+        raise MemoryError("no room")
+
+    moments.then(fail, pieces + 2)
+    with pytest.raises(
+        UnrecoverableError, match=r"(?s)the weights are lost.*no room.*from a checkpoint"
+    ) as first:
+        executor(rows(executor))
+    assert "call 2 of the training" in str(first.value)
+    for later in (lambda: executor(rows(executor)), executor.copyWeightsToHost):
+        with pytest.raises(UnrecoverableError, match="the weights are lost"):
+            later()
+    assert same(dict(executor.model.state_dict()), kept)  # the host's are those that it had
+
+
+def places(executor):
+    """Where the memory of weights and states is."""
+    kept = executor._lease.engine.snapshot.kept
+    return {
+        value.data_ptr()
+        for one in kept.values()
+        for value in (
+            *(
+                one.state[store.slot[key]]
+                for store in executor._lease.engine.stores.values()
+                for key in store.sums
+            ),
+            *(value for state in one.states.values() for value in state.values()),
+        )
+    }
+
+
+def test_a_call_of_one_update_has_no_spare_set():
+    model = nn.Linear(3, 3)
+    loss = poptorch.identity_loss
+
+    class OneIpu(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return loss(self.model(x), "mean")
+
+    def spare(iterations):
+        options = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
+        executor = poptorch.trainingModel(OneIpu(), options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+        executor(torch.randn(4 * iterations, 3))
+        before = places(executor)
+        executor(torch.randn(4 * iterations, 3))
+        after = places(executor)
+        (kept,) = executor._lease.engine.snapshot.kept.values()
+        executor.destroy()
+        return before == after, sum(value.nbytes for value in kept.spare.values())
+
+    changes = 3 * 4 * (3 * 3 + 3) + 2 * 4  # weights and two moments, and the two counts of updates
+    assert spare(iterations=1) == (True, 0)
+    assert spare(iterations=2) == (False, changes)
