@@ -219,6 +219,5 @@ def _is_clusters_fault(pod: Object) -> bool:
         for condition in status.get("conditions") or []
     )
     reason = status.get("reason") or ""
-    return (
-        disrupted or reason in _CLUSTERS_FAULT or reason.startswith("OutOf")
-    )  # a node that had no room after all
+    # OutOf...: a node that had no room after all.
+    return disrupted or reason in _CLUSTERS_FAULT or reason.startswith("OutOf")

@@ -177,11 +177,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(self._stage, *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._stage, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._stage, *args, **kwargs)
+    validation_step = test_step = training_step
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The predictions of a call; a short last batch is filled up, and its predictions are cut."""

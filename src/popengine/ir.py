@@ -90,9 +90,7 @@ class Partition:
     ipus: tuple[int, ...]  # of each stage
     home: dict[str, int]  # parameter's or buffer's slot name -> stage
     names: tuple[str, ...]  # of each stage: its blocks, for messages
-    prepared: dict[str, Piece] = field(
-        default_factory=dict
-    )  # what is made of weights once a step, by its name
+    prepared: dict[str, Piece] = field(default_factory=dict)  # by name, what is made of weights once a step
 
     @property
     def stages(self) -> int:

@@ -110,9 +110,8 @@ class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
         self._stacks: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
-        from popengine.compile.recording.current_capture import (
-            current,  # options name a policy, and loaders need no compiler
-        )
+        # Here, as options name a policy, and loaders need no compiler.
+        from popengine.compile.recording.current_capture import current
 
         stack = contextlib.ExitStack()
         policy = _policy.get()

@@ -38,11 +38,12 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     numbers = _numbers(visits, used, strategy)
     ipu_of = _ipus(visits, numbers, strategy)
     if strategy.mode != "pipelined":
-        # Ipus take turns as the forward does: every change of ipu starts a stage of its own.
+        # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
+        # name its ipus block by block.
         ipus = [
             visit.ipu if strategy.mode == "phased" and visit.ipu is not None else ipu_of[number]
             for visit, number in zip(visits, numbers, strict=True)
-        ]  # the stage of a phase may name its ipus block by block
+        ]
         numbers = _turns(ipus, used)
         ipu_of = dict(zip(numbers, ipus, strict=True)) | {numbers[i]: ipus[i] for i in used}
     stages = sorted({numbers[i] for i in used})  # a stage in which nothing runs is left out

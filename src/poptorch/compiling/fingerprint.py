@@ -179,9 +179,8 @@ class _Digest:
             self._seen[id(base)] = len(self._seen)
             self.modules.add(base.__module__)
             for name, value in sorted(vars(base).items()):
-                value = getattr(
-                    value, "__func__", getattr(value, "fget", value)
-                )  # static methods, properties
+                # Of static methods and properties, too.
+                value = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(value, types.FunctionType):
                     self._function(value)
                 elif isinstance(value, _PLAIN) and not name.startswith("__"):

@@ -187,11 +187,7 @@ class DataLoader(torch.utils.data.DataLoader):
     def _remember(self, arguments: dict[str, Any]) -> None:
         """Keep the constructor's arguments, by the names under which Lightning looks for them (and puts its own)."""
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
-            for name in (
-                "self",
-                "kwargs",
-                "__class__",
-            ):  # no arguments, though they are locals of the constructor
+            for name in ("self", "kwargs", "__class__"):  # locals of the constructor, but no arguments
                 arguments.pop(name, None)
             kept = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in kept.items()})

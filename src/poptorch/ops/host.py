@@ -32,9 +32,7 @@ class HostCall:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     read_only: tuple[bool, ...]  # of each input, whether the function must leave it as it is
     fix: str  # what somebody whose function writes into such an input should do
-    weights: tuple[
-        tuple[str, weakref.ref[Tensor]], ...
-    ]  # the model's tensors on the host, to leave as they are
+    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # the model's on the host, to leave as they are
 
 
 _calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives

@@ -13,7 +13,6 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES
 from poptorch.optim.freeze_optimizer import freeze_optimizer, kind_of, label_of
-from poptorch.optim.optimizers import AdamW
 
 logger = logging.getLogger("poptorch::python")
 
@@ -143,7 +142,7 @@ def _is_constant(optimizer: torch.optim.Optimizer, kind: str, name: str, value: 
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    default = 1e-2 if (name, kind) == ("weight_decay", AdamW._kind) else _TORCH_DEFAULTS.get(name)
+    default = 1e-2 if (name, kind) == ("weight_decay", "adamw") else _TORCH_DEFAULTS.get(name)
     if name == "lr":
         return False
     return default is None or all(each == default for each in value)

@@ -15,15 +15,8 @@ from popengine.ir import Graph, Key, Result, Slot, Visit
 from .graph_recorder import Recorder
 
 aten = torch.ops.aten
-_KEPT = (
-    "phase",
-    "block",
-    "where",
-    "scope",
-    "attributes",
-    "group",
-    "numbers",
-)  # of a node's meta, when it's replayed
+# Of a node's meta, when it's replayed.
+_KEPT = ("phase", "block", "where", "scope", "attributes", "group", "numbers")
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 

@@ -26,10 +26,8 @@ from popengine.errors import CaptureError
 from .graph_recorder import Recorder, line_of
 
 aten = torch.ops.aten
-_READS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)  # what torch says where a value is missing
+# What torch says where a value is missing.
+_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
@@ -60,9 +58,8 @@ class CaptureRecorder(Recorder):
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.adopted(value)
-        if (
-            found is value and value.dim()
-        ):  # without dimensions it may be a number, which torch tells from a tensor
+        # Without dimensions it may be a number, which torch tells from a tensor.
+        if found is value and value.dim():
             if id(value) not in self._constant_of:
                 node = self.node(value)
                 node.meta["val"] = self._constant_of[id(value)] = torch.empty_strided(

@@ -159,9 +159,7 @@ class StandIns:
                 if real is None or shelf[name] is self._by_id[id(real)].fake:
                     continue
                 if name == "num_batches_tracked" and shelf[name] is not None:
-                    self._by_id[id(real)].fake.copy_(
-                        shelf[name]
-                    )  # BatchNorm's counter is exempt from the rule
+                    self._by_id[id(real)].fake.copy_(shelf[name])  # BatchNorm's counter is exempt
                     continue
                 raise CaptureError(
                     f"{kind} {full} is reassigned within the model\n"

@@ -38,9 +38,8 @@ def in_channels_last(graph: Graph) -> Graph:
     replayed = nodes[0]
 
     def meta(func: Any) -> dict[str, Any]:
-        only = (
-            () if func is replayed.target else ("phase", "block", "where")
-        )  # what else a node says is of itself
+        # What else a node says is of itself.
+        only = () if func is replayed.target else ("phase", "block", "where")
         known = replayed.meta.items()
         return {
             name: value for name, value in known if name in only or (not only and name not in ("val", "draw"))
