@@ -132,7 +132,10 @@ def fashion(folder: Path | None, part: str) -> Images:
         train, test = split(*read_small_set())
         pixels, labels = train if part == "train" else test
         return Images(pixels[:, None], labels.astype(np.int64), [0.1307], [0.3081], 10, 2)
-    pixels, labels = read_idx_pair(folder or FASHION, part)
+    try:
+        pixels, labels = read_idx_pair(folder or FASHION, part)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"--data-dir: {error}") from None
     return Images(pixels[:, None], labels.astype(np.int64), [0.2860], [0.3530], 10, 2, flips=True)
 
 

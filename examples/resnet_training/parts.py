@@ -122,7 +122,7 @@ def model_of(flags: argparse.Namespace, data: Any) -> Classifier:
     if flags.precision == "16.16":
         model.half()
     for ipu, path in enumerate(flags.pipeline_splits, 1):
-        poptorch.BeginBlock(layer(model.net, path), ipu_id=ipu)
+        poptorch.BeginBlock(layer(model.net, path), path, ipu_id=ipu)
     if flags.recompute_mode == "manual":
         keep_outputs(model.net, flags.recompute_checkpoints)
     return model

@@ -38,22 +38,17 @@ def curves(words: Sequence[str], updates: int, most: int = 16) -> tuple[dict[int
 
 def draw_curves(words: Sequence[str], updates: int, path: Path) -> None:
     found, distance = curves(words, updates)
-    axes = _axes()
+    figure = _figure()
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    numbers = range(1, updates + 1)
     for width, (replicas, losses) in zip((9, 7, 5, 3, 1), found.items(), strict=False):
-        axes.plot(
-            range(1, len(losses) + 1),
-            losses,
-            linewidth=width,
-            alpha=0.6,
-            label=f"{replicas} × {16 // replicas}",
-        )
-    axes.set(
-        xlabel="weight update",
-        ylabel="loss",
-        title=f"Replicas × accumulation: largest distance {distance:.1e}",
-    )
-    axes.legend(title="replicas × accumulation")
-    _write(axes, path)
+        upper.plot(numbers, losses, linewidth=width, alpha=0.6, label=f"{replicas} × {16 // replicas}")
+    distances = [max(each) - min(each) for each in zip(*found.values(), strict=True)]
+    lower.semilogy(numbers, [max(each, 1e-9) for each in distances])  # 0 has no place on this axis
+    upper.set(ylabel="loss", title=f"Replicas × accumulation: largest distance {distance:.1e}")
+    lower.set(xlabel="weight update", ylabel="distance")
+    upper.legend(title="replicas × accumulation")
+    _write(figure, path)
     print(f"largest distance of {len(found)} curves over {updates} updates: {distance:.2e}; {path}")
 
 
@@ -78,21 +73,23 @@ def scaling(words: Sequence[str], processes: Sequence[int]) -> dict[str, dict[in
 
 
 def _layout(replicas: int) -> list[str]:
-    """As many images, whatever the replicas are."""
-    calls = max(2, 96 // replicas)
+    """As many images, whatever the replicas are; an update has four micro-batches of each."""
+    calls = max(2, 24 // replicas)
     return [*COMMON, "--replicas", str(replicas), "--epoch", "2", "--epoch-calls", str(calls)]
 
 
 def draw_scaling(words: Sequence[str], processes: Sequence[int], path: Path) -> None:
-    axes = _axes()
+    figure = _figure()
+    axes = figure.add_subplot()
     for name, speeds in scaling(words, processes).items():
         axes.plot(list(speeds), list(speeds.values()), marker="o", label=name)
         print(f"{name:>24}: " + ", ".join(f"{replicas}: {speed:.0f}" for replicas, speed in speeds.items()))
     axes.set(xlabel="replicas", ylabel="images a second", title="Images a second at a constant micro-batch")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(REPLICAS, map(str, REPLICAS))
     axes.set_ylim(bottom=0)
     axes.legend()
-    _write(axes, path)
+    _write(figure, path)
     print(path)
 
 
@@ -108,17 +105,18 @@ def _spoken(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
-def _axes() -> Any:
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("pictures need the package matplotlib: pip install matplotlib") from None
-    return Figure(figsize=(7, 4.2), layout="constrained").add_subplot()
+    return Figure(figsize=(7, 4.2), layout="constrained")
 
 
-def _write(axes: Any, path: Path) -> None:
-    axes.grid(alpha=0.3)
-    axes.figure.savefig(path, dpi=120)
+def _write(figure: Any, path: Path) -> None:
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -135,8 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if flags.picture == "curves":
         draw_curves([*small, *others], flags.updates, path)
     else:
-        layout = ["--config", "resnet20", "--gradient-accumulation", "1"]
-        draw_scaling([*layout, *others], flags.processes, path)
+        draw_scaling(["--config", "resnet20", *others], flags.processes, path)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,25 @@ def test_flags_that_do_not_fit_are_usage_errors(program, capsys, words, message)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data-dir", "nowhere"], "--data-dir: a file of MNIST is missing in nowhere"),
+        (["--data", "cifar10"], "--data cifar10 needs --data-dir"),
+        (["--data", "cifar10", "--data-dir", "."], r"--data-dir \. has no data_batch_1.bin, .* of CIFAR-10"),
+        (["--data", "imagenet", "--imagenet-data-path", "."], r"--imagenet-data-path \. has no folder train"),
+        (["--checkpoint-input-dir", "nowhere"], "nowhere holds no checkpoint MODEL_DATA_EPOCH.pt"),
+        (["--wandb"], "--wandb needs the package wandb"),
+        (["--bn-group-size", "3", "--replicas", "4"], "--bn-group-size 3 does not divide the 4 replicas"),
+    ],
+)
+def test_what_stops_a_training_is_said(program, monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match=message):
+        program.train.main(["--model", "resnet8", "--precision", "32.32", "--micro-batch-size", "4", *words])
+
+
 def test_a_mistyped_key_of_a_config_is_an_error(program, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(program.flags, "CONFIGS", tmp_path / "mine.yml")
     (tmp_path / "mine.yml").write_text("mine: {micro_batch: 4, lr: 1.0}")
