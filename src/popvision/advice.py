@@ -5,7 +5,7 @@ from __future__ import annotations
 from popengine.profile import Profile
 
 from .analysis import Figures
-from .changes import LEAST, Change
+from .changes import Change, least, promised
 from .trace import cut_off, whole_steps
 from .units import size
 
@@ -47,15 +47,16 @@ def _change(change: Change, figures: Figures) -> str:
         "cut": _uneven(change, figures),
         "pipeline": f"The stages work one after another: {change.what}",
         "replicas": f"One replica leaves cores idle: {change.what}",
+        "threads": f"Threads mostly wait for Python's lock, or are too few: {change.what}",
     }
-    least = 1 + max(LEAST, figures.spread)
-    machines = [("on separate devices", change.apart), (figures.here_is, change.here)]
-    gains = [
-        f"{gain:.2f} times as fast {where}" for where, gain in machines if gain is not None and gain > least
+    machines = [
+        ("on separate devices", promised(change.apart, figures.spread)),
+        (figures.here_is, promised(change.here, figures.spread)),
     ]
+    gains = [f"at least {gain:.2f} times as fast {where}" for where, gain in machines if gain is not None]
     text = f"{causes[change.kind]} would make it {', and '.join(gains)}"
-    nothing = [where for where, gain in machines if gain is not None and gain <= least]
-    text += f"; it would change nothing {nothing[0]}" if nothing else ""
+    nothing = [where for where, gain in machines if gain is None]
+    text += f"; nothing is promised {nothing[0]}" if nothing else ""
     return f"{text}. Then {change.also}." if change.also else f"{text}."
 
 
@@ -76,9 +77,10 @@ def of_stages(figures: Figures) -> str:
     text = f"The slowest stage takes {figures.unevenness:.2f} times the average one."
     cut = next((change for change in figures.changes if change.kind == "cut"), None)
     if cut is None:
-        least = max(LEAST, figures.spread)
-        return f"{text} No other cut of its blocks was found to give more than {least:.0%}."
-    return f"{text} On separate devices {cut.what} makes a step {cut.apart:.2f} times as fast."
+        worth = least(figures.spread) - 1
+        return f"{text} No other cut of its blocks was found to give more than {worth:.0%}."
+    sure = promised(cut.apart, figures.spread) or 1.0
+    return f"{text} On separate devices {cut.what} makes a step at least {sure:.2f} times as fast."
 
 
 def _uneven(change: Change, figures: Figures) -> str:

@@ -68,6 +68,7 @@ def figures(profile: Profile) -> Figures:
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
+    here = virtual.here(step, cores) if computed and cores else None
     needs = memory.needs(profile)
     capacity = profile.facts.get("capacity") or {}
     shared, limit = bool(capacity.get("shared")), capacity.get("bytes")
@@ -82,7 +83,7 @@ def figures(profile: Profile) -> Figures:
         step_seconds=_step_seconds(profile),
         step_spread=_step_spread(profile),
         step_apart=virtual.apart(step) / 1e9 if computed else None,
-        step_here=virtual.here(step, cores) / 1e9 if computed and cores else None,
+        step_here=None if here is None else here / 1e9,
         here_is=f"here, where {cores} core{'s' * (cores != 1)} share all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=trace.ideal_bubble(profile),

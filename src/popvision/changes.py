@@ -13,7 +13,19 @@ from . import virtual
 from .trace import block_shares
 from .virtual import Step
 
-LEAST = 0.03  # gain; what is measured twice differs by as much
+_LEAST = 0.05  # gain; what is measured twice differs by as much
+_SURE = 0.75  # of a gain that was found; caches, memory and the machine's moods may take the rest
+
+
+def least(spread: float) -> float:
+    """How many times as fast it has to become for a change to be worth saying, above the measured spread."""
+    return 1 + max(_LEAST, spread)
+
+
+def promised(gain: float | None, spread: float) -> float | None:
+    """What can be promised of a gain that was found in virtual time; None: nothing."""
+    sure = 1 + _SURE * ((gain or 1.0) - 1)
+    return sure if sure > least(spread) else None
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,15 @@ def changes(profile: Profile, step: Step, spread: float) -> list[Change]:
         return []
     machine = _Machine(profile, step)
     found: list[Change] = []
-    for candidates in (_more_rows(machine), _pipeline(machine), _cuts(machine), _replicas(machine)):
+    for candidates in (
+        _more_rows(machine),
+        _pipeline(machine),
+        _cuts(machine),
+        _replicas(machine),
+        _threads(machine),
+    ):
         best = max(candidates, key=lambda change: change.best, default=None)
-        if best is not None and best.best > 1 + max(LEAST, spread):
+        if best is not None and promised(best.best, spread) is not None:
             found.append(best)
     return sorted(found, key=lambda change: -change.best)
 
@@ -58,18 +76,15 @@ class _Machine:
         # Operations that use several cores would use fewer of them if there were more tasks: nobody measured that.
         is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
         self.cores = facts.get("threads", 0) if is_host else 0
-        self._now = self._times(step)
 
-    def _times(self, step: Step) -> tuple[float, float | None]:
-        rows = step.micro_batches * step.replicas
-        here = virtual.here(step, self.cores) / rows if self.cores else None
+    def change(
+        self, kind: str, step: Step, what: str, also: str = "", cores: int = 0, **setting: Any
+    ) -> Change:
+        here = virtual.gain_here(self.step, self.cores, step, cores or self.cores) if self.cores else None
         # On separate devices replicas run side by side.
-        return virtual.apart(step) / rows, here
-
-    def change(self, kind: str, step: Step, what: str, also: str = "", **setting: Any) -> Change:
-        (apart, here), (apart_now, here_now) = self._times(step), self._now
-        gain = here_now / here if here and here_now else None
-        return Change(kind, what, apart_now / apart if apart else 1.0, gain, also, setting)
+        before, after = virtual.apart(self.step), virtual.apart(step)
+        apart = before / after * step.micro_batches / self.step.micro_batches if after else 1.0
+        return Change(kind, what, apart, here, also, setting)
 
 
 def _more_rows(machine: _Machine) -> Iterator[Change]:
@@ -114,6 +129,15 @@ def _replicas(machine: _Machine) -> Iterator[Change]:
         more = replace(step, replicas=count)
         change = machine.change("replicas", more, f"options.replicationFactor({count})", also, replicas=count)
         yield replace(change, apart=1.0)  # on separate devices it takes so many more of them
+
+
+def _threads(machine: _Machine) -> Iterator[Change]:
+    """Fewer threads, where they mostly wait for Python's lock, or more."""
+    for count in {1, *machine.step.sharing} - {machine.cores}:
+        if machine.cores and machine.step.rows >= count:  # else they would share operations
+            what, also = f"torch.set_num_threads({count})", ""
+            change = machine.change("threads", machine.step, what, also, cores=count, threads=count)
+            yield replace(change, apart=1.0)
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------

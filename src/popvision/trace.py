@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median, quantiles
 
 from popengine.profile import Event, Profile
@@ -110,7 +112,7 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
+    for event in undisturbed(profile, events):
         if event.kind == "compute":
             computed[event.phase, event.stage].append(event)
         elif event.kind == "update":
@@ -125,6 +127,35 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
         update = _cost(updates[ipu]) / profile.ipus.count(ipu)
         found.append(StageTime(stage, ipu, blocks, _cost(forward), _cost(backward), surroundings, update))
     return found
+
+
+def undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
+    """Each event as if it alone had been computed: cores that compute at the same time take longer, for they share
+    memory and Python's lock, by a factor that was measured."""
+    costs = {count: cost for count, *_, cost in profile.facts.get("sharing", [])}
+    cores, cost = max(costs.items(), default=(1, 1.0))
+    work = [event for event in events if event.computed]
+    marks = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
+    times, areas, busy = [0], [0], 0  # until each time, the sum over cores of what they had computed
+    for time, change in marks:
+        areas.append(areas[-1] + busy * (time - times[-1]))
+        times.append(time)
+        busy += change
+
+    def area(time: int) -> float:
+        place = bisect_right(times, time) - 1
+        if place + 1 == len(times):
+            return areas[-1]
+        span = times[place + 1] - times[place] or 1
+        return areas[place] + (areas[place + 1] - areas[place]) * (time - times[place]) / span
+
+    for event in events:
+        if cost > 1 and event.computed:
+            others = (area(event.end) - area(event.start)) / (event.end - event.start or 1) - 1
+            factor = 1 + (cost - 1) * max(0.0, others) / (cores - 1)
+            alone = max(1, round(event.computed / factor))
+            event = event._replace(computed=alone, end=event.end - event.computed + alone)
+        yield event
 
 
 def _cost(events: Sequence[Event]) -> float:
@@ -177,7 +208,40 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         profile.counts.get("replicas", 1),
         profile.facts.get("mode") != "pipelined",
         frozenset(event.stage for event in events if event.kind == "keep"),
+        _between(events),
+        _fixed(profile),
+        {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
     )
+
+
+def _between(events: list[Event]) -> float:
+    """ns between two tasks of a core that has the next one at once: a quarter of the times are shorter."""
+    cores: dict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start):
+        cores[event.core].append(event)
+    gaps = [
+        later.start - earlier.end
+        for core, own in cores.items()
+        for earlier, later in pairwise(own)
+        if core >= 0
+        and later.start > earlier.end
+        and (earlier.call, earlier.step) == (later.call, later.step)
+    ]
+    return quantiles(gaps, n=4)[0] if len(gaps) > 3 else 0.0
+
+
+def _fixed(profile: Profile) -> float:
+    """ns of a call outside its steps, a step."""
+    spans: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for track in profile.tracks:
+        end = max((end for _, end in track.spans()), default=track.start)
+        spans[track.call, track.step] += [track.start, end]
+    found = []
+    for call in profile.calls[1:]:  # the first one pays for cold memory
+        own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
+        if call.steps and len(own) == call.steps:
+            found.append((call.end - call.start - sum(own)) / call.steps)
+    return max(0.0, _median(found))
 
 
 def block_shares(profile: Profile) -> dict[tuple[str, int, str], float]:

@@ -8,20 +8,24 @@ A change of the program is a change of the value `Step`, so what it gives is fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 
 from popengine.virtual_time import Timeline, simulate
 
 WORTH_SHARING = 1e5  # ns that a task takes on average; of less, the driver leaves all to one core
+_DOUBTFUL = 1.4  # times as long or short as that: what the driver will find is not known
 _MOST_TASKS = 6_000  # of longer steps two shorter ones are run, and the line through them is followed
 
 
 @dataclass(frozen=True)
 class Step:
     """What a step computes, and what that costs in ns: `forward` and `backward` of each stage's micro-batch,
-    `updates` of each ipu; `ordered`: stages that take micro-batches in their order whatever the machine."""
+    `updates` of each ipu; on a host also `between` two tasks of a core, and `fixed`, a step's share of its call.
+
+    `ordered`: stages that take micro-batches in their order whatever the machine. `sharing`: number of cores -> how
+    many times as much they compute at the same time as one, at the least and at the most."""
 
     ipus: tuple[int, ...]  # of each stage
     forward: tuple[float, ...]
@@ -31,12 +35,20 @@ class Step:
     replicas: int = 1
     in_turns: bool = False
     ordered: frozenset[int] = frozenset()
+    between: float = 0.0
+    fixed: float = 0.0
+    sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def phases(self) -> list[tuple[str, int]]:
         """What a micro-batch goes through, in this order."""
         stages = range(len(self.ipus))
         return [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
+
+    @property
+    def rows(self) -> int:
+        """Micro-batches of all replicas."""
+        return self.micro_batches * self.replicas
 
     @property
     def costs(self) -> list[float]:
@@ -56,13 +68,58 @@ def bubble_apart(step: Step) -> float:
     return 1 - busy / (length * len(set(step.ipus))) if length else 0.0
 
 
-def here(step: Step, cores: int) -> float:
-    """ns on a host whose cores share all ipus of all replicas."""
-    tasks = len(step.phases) * step.micro_batches + len(set(step.ipus))
-    whole = step.micro_batches * sum(step.costs) + sum(step.updates.values())
-    if whole < WORTH_SHARING * tasks:
-        cores = 1
-    return _length(step, lambda shorter: _here(shorter, cores).length)
+def here(step: Step, cores: int) -> float | None:
+    """ns on a host whose cores share all ipus of all replicas; None: how well they do so was not measured."""
+    found = [_on_cores(step, cores if _mean(step) > WORTH_SHARING else 1, end) for end in (0, 1)]
+    return None if None in found else sum(filter(None, found)) / 2
+
+
+def gain_here(step: Step, cores: int, other: Step, others_cores: int) -> float | None:
+    """How many times as fast the other step computes a row: the least that may be. The driver may share tasks or leave
+    them to one core, and how well cores share was measured with a spread."""
+    found = []
+    for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
+        before, after = (
+            _on_cores(one, count if _mean(one) > limit * WORTH_SHARING else 1, end)
+            for one, count in ((step, cores), (other, others_cores))
+        )
+        if before is None or after is None:
+            return None
+        found.append(before / after * other.rows / step.rows if after else 1.0)
+    return min(found)
+
+
+def _mean(step: Step) -> float:
+    """ns of a task."""
+    tasks = sum(_tasks(step)) * step.micro_batches + len(set(step.ipus))
+    return (step.micro_batches * sum(step.costs) + sum(step.updates.values())) / tasks
+
+
+def _tasks(step: Step) -> list[int]:
+    """Of the driver, for each of `phases`: what a backward adds to the sums of gradients is a task of its own."""
+    return [1 + (phase == "B") for phase, _ in step.phases]
+
+
+def _on_cores(step: Step, cores: int, end: int) -> float | None:
+    if cores == 1:
+        tasks = sum(_tasks(step)) * step.micro_batches + sum(map(bool, step.updates.values()))
+        whole = step.micro_batches * sum(step.costs) + sum(step.updates.values()) + tasks * step.between
+        return whole * step.replicas + step.fixed
+    if cores not in step.sharing:
+        return None
+    speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
+    return step.fixed + _length(step, lambda shorter: _stretched(_here(shorter, cores), speed))
+
+
+def _stretched(found: Timeline, speed: Sequence[float]) -> float:
+    """The length if n cores that compute at the same time are together speed[n - 1] times as fast as one."""
+    changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
+    length, busy, before = 0.0, 0, 0.0
+    for time, change in changes:
+        if busy:
+            length += (time - before) * busy / speed[busy - 1]
+        busy, before = busy + change, time
+    return length
 
 
 def _length(step: Step, run: Callable[[Step], float]) -> float:
@@ -148,12 +205,13 @@ def _here(step: Step, cores: int) -> Timeline:
                 if micro_batch and phase == "F" and stage in step.ordered:
                     needs.append(number(micro_batch - 1, i))
                 after.append(needs)
-    costs = [cost for cost in step.costs * step.micro_batches for _ in range(copies)]
+    each = [cost + tasks * step.between for cost, tasks in zip(step.costs, _tasks(step), strict=True)]
+    costs = [cost for cost in each * step.micro_batches for _ in range(copies)]
     of_ipu = {ipu: [i for i, (_, s) in enumerate(phases) if step.ipus[s] == ipu] for ipu in set(step.ipus)}
     for ipu, cost in step.updates.items():
         for replica in range(copies if cost else 0):
             after.append(
                 [(m * size + i) * copies + replica for m in range(step.micro_batches) for i in of_ipu[ipu]]
             )
-            costs.append(cost)
+            costs.append(cost + step.between)
     return simulate(after, costs, cores)

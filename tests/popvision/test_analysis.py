@@ -11,8 +11,11 @@ from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import of_stages, sentences
 from popvision.analysis import figures
+from popvision.changes import promised
 from popvision.units import size
 from popvision.virtual import Step
+
+PERFECT = {2: (2.0, 2.0)}  # two cores compute twice as much as one
 
 
 def told(profile):
@@ -59,7 +62,7 @@ def test_a_long_step_is_as_long_as_all_its_micro_batches():
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
     assert virtual.apart(step) == pytest.approx(5000 * 6 + 4, abs=12)
     assert virtual.here(step, 2) == pytest.approx(17 * 5000 * 1 / 1, rel=0.01)  # too short to be shared
-    large = Step(step.ipus, (1e6, 3e6, 2e6, 1e6), (2e6, 3e6, 4e6, 1e6), {}, 5000)
+    large = Step(step.ipus, (1e6, 3e6, 2e6, 1e6), (2e6, 3e6, 4e6, 1e6), {}, 5000, sharing=PERFECT)
     assert virtual.here(large, 2) == pytest.approx(17e6 * 5000 / 2, rel=0.01)
 
 
@@ -70,7 +73,7 @@ def test_the_slowest_stage_is_named_with_its_time():
     assert found.unevenness == pytest.approx(15 / 7)
     assert not [change for change in found.changes if change.kind == "cut"]  # each stage has one block
     assert of_stages(found) == (
-        "The slowest stage takes 2.14 times the average one. No other cut of its blocks was found to give more than 3%."
+        "The slowest stage takes 2.14 times the average one. No other cut of its blocks was found to give more than 5%."
     )
 
 
@@ -92,17 +95,66 @@ def test_an_advice_says_for_which_machine_it_holds():
     profile = simulated(
         2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS, blocks=("A, B, C", "D")
     )
-    facts = {**profile.facts, "threads": 2, "threads_inside": 1}
+    facts = {**profile.facts, "threads": 2, "threads_inside": 1, "sharing": [[2, 2.0, 2.0, 1.0]]}
     found = figures(dataclasses.replace(profile, facts=facts))
     (cut,) = [change for change in found.changes if change.kind == "cut"]
     assert cut.apart > 1.4 and cut.here == pytest.approx(
         1
     )  # both cores have work all the time, whatever the cut
     (text,) = [text for text in sentences(profile, found) if "moving block C" in text]
-    assert (
-        "times as fast on separate devices; it would change nothing here, where 2 cores share all ipus"
-        in text
-    )
+    assert "times as fast on separate devices; nothing is promised here, where 2 cores share all ipus" in text
+
+
+def shared(profile, *sharing, **more):
+    """The same on a host of two cores that share their work so well."""
+    facts = {**profile.facts, "threads": 2, "threads_inside": 1, "sharing": sharing, **more}
+    return dataclasses.replace(profile, facts=facts)
+
+
+def of_kind(profile, kind):
+    return next((change for change in figures(profile).changes if change.kind == kind), None)
+
+
+def test_what_more_cores_give_is_what_they_were_measured_to_share():
+    profile = simulated(2, 16, order=schedule.sharded)
+    profile = dataclasses.replace(profile, facts={**profile.facts, "mode": "sharded"})
+    well, badly = shared(profile, (2, 1.8, 2.0, 1.0)), shared(profile, (2, 0.9, 1.1, 1.0))
+    # At any time but when the last micro-batch ends both cores have a task; the least that was measured counts.
+    assert of_kind(well, "pipeline").here == pytest.approx(1.8, rel=0.05)
+    assert of_kind(badly, "pipeline").here == pytest.approx(0.9, rel=0.05)
+    assert of_kind(badly, "replicas") is None
+    assert of_kind(shared(profile), "pipeline").here is None  # nobody knows
+
+
+def test_fewer_threads_are_advised_where_two_compute_less_than_one():
+    change = of_kind(shared(simulated(1, 16), (2, 0.5, 0.8, 1.0)), "threads")
+    assert change.what == "torch.set_num_threads(1)"
+    assert change.here == pytest.approx(1 / 0.8, rel=0.05)
+    assert of_kind(shared(simulated(1, 16), (2, 0.99, 1.2, 1.0)), "threads") is None
+    more = shared(simulated(1, 16), (2, 1.7, 1.9, 1.0), threads=1)
+    assert of_kind(more, "threads").what == "torch.set_num_threads(2)"
+
+
+def test_where_the_driver_may_leave_tasks_to_one_core_two_promise_nothing():
+    short = simulated(1, 16, cost=lambda phase, stage: MS // 8)  # 125 µs: the driver may find less than 100
+    assert of_kind(shared(short, (2, 0.5, 0.5, 1.0)), "threads") is None
+    assert of_kind(shared(simulated(1, 16), (2, 0.5, 0.5, 1.0)), "threads") is not None
+
+
+def test_three_quarters_of_a_gain_are_promised_and_a_small_one_is_not():
+    assert promised(2.0, 0.0) == pytest.approx(1.75)
+    assert promised(1.06, 0.0) is None
+    assert promised(1.2, 0.2) is None
+    assert promised(None, 0.0) is None
+
+
+def test_cores_that_compute_at_the_same_time_are_not_what_a_stage_costs():
+    profile = simulated(2, 32, training=False)  # but for the first and the last micro-batch both are busy
+    computed = tuple(track._replace(computed=track.durations) for track in profile.tracks)
+    profile = dataclasses.replace(shared(profile, (2, 1.2, 1.2, 1.6)), tracks=computed)
+    assert [stage.forward for stage in figures(profile).stages] == [pytest.approx(MS / 1.6, abs=1)] * 2
+    alone = shared(simulated(1, 32), (2, 1.2, 1.2, 1.6))
+    assert figures(alone).stages[0].forward == MS
 
 
 def test_several_blocks_are_moved_at_once_where_that_is_better():

@@ -6,6 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
+from popengine.run.measure.piece_costs import speedups
 from poptorch.compiling import machine_hints
 from popvision.advice import sentences
 from popvision.analysis import figures
@@ -34,18 +35,20 @@ def hinted(folder, options, dtype=torch.float32):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The first graph takes 3 ms, what it is changed into 2 ms; the rounds that were asked for are kept."""
-    rounds, seen = [], []
+    """The first graph takes 3 ms, what it is changed into 2 ms; how often each ran is kept."""
+    seen = []
 
-    def measure(partition, weights, samples, count):
-        code = str(partition.pieces)
-        if code not in seen:
-            seen.append(code)
-        rounds.append(count)
-        return [0.003 - 0.001 * seen.index(code)]
+    class Sample:
+        def __init__(self, partition, weights, samples):
+            self.code, self.runs = str(partition.pieces), 0
+            seen.append(self)
 
-    monkeypatch.setattr(machine_hints, "measure", measure)
-    return rounds
+        def several(self, count):
+            self.runs += count
+            return count * (0.003 if self.code == seen[0].code else 0.002)
+
+    monkeypatch.setattr(machine_hints, "Sample", Sample)
+    return seen
 
 
 def test_a_profile_says_what_another_layout_would_give(tmp_path, measured):
@@ -56,18 +59,37 @@ def test_a_profile_says_what_another_layout_would_give(tmp_path, measured):
     assert "1.50 times as fast on this machine" in said[0]
 
 
-def test_nothing_is_measured_without_a_profile_or_where_a_layout_was_chosen(tmp_path, measured):
+def test_nothing_is_measured_without_a_profile(measured):
     model = Network()
     trainer = poptorch.trainingModel(model, poptorch.Options().showCompilationProgressBar(False))
     trainer(torch.ones(2, 3, 8, 8))
+    assert measured == []
+
+
+def test_a_layout_that_was_chosen_is_not_measured_against_another(tmp_path, measured):
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve"))
-    assert (profile.facts["hints"], measured) == ({}, [])
+    assert profile.facts["hints"] == {}
+    assert len(measured) == 1
 
 
 def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, monkeypatch):
     monkeypatch.setattr(machine_hints, "_MOST", 0.001)
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
-    assert (profile.facts["hints"], measured) == ({}, [1])
+    assert (profile.facts["hints"], profile.facts["sharing"]) == ({}, [])
+    assert [sample.runs for sample in measured] == [1]
+
+
+def test_a_profile_says_how_well_threads_share_micro_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_hints, "_numbers_of_threads", lambda: [3])
+    _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
+    ((count, low, high, cost),) = profile.facts["sharing"]
+    assert count == 3
+    assert 0 < low <= high and cost > 0
+
+
+def test_a_factor_is_the_middle_half_of_alternating_rounds():
+    first, second = iter([1.0, *range(1, 8)]), iter([1.0] * 8)  # the first run of each counts for nothing
+    assert speedups(lambda count: next(first), lambda count: next(second), 1.0) == (2.0, 6.0)
 
 
 def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ..options.freeze_options import OUTPUTS
 from . import compilation_hooks, compilation_log
 from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
-from .machine_hints import hints
+from .machine_hints import NO_HINTS, Hints, hints
 from .memory_format import laid_out, weights_of
 from .overlap_rules import check_overlap
 from .replica_meetings import check_groups
@@ -54,7 +54,7 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # "auto" has become what was faster
-    hints: dict[str, float] = field(default_factory=dict)  # see `machine_hints`; measured for a profile only
+    hints: Hints = NO_HINTS  # measured for a profile only
 
     def without_graph(self) -> Executable:
         """The part that runs, and that a file can hold."""
@@ -100,7 +100,7 @@ def compile_model(
         graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
-        hinted = hints(graph, options, memory_format, model, samples) if profiled else {}
+        hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
     if settings.strategy.auto == "balance":
         settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)

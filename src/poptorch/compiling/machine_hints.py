@@ -1,4 +1,5 @@
-"""Hints of the machine: how much faster another option would make this model's computations here.
+"""What only this machine knows: how much faster another option would make this model's computations here, and how
+many times as much several threads compute at the same time.
 
 Measured when a model is compiled for a profile, on the sample micro-batch; without a profile nothing is measured.
 """
@@ -6,7 +7,9 @@ Measured when a model is compiled for a profile, on the sample micro-batch; with
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +19,62 @@ from popengine.compile.rewriting.channels_last import has_convolutions, in_chann
 from popengine.compile.rewriting.partials import products_in_float32
 from popengine.ir import Graph
 from popengine.run.backends.half import faster_in_float32
-from popengine.run.measure.piece_costs import measure
+from popengine.run.measure.piece_costs import Factor, Sample, sharing, speedups, with_threads
 from popengine.settings import Strategy
 
 from ..options import Options
+from .memory_format import weights_of
 
 _MOST = 1.0  # seconds of a micro-batch; a slower one is not run several times more for a hint
+_ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
+
+
+class Hints(NamedTuple):
+    """`options`: not asked for -> how many times as fast a micro-batch is with it, on one core. `sharing`: number of
+    threads -> how many times as many micro-batches they compute at the same time as one, and how many times as long
+    a core then computes each."""
+
+    options: Mapping[str, Factor] = {}
+    sharing: Mapping[int, tuple[Factor, float]] = {}
+
+
+NO_HINTS = Hints()
 
 
 def hints(
     graph: Graph, options: Options, memory_format: str, model: nn.Module, samples: Sequence[Tensor]
-) -> dict[str, float]:
-    """Options that were not asked for -> how many times as fast a micro-batch is with them, on one core.
+) -> Hints:
+    """What this machine gives.
 
     Args:
         graph:         as it will run
         memory_format: of its convolutions
         samples:       one micro-batch
     """
+    if _calls_out(graph):
+        return NO_HINTS
+    weights = weights_of(model)
+
+    def sample(found: Graph) -> Sample:
+        return Sample(partition(found, _EACH_ALONE), weights, samples)
+
+    now = sample(graph)
+    alone = with_threads(1, lambda: now.several(1))
+    if alone > _MOST:
+        return NO_HINTS
+    alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
+    return Hints(
+        {
+            name: with_threads(1, lambda other=other: speedups(now.several, sample(other).several, alone))
+            for name, other in _others(graph, options, memory_format).items()
+        },
+        {count: sharing(now, count, alone) for count in _numbers_of_threads()},
+    )
+
+
+def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
+    """The graph with each option that was not asked for, where it makes a difference."""
     others: dict[str, Callable[[Graph], Graph]] = {}
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
@@ -42,15 +82,12 @@ def hints(
         others['options.Precision.halfKernels("auto")'] = lambda found: products_in_float32(
             found, faster_in_float32
         )
-    changed = {name: made for name, change in others.items() if (made := change(graph)) is not graph}
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
 
-    def seconds(found: Graph, rounds: int) -> float:
-        return sum(measure(partition(found, _EACH_ALONE), weights, samples, rounds))
 
-    if not changed or _calls_out(graph) or seconds(graph, 1) > _MOST:
-        return {}
-    return {name: seconds(graph, 3) / seconds(other, 3) for name, other in changed.items()}
+def _numbers_of_threads() -> list[int]:
+    """More than one: what the program has, and what it could have."""
+    return sorted({torch.get_num_threads(), len(os.sched_getaffinity(0))} - {1})
 
 
 def _calls_out(graph: Graph) -> bool:

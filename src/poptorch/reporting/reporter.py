@@ -28,6 +28,7 @@ from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder
 from popengine.settings import Settings
 
+from ..compiling.machine_hints import Hints
 from ..data.batch_waits import listeners
 from ..options import Options
 from ..version import __version__
@@ -54,7 +55,7 @@ class Reporter:
         self.passes: list[profile.Pass] = []
         self._engine: Engine | None = None
         self._graph: Graph | None = None
-        self._hints: dict[str, float] = {}
+        self._hints: dict[str, Any] = {}
         self._memory: list[profile.Memory] = []
         self._since = time.perf_counter()
         self._save_next = self._since + _SAVE_EVERY
@@ -69,8 +70,12 @@ class Reporter:
         self.passes.append(profile.Pass(name, round(now - self._since, 6)))
         self._since = now
 
-    def attached(self, engine: Engine, graph: Graph | None, hints: dict[str, float]) -> None:
-        self._engine, self._graph, self._hints = engine, graph, hints
+    def attached(self, engine: Engine, graph: Graph | None, hints: Hints) -> None:
+        self._engine, self._graph = engine, graph
+        self._hints = {
+            "hints": {name: factor.low for name, factor in hints.options.items()},
+            "sharing": [[count, *speed, cost] for count, (speed, cost) in hints.sharing.items()],
+        }
 
     def released(self) -> None:
         """The executor lets its devices go: save, and keep nothing of them alive."""
@@ -93,7 +98,7 @@ class Reporter:
         try:
             description = Description(engine.plan, self._graph)
             found = made(self.recorder, description, settings, engine, self.passes, self.options)
-            replace(found, facts={**found.facts, "hints": self._hints}).save(self.path)
+            replace(found, facts={**found.facts, **self._hints}).save(self.path)
             from popvision import html  # the page is made of files: no profile, no page, no import
 
             html.write_report(self.path.parent.parent)

@@ -1,14 +1,17 @@
-"""Measures what each piece of a partition takes, by running all of them on one micro-batch, one after another.
+"""Measures what a partition takes, by running its pieces on one micro-batch, one after another.
 
-Sources of a cost model: no schedule, no threads, no update; a few rounds, and of each piece the fastest.
+Sources of a cost model: no schedule, no update; a few rounds, and of each piece the fastest. And how well threads
+compute at the same time: they share memory, and wait for Python's lock between any two operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
-from typing import Any
+from statistics import median
+from threading import Barrier
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,24 +20,141 @@ from popengine.ir import Partition
 
 from ..backends.eager import build
 
+_ROUND = 0.02  # seconds of a thread in a round, at least
+_MOST = 1.5  # seconds after which no other round begins
+T = TypeVar("T")
 
-def measure(
-    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
-) -> list[float]:
-    """Seconds of each piece, in one thread.
+
+class Factor(NamedTuple):
+    """How many times as fast: the range of the middle half of what was measured."""
+
+    low: float
+    high: float
+
+
+class Sample:
+    """A partition's pieces as functions, with what one micro-batch gives them.
 
     Args:
         weights: parameters and buffers by canonical name; they are only read
         inputs:  one micro-batch
     """
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as apart:  # where no Ctrl-C comes: the number of threads is put back
-        return apart.submit(_measured, partition, weights, inputs, rounds, threads).result()
+
+    def __init__(self, partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        self.pieces, self._given = partition.pieces, _given(partition, weights, inputs)
+        self._codes = [build(piece, alone=True) for piece in partition.pieces]
+        self._read = {name for piece in self.pieces for name in piece.reads}
+        last = {name: place for place, piece in enumerate(self.pieces) for name in piece.reads}
+        self._dying = [
+            [name for name in piece.reads if last[name] == place and name not in self._given]
+            for place, piece in enumerate(self.pieces)
+        ]
+
+    def seconds(self) -> list[float]:
+        """Run it once. Returns: seconds of each piece"""
+        found, values = [], dict(self._given)
+        with torch.inference_mode():
+            for code, piece, dying in zip(self._codes, self.pieces, self._dying, strict=True):
+                taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
+                for name in dying:
+                    del values[name]
+                start = perf_counter()
+                made = code(taken)
+                found.append(perf_counter() - start)
+                values.update(
+                    (name, value)
+                    for name, value in zip(piece.writes, made, strict=True)
+                    if name in self._read
+                )
+                del made
+        return found
+
+    def several(self, count: int) -> float:
+        """Run it so often. Returns: seconds"""
+        start = perf_counter()
+        for _ in range(count):
+            self.seconds()
+        return perf_counter() - start
 
 
-def _measured(
-    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int, threads: int
+def measure(
+    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
+    """Seconds of each piece, in one thread: of each the fastest of `rounds`."""
+
+    def best() -> list[float]:
+        sample = Sample(partition, weights, inputs)
+        return [min(times) for times in zip(*(sample.seconds() for _ in range(rounds)), strict=True)]
+
+    return with_threads(1, best)
+
+
+def speedups(
+    first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
+) -> Factor:
+    """How many times as fast the second is, in alternating rounds.
+
+    Args:
+        first, second: do their work so often, and return the seconds
+        alone:         seconds of doing it once
+    """
+    count, began, found = max(1, round(_ROUND / alone)), perf_counter(), []
+    first(1), second(1)
+    for _ in range(rounds):
+        found.append(first(count) / second(count))
+        if perf_counter() - began > _MOST:
+            break
+    found.sort()
+    return Factor(found[len(found) // 4], found[-1 - len(found) // 4])
+
+
+def sharing(sample: Sample, threads: int, alone: float) -> tuple[Factor, float]:
+    """So many threads that compute micro-batches at the same time, against one.
+
+    Args:
+        alone: seconds of one micro-batch
+    Returns: how many times as many they compute; how many times as long a core then computes each
+    """
+    barrier = Barrier(threads)
+    spent: dict[bool, list[float]] = {True: [], False: []}  # a core's seconds of each: together, alone
+
+    def one(count: int, is_together: bool = False) -> float:
+        if is_together:
+            barrier.wait()
+        start = thread_time()
+        seconds = sample.several(count)
+        spent[is_together].append((thread_time() - start) / count)
+        return seconds
+
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def together(count: int) -> float:
+            start = perf_counter()
+            list(pool.map(one, [count] * threads, [True] * threads))
+            return (perf_counter() - start) / threads
+
+        factor = with_threads(1, lambda: speedups(one, together, alone))
+    return factor, median(spent[True]) / median(spent[False])
+
+
+def with_threads(count: int, work: Callable[[], T]) -> T:
+    """Do work in a thread of its own, whose operations use so many; the number is put back."""
+    before = torch.get_num_threads()
+
+    def counted() -> T:
+        torch.set_num_threads(count)
+        try:
+            return work()
+        finally:
+            torch.set_num_threads(before)
+
+    with ThreadPoolExecutor(1) as apart:  # where no Ctrl-C comes
+        return apart.submit(counted).result()
+
+
+def _given(
+    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> dict[str, Tensor]:
     signature = partition.signature
     given: dict[str, Tensor] = {}
     for slot in signature.slots:
@@ -49,19 +169,4 @@ def _measured(
     with torch.no_grad():
         for name, piece in partition.prepared.items():
             (given[name],) = build(piece)([given[read] for read in piece.reads])
-    codes = [build(piece, alone=True) for piece in partition.pieces]
-    best = [float("inf")] * len(codes)
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            for _ in range(rounds):
-                values = dict(given)
-                for i, piece in enumerate(partition.pieces):
-                    taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
-                    start = perf_counter()
-                    made = codes[i](taken)
-                    best[i] = min(best[i], perf_counter() - start)
-                    values.update(zip(piece.writes, made, strict=True))
-    finally:
-        torch.set_num_threads(threads)
-    return best
+    return given
