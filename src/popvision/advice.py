@@ -31,7 +31,8 @@ def _too_large(figures: Figures) -> str:
         return ""
     return (
         f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is {size(figures.capacity)}. "
-        "A smaller micro-batch, recomputation or more stages need less."
+        "A smaller micro-batch, recomputation or more stages need less. What recomputation and offloading cost can't be"
+        " found in virtual time, for a profile does not hold what would be computed again or copied: compare two runs."
     )
 
 
@@ -47,6 +48,7 @@ def _change(change: Change, figures: Figures) -> str:
         "cut": _uneven(change, figures),
         "pipeline": f"The stages work one after another: {change.what}",
         "replicas": f"One replica leaves cores idle: {change.what}",
+        "fused": f"One kernel does an update faster on this machine: {change.what}",
         "threads": f"Threads mostly wait for Python's lock, or are too few: {change.what}",
     }
     machines = [
@@ -63,8 +65,8 @@ def _change(change: Change, figures: Figures) -> str:
 def _hints(profile: Profile) -> list[str]:
     """Options that were measured on the sample micro-batch when the model was compiled."""
     return [
-        f"{option} makes the computations of a micro-batch {gain:.2f} times as fast on this machine, measured on"
-        " one core when the model was compiled. Results then differ in their last bits."
+        f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine, measured"
+        " when the model was compiled. Results then differ in their last bits."
         for option, gain in profile.facts.get("hints", {}).items()
         if gain > _WORTH
     ]

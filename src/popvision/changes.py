@@ -54,14 +54,8 @@ def changes(profile: Profile, step: Step, spread: float) -> list[Change]:
         return []
     machine = _Machine(profile, step)
     found: list[Change] = []
-    for candidates in (
-        _more_rows(machine),
-        _pipeline(machine),
-        _cuts(machine),
-        _replicas(machine),
-        _threads(machine),
-    ):
-        best = max(candidates, key=lambda change: change.best, default=None)
+    for kind in (_more_rows, _pipeline, _cuts, _replicas, _threads, _fused):
+        best = max(kind(machine), key=lambda change: change.best, default=None)
         if best is not None and promised(best.best, spread) is not None:
             found.append(best)
     return sorted(found, key=lambda change: -change.best)
@@ -138,6 +132,15 @@ def _threads(machine: _Machine) -> Iterator[Change]:
             what, also = f"torch.set_num_threads({count})", ""
             change = machine.change("threads", machine.step, what, also, cores=count, threads=count)
             yield replace(change, apart=1.0)
+
+
+def _fused(machine: _Machine) -> Iterator[Change]:
+    """torch's one kernel for an update, as fast as it was measured here."""
+    step, factor = machine.step, machine.profile.facts.get("fused")
+    if factor and any(step.updates.values()):
+        faster = replace(step, updates={ipu: cost / factor for ipu, cost in step.updates.items()})
+        what = "fused=True in the optimizer"
+        yield machine.change("fused", faster, what, "the last bits of the weights differ", fused=True)
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------

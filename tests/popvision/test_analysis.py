@@ -11,7 +11,7 @@ from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import of_stages, sentences
 from popvision.analysis import figures
-from popvision.changes import promised
+from popvision.changes import changes, promised
 from popvision.units import size
 from popvision.virtual import Step
 
@@ -139,6 +139,14 @@ def test_where_the_driver_may_leave_tasks_to_one_core_two_promise_nothing():
     short = simulated(1, 16, cost=lambda phase, stage: MS // 8)  # 125 µs: the driver may find less than 100
     assert of_kind(shared(short, (2, 0.5, 0.5, 1.0)), "threads") is None
     assert of_kind(shared(simulated(1, 16), (2, 0.5, 0.5, 1.0)), "threads") is not None
+
+
+def test_a_faster_kernel_for_updates_gives_what_it_takes_off_the_whole_step():
+    profile = shared(simulated(1, 4), fused=2.0)
+    step = Step((0,), (1.0 * MS,), (1.0 * MS,), {0: 8.0 * MS}, 4)
+    (change,) = [change for change in changes(profile, step, 0.0) if change.kind == "fused"]
+    assert change.apart == pytest.approx(16 / 12)
+    assert change.also == "the last bits of the weights differ"
 
 
 def test_three_quarters_of_a_gain_are_promised_and_a_small_one_is_not():

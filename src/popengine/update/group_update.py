@@ -38,7 +38,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 def takes_tensors(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether the learning rate of this parameter's updates may be a tensor, on its device."""
-    return parameter.device.type in FUSED_DEVICES and _has_kernel(optimizer, parameter)
+    return parameter.device.type in FUSED_DEVICES and has_kernel(optimizer, parameter)
 
 
 def reads_numbers(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -46,7 +46,7 @@ def reads_numbers(optimizer: Optimizer, parameter: Tensor) -> bool:
     return rule_of(optimizer).counts(optimizer) and not takes_tensors(optimizer, parameter)
 
 
-def _has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
+def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether torch has one kernel for the updates of this parameter."""
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return (
@@ -113,7 +113,7 @@ def phases(
 
 def _is_fused(optimizer: Optimizer, group: Rates, parameter: Tensor) -> bool:
     is_wanted = parameter.device.type in FUSED_DEVICES or bool(group.get("fused"))
-    return is_wanted and _has_kernel(optimizer, parameter)
+    return is_wanted and has_kernel(optimizer, parameter)
 
 
 def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:

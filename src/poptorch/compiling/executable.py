@@ -15,7 +15,7 @@ from popengine.compile.rewriting.partials import products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.run.backends.half import faster_in_float32
-from popengine.settings import Settings
+from popengine.settings import Hyper, Settings
 
 from ..annotating.notes import Note, kept
 from ..annotating.replica_groups import one_row_each
@@ -62,9 +62,14 @@ class Executable:
 
 
 def compile_model(
-    model: nn.Module, call: Call, options: Options, settings: Settings, done: Callable[[str], None]
+    model: nn.Module,
+    call: Call,
+    options: Options,
+    settings: Settings,
+    done: Callable[[str], None],
+    hyper: Hyper | None = None,
 ) -> Executable:
-    """Capture and lower a model; `done` is told the name of each finished pass.
+    """Capture and lower a model; `done` is told the name of each finished pass, `hyper` are the rates for now.
 
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
@@ -100,7 +105,9 @@ def compile_model(
         graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
-        hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
+        hinted = NO_HINTS
+        if profiled:
+            hinted = hints(graph, options, settings, memory_format, model, samples, hyper)
     if settings.strategy.auto == "balance":
         settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)

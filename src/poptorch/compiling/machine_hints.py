@@ -9,6 +9,8 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -20,30 +22,39 @@ from popengine.compile.rewriting.partials import products_in_float32
 from popengine.ir import Graph
 from popengine.run.backends.half import faster_in_float32
 from popengine.run.measure.piece_costs import Factor, Sample, sharing, speedups, with_threads
-from popengine.settings import Strategy
+from popengine.settings import Hyper, Optimizer, Settings, Strategy
+from popengine.update.group_update import has_kernel, init_state, update
 
 from ..options import Options
 from .memory_format import weights_of
 
 _MOST = 1.0  # seconds of a micro-batch; a slower one is not run several times more for a hint
 _ROUNDS = 5
+_MANY = 1 << 22  # numbers
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 
 
 class Hints(NamedTuple):
-    """`options`: not asked for -> how many times as fast a micro-batch is with it, on one core. `sharing`: number of
-    threads -> how many times as many micro-batches they compute at the same time as one, and how many times as long
-    a core then computes each."""
+    """`options`: not asked for -> how many times as fast a micro-batch is with it. `sharing`: number of threads -> how
+    many times as many micro-batches they compute at the same time as one, and how many times as long a core then
+    computes each. `fused`: how many times as fast torch's one kernel for an update is."""
 
     options: Mapping[str, Factor] = {}
     sharing: Mapping[int, tuple[Factor, float]] = {}
+    fused: Factor | None = None
 
 
 NO_HINTS = Hints()
 
 
 def hints(
-    graph: Graph, options: Options, memory_format: str, model: nn.Module, samples: Sequence[Tensor]
+    graph: Graph,
+    options: Options,
+    settings: Settings,
+    memory_format: str,
+    model: nn.Module,
+    samples: Sequence[Tensor],
+    hyper: Hyper | None,
 ) -> Hints:
     """What this machine gives.
 
@@ -51,26 +62,60 @@ def hints(
         graph:         as it will run
         memory_format: of its convolutions
         samples:       one micro-batch
+        hyper:         the rates of an update
     """
     if _calls_out(graph):
         return NO_HINTS
-    weights = weights_of(model)
-
-    def sample(found: Graph) -> Sample:
-        return Sample(partition(found, _EACH_ALONE), weights, samples)
-
-    now = sample(graph)
+    now = _sample(graph, model, samples)
     alone = with_threads(1, lambda: now.several(1))
     if alone > _MOST:
         return NO_HINTS
     alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
-    return Hints(
-        {
-            name: with_threads(1, lambda other=other: speedups(now.several, sample(other).several, alone))
-            for name, other in _others(graph, options, memory_format).items()
-        },
-        {count: sharing(now, count, alone) for count in _numbers_of_threads()},
-    )
+    changed = {
+        name: with_threads(1, partial(speedups, now.several, _sample(other, model, samples).several, alone))
+        for name, other in _others(graph, options, memory_format).items()
+    }
+    counts = settings.counts
+    count = (counts.accumulation if settings.training else counts.iterations) * counts.replicas
+    if (inside := torch.get_num_threads() // count) > 1:  # else tasks have one thread each
+        several, one = (partial(_with_threads, now, threads) for threads in (inside, 1))
+        changed["torch.set_num_threads(1)"] = with_threads(inside, lambda: speedups(several, one, alone))
+    shared = {threads: sharing(now, threads, alone) for threads in _numbers_of_threads()}
+    return Hints(changed, shared, _fused(settings.optimizer, hyper, model))
+
+
+def _sample(graph: Graph, model: nn.Module, samples: Sequence[Tensor]) -> Sample:
+    return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
+
+
+def _with_threads(sample: Sample, threads: int, count: int) -> float:
+    torch.set_num_threads(threads)
+    return sample.several(count)
+
+
+def _fused(optimizer: Optimizer | None, hyper: Hyper | None, model: nn.Module) -> Factor | None:
+    """Measured on copies of the first weights, as many as a core's caches do not hold."""
+    if optimizer is None or hyper is None or hyper.groups[0].get("fused"):
+        return None
+    weights: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        if optimizer.group_of.get(name) == 0 and sum(map(Tensor.numel, weights)) < _MANY:
+            weights.append(weight.detach().flatten()[:_MANY].clone())
+    if not weights or not all(has_kernel(optimizer, weight) for weight in weights):
+        return None
+    gradients = [torch.full_like(weight, 1e-3) for weight in weights]
+    states = [init_state(optimizer, weight) for weight in weights]
+
+    def several(rates: Mapping[str, float], count: int) -> float:
+        start = perf_counter()
+        with torch.inference_mode():
+            for _ in range(count):
+                update(optimizer, rates, weights, gradients, states)
+        return perf_counter() - start
+
+    plain = partial(several, hyper.groups[0])
+    fused = partial(several, {**hyper.groups[0], "fused": 1.0})
+    return with_threads(1, lambda: speedups(plain, fused, (plain(1), plain(1))[1]))
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:

@@ -170,7 +170,8 @@ class PoplarExecutor:
                 found = cache.load(settings)
                 if found is None:
                     with arguments.telling_of_rows(call):
-                        found = compile_model(model, call, options, settings, done)
+                        hyper = self._optimizer_link.hyper
+                        found = compile_model(model, call, options, settings, done, hyper)
                     cache.store(found)
             announce(found.plan, found.settings)
             stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)

@@ -75,6 +75,7 @@ class Reporter:
         self._hints = {
             "hints": {name: factor.low for name, factor in hints.options.items()},
             "sharing": [[count, *speed, cost] for count, (speed, cost) in hints.sharing.items()],
+            "fused": hints.fused and hints.fused.low,
         }
 
     def released(self) -> None:
