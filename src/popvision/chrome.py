@@ -7,6 +7,7 @@ memory and for the time of a step.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from popengine.profile import Event, Operation, Profile
@@ -128,9 +129,18 @@ def _memory(profile: Profile, process: int) -> list[dict[str, Any]]:
             "tid": ipu,
             "args": {"bytes": size},
         }
-        for ipu in profile.devices
-        for time, size in memory.curve(profile, ipu)
+        for ipu, time, size in _held(profile)
     ]
+
+
+def _held(profile: Profile) -> Iterator[tuple[int, int, int]]:
+    """ipu, ns and bytes, in all steps that were kept; of the detailed one within its computations, too."""
+    closer = memory.detailed(profile)
+    for track in profile.tracks:
+        if track.replica == 0:
+            is_detailed = closer.get(track.ipu) is track
+            points = memory.curve(profile, track.ipu) if is_detailed else memory.curve_of(profile, track)
+            yield from ((track.ipu, time, size) for time, size in points)
 
 
 def _host(profile: Profile, process: int) -> list[dict[str, Any]]:

@@ -103,6 +103,17 @@ def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
     return points if len(points) <= MOST_POINTS else _thinned(points)
 
 
+def curve_of(profile: Profile, track: Track) -> list[tuple[int, int]]:
+    """(ns since the profile's origin, bytes held for micro-batches) after each instruction of a track that changes
+    them. What is held when is the same in every step."""
+    rows = [row for row in profile.tensors if row.ipu == track.ipu]
+    points = [(track.start, 0)]
+    for (_, end), size in zip(track.spans(), held(rows, len(track.durations)), strict=True):
+        if size != points[-1][1]:
+            points.append((end, size))
+    return points
+
+
 def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
     """Piece -> (share of its time, bytes alive in it) after each operation."""
     rows = defaultdict(list)

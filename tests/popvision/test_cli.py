@@ -8,6 +8,7 @@ import pytest
 from simulated import MS, simulated
 from test_runs import train
 
+from popengine.profile import load
 from popvision.cli import main
 from popvision.compare import compare, text
 
@@ -67,7 +68,11 @@ def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path
     assert tracks == {"calls", "ipu 0", "ipu 1", "ipu 2"}
     forward = next(event for event in events if event["name"] == "forward 0.1")
     assert (forward["ts"], forward["dur"]) == (1000, 1000)  # microseconds
-    assert any(event["ph"] == "C" and event["args"].get("bytes") == 1024 for event in events)
+    held = [event for event in events if event["ph"] == "C" and event["name"] == "held on ipu 0"]
+    assert max(event["args"]["bytes"] for event in held) >= 2048  # two tensors of 1024 bytes at the same time
+    profile = load(report / "training" / "profile.pop")
+    for call in profile.calls:  # not only in the step that was looked at closer
+        assert any(call.start <= event["ts"] * 1e3 <= call.end and event["args"]["bytes"] for event in held)
 
 
 @pytest.mark.parametrize("command", [["summary"], [], ["export"]])

@@ -33,6 +33,11 @@ def hinted(folder, options, dtype=torch.float32):
     return loss, profile
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The first graph takes 3 ms, what it is changed into 2 ms; how often each ran is kept."""
