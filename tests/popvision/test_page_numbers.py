@@ -1,0 +1,126 @@
+"""Numbers on the page of a real training, against a reader of profile.pop of its own: the file's JSON, and no more."""
+
+import json
+import statistics
+from collections import defaultdict
+
+import browser
+import pytest
+import test_runs
+from test_page import cells
+
+pytestmark = pytest.mark.skipif(
+    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
+)
+UNITS = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+SAMPLES = 2 * 5 * test_runs.ROWS  # of a call
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    page = browser.Browser()
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Stage 1 sleeps, so shares of time are far from zero and one."""
+    found = tmp_path_factory.mktemp("report")
+    test_runs.train(found, calls=4, slow_block=1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def raw(folder):
+    data = json.loads((folder / "training" / "profile.pop").read_text())
+
+    def table(name):
+        return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
+
+    tables = ("calls", "tracks", "parts", "pieces", "operations", "memory")
+    return {**data, **{name: table(name) for name in tables}}
+
+
+def number(text):
+    """`1.5 ms` in ns, `2.0 KiB` in bytes, `4,000 samples/s` as it is."""
+    value, *unit = text.replace(",", "").split()
+    return float(value) * (UNITS.get(unit[0], 1) if unit else 1)
+
+
+def tiles(chromium, folder):
+    chromium.open(folder / "report.html")
+    found = chromium.value("[...document.querySelectorAll('.tile')].map(tile => tile.innerText)")
+    return {tile.split("\n")[0]: tile.split("\n")[1:] for tile in found}
+
+
+def test_throughput_is_that_of_the_calls_after_the_first(chromium, folder, raw):
+    shown = tiles(chromium, folder)
+    later = [call["end"] - call["start"] for call in raw["calls"][1:]]
+    assert number(shown["Throughput"][0]) == pytest.approx(SAMPLES * 3 / sum(later) * 1e9, rel=0.01)
+    period = raw["calls"][-1]["end"] - raw["calls"][0]["end"]
+    overall = shown["With the time between calls"]
+    assert number(overall[0]) == pytest.approx(SAMPLES * 3 / period * 1e9, rel=0.01)
+    assert overall[1] == f"4 calls of {SAMPLES} samples"
+
+
+def test_the_bubble_is_the_share_of_time_in_which_ipus_waited(chromium, folder, raw):
+    steps, length, busy = defaultdict(list), 0, 0
+    for track in raw["tracks"]:
+        at, program = track["start"], raw["programs"][str(track["ipu"])]
+        for index, (gap, duration) in enumerate(zip(track["gaps"], track["durations"], strict=True)):
+            at += gap + duration
+            kind = raw["parts"][program[2 * index]]["kind"]
+            if kind != "receive":
+                steps[track["call"], track["step"]].append((kind, at - duration, at))
+    for key in sorted(steps)[2:]:  # the first two are looked at closer
+        began = min(start for kind, start, _ in steps[key] if kind == "compute")
+        length += 3 * (max(end for *_, end in steps[key]) - began)
+        busy += sum(end - max(start, began) for _, start, end in steps[key] if end > began)
+    shown = tiles(chromium, folder)["Bubble"][0]
+    assert float(shown.rstrip("% ")) == pytest.approx(100 * (1 - busy / length), abs=1)
+
+
+def test_operations_cost_what_their_lines_were_timed_at(chromium, folder, raw):
+    chromium.open(folder / "report.html", "operations?rows=kind")
+    sums = defaultdict(float)
+    for row in raw["operations"]:
+        sums[row["kind"], raw["pieces"][row["piece"]]["phase"]] += row["ns"]
+    names = cells(chromium, "operation", "by-kind")
+    phases = [word[0].upper() for word in cells(chromium, "phase", "by-kind")]
+    times = [number(cell) for cell in cells(chromium, "time", "by-kind")]
+    shown = dict(zip(zip(names, phases, strict=True), times, strict=True))
+    assert shown == {key: pytest.approx(ns, rel=0.01, abs=1) for key, ns in sums.items()}
+
+
+def test_memory_is_what_lives_on_each_ipu(chromium, folder, raw):
+    chromium.open(folder / "report.html", "memory")
+    rows = chromium.value(
+        "[...document.querySelectorAll('table')].find(table => table.tHead?.innerText.includes('weights'))"
+        ".innerText.trim().split('\\n').map(line => line.split('\\t'))"
+    )
+    head, *lines = rows
+    for line, kept in zip(lines, raw["memory"], strict=True):
+        shown = dict(zip(head, line, strict=True))
+        assert int(shown["ipu"]) == kept["ipu"]
+        for name in ("weights", "gradients", "optimizer"):
+            assert number(shown[name]) == pytest.approx(kept[name], rel=0.02)
+
+
+def test_a_stage_costs_no_less_than_its_sleep_and_no_more_than_its_median_run(chromium, folder, raw):
+    program = raw["programs"]["1"]
+    runs = [
+        duration
+        for track in raw["tracks"]
+        if track["ipu"] == 1
+        for index, duration in enumerate(track["durations"])
+        if (part := raw["parts"][program[2 * index]])["kind"] == "compute" and part["phase"] == "F"
+    ]
+    bars = chromium.value
+    chromium.open(folder / "report.html")
+    (title,) = bars(
+        "[...document.querySelectorAll('.bars .name')].filter(name => name.innerText.startsWith('1 ·'))"
+        ".map(name => name.nextSibling.firstChild.title)"
+    )
+    assert title.startswith("forward: ")
+    assert test_runs.SLOW * 1e9 <= number(title.removeprefix("forward: ")) <= 1.01 * statistics.median(runs)
