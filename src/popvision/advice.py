@@ -57,6 +57,8 @@ def _change(change: Change, figures: Figures) -> str:
     ]
     gains = [f"at least {gain:.2f} times as fast {where}" for where, gain in machines if gain is not None]
     text = f"{causes[change.kind]} would make it {', and '.join(gains)}"
+    if change.here is None:  # no such host, or how well its cores share was not measured
+        machines.pop()
     nothing = [where for where, gain in machines if gain is None]
     text += f"; nothing is promised {nothing[0]}" if nothing else ""
     return f"{text}. Then {change.also}." if change.also else f"{text}."

@@ -123,7 +123,8 @@ def test_what_more_cores_give_is_what_they_were_measured_to_share():
     assert of_kind(well, "pipeline").here == pytest.approx(1.8, rel=0.05)
     assert of_kind(badly, "pipeline").here == pytest.approx(0.9, rel=0.05)
     assert of_kind(badly, "replicas") is None
-    assert of_kind(shared(profile), "pipeline").here is None  # nobody knows
+    assert of_kind(shared(profile), "pipeline").here is None  # nobody knows, so nothing is said
+    assert not any("promised here" in text for text in told(shared(profile)))
 
 
 def test_fewer_threads_are_advised_where_two_compute_less_than_one():
