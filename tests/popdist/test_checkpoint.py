@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -103,6 +105,43 @@ def test_a_full_disk_is_a_warning_the_training_goes_on_and_older_checkpoints_sta
     monkeypatch.undo()
     training.train(8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["call-4", "call-8"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with a file system of 512 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "pando", str(folder)]
+    if shutil.which("mount") is None:
+        pytest.skip("needs the program mount")
+    if (made := subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)).returncode:
+        pytest.skip(f"file systems can not be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+
+
+def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_the_next_is_written_when_there_is_room(
+    small_disk, caplog
+):
+    trained_to_four(small_disk)
+    training = Training(options(), small_disk)
+    training.restore()
+    with (
+        open(small_disk / "another program's", "wb", buffering=0) as file,
+        pytest.raises(OSError, match="No space"),
+    ):
+        while True:
+            file.write(bytes(512))
+    with caplog.at_level(logging.WARNING):
+        training.train(6)
+    assert "the checkpoint of call 6 could not be written: [Errno 28] No space left on device" in caplog.text
+    (small_disk / "another program's").unlink()
+    assert sorted(path.name for path in small_disk.iterdir()) == ["call-2", "call-4"]
+    assert files.faults(small_disk / "call-4") == []
+    training.train(8)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["call-4", "call-8"]
+    assert files.faults(small_disk / "call-8") == []
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
