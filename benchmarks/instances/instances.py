@@ -65,13 +65,14 @@ class Told:
 def our_sum(rank: int, elements: int, port: int, processes: int) -> ways.Unit:
     """Our sum of so many float32 gradients."""
     _met(rank, port, processes)
-    from popengine.run.instances import meeting
+    from popengine.run.instances import this_process
     from popengine.run.instances.instance_sums import Instances, even_cuts
+    from popengine.run.instances.meeting import FIRST_FREE
 
-    here = meeting.of(processes)
+    here = this_process.of(processes)
     here.agree("the sums")
     sums, value, cuts = (
-        Instances(here, meeting.FIRST_FREE, 1),
+        Instances(here, FIRST_FREE, 1),
         torch.ones(elements),
         even_cuts(elements, processes),
     )

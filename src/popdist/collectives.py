@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.run.instances import meeting
+from popengine.run.instances import this_process
 from popengine.run.instances.instance_sums import Instances, even_cuts
+from popengine.run.instances.meeting import Meeting
 from popengine.run.instances.tree_sums import Node
 
 from .environment import read
@@ -91,7 +92,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
     return values
 
 
-def _spread(here: meeting.Meeting, flat: Tensor, root: int) -> None:
+def _spread(here: Meeting, flat: Tensor, root: int) -> None:
     """The root deals out shares, and all pass theirs on: so that it need not send everything to everybody."""
     cuts = even_cuts(flat.numel(), here.size)
     shares = [flat[start:stop] for start, stop in pairwise(cuts)]
@@ -142,17 +143,17 @@ def barrier(what: str = "popdist.collectives.barrier()") -> None:
         here.agree(what)
 
 
-def _meet(here: meeting.Meeting, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
+def _meet(here: Meeting, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
     return here.meet(what, {"shape": shapes}, work)
 
 
-def _meeting() -> meeting.Meeting | None:
+def _meeting() -> Meeting | None:
     """The instances that take part; None: this one alone."""
     size = read().instances
     if size == 1:
         return None
-    everybody = meeting.of(size)
+    everybody = this_process.of(size)
     if _chosen is None or len(_chosen) == size:
         return everybody
     return everybody.among(_chosen) if len(_chosen) > 1 else None

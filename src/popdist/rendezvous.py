@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from popengine.errors import Error
-from popengine.run.instances import meeting
+from popengine.run.instances import this_process
+from popengine.run.instances.meeting import in_a_thread
 
 from .environment import Launch
 
@@ -28,11 +29,11 @@ def meet(launch: Launch) -> None:
         Error: no address, one in use, or not everybody came
     """
     if dist.is_initialized():
-        meeting.current()
+        this_process.current()
         return
     seconds = float(os.environ.get(TIMEOUT, "600"))
     address, port = _address()
-    outcome = meeting.in_a_thread(lambda: _meet(launch, address, port, seconds))
+    outcome = in_a_thread(lambda: _meet(launch, address, port, seconds))
     while True:
         try:
             store, error = outcome.get(timeout=_PATIENCE)
@@ -41,8 +42,8 @@ def meet(launch: Launch) -> None:
             continue
     if error is not None:
         raise error
-    meeting.open_with(store, launch.instance, launch.instances)
-    atexit.register(meeting.leave)
+    this_process.open_with(store, launch.instance, launch.instances)
+    atexit.register(this_process.leave)
 
 
 def _address() -> tuple[str, int]:

@@ -13,7 +13,7 @@ The list is what passes read and rewrite. The Python is made from it, and is wha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -102,12 +102,16 @@ class Piece:
         """Python that defines `piece(values)`; it empties the list, so that each tensor dies at its last use."""
         return self.written()
 
-    def written(self, after_each: str = "", alone: bool = False) -> str:
-        """The source, with a statement after each line of the body, and before the first. `alone`: it waits for nobody,
-        as if other replicas had the same values."""
+    def written(self, after: Callable[[int], str] = lambda line: "", alone: bool = False) -> str:
+        """The source.
+
+        Args:
+            after: what follows the line of the body with this number; -1: before the first
+            alone: it waits for nobody, as if other replicas had the same values
+        """
         head = self._head()
         body = [self._written(line, alone) for line in self.lines]
-        lines = [*head[:-1], *(line + after_each for line in [head[-1], *body])]
+        lines = [*head[:-1], *(line + after(place) for place, line in enumerate([head[-1], *body], -1))]
         return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
 
     def where(self, number: int) -> str:
@@ -120,7 +124,7 @@ class Piece:
         used = {*self.writes, *(name for line in self.lines for name in (*line.operands(), *line.dies))}
         unread = [name for name in self.reads if name not in used]
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
-        return [*head, "    values.clear()" + _forgotten(unread)]
+        return [*head, "    values.clear()" + forgotten(unread)]
 
     def _written(self, line: Line, alone: bool) -> str:
         if line.call == GETITEM:
@@ -134,10 +138,11 @@ class Piece:
             if line.draw is not None:
                 call, given = "draw", [call, "key", str(line.draw), *given]
             value = f"{call}({', '.join(given)})"
-        return f"    {line.name} = {value}{_forgotten(line.dies)}"
+        return f"    {line.name} = {value}{forgotten(line.dies)}"
 
 
-def _forgotten(names: Any) -> str:
+def forgotten(names: Any) -> str:
+    """A statement that lets values go."""
     return f"; {' = '.join([*names, 'None'])}" if names else ""
 
 

@@ -14,7 +14,7 @@ import training
 import popdist
 import poptorch
 from popdist.environment import Launch
-from popengine.run.instances import meeting
+from popengine.run.instances import connections
 from popengine.update.optimizer_rules import RULES
 
 
@@ -212,7 +212,7 @@ def test_an_interrupt_ends_the_wait_for_another_instance(tmp_path, where):
 
 
 def slow_in_the_middle(folder, iterations):
-    """Instance 1 is long within a step, while instance 0 waits for its gradients."""
+    """Instance 1 is long with its gradients, for which instance 0 waits."""
     popdist.init()
     executor, model, _ = training.executor(iterations=iterations)
     executor(*training.batch(0, iterations=iterations))
@@ -220,14 +220,14 @@ def slow_in_the_middle(folder, iterations):
     before = training.weights(model)
     if popdist.getInstanceIndex():
         work = executor._lease.engine._workers[0]
-        inner = work._updater.update
+        inner = work._add_up
 
         def slow(*args):
             while not (folder / "interrupted").exists():
                 time.sleep(0.05)
-            yield from inner(*args)
+            inner(*args)
 
-        work._updater.update = slow
+        work._add_up = slow
     else:
         (folder / "waits").touch()
     try:
@@ -237,7 +237,7 @@ def slow_in_the_middle(folder, iterations):
         executor(*again)  # both come again
         return training.weights(model)
     except poptorch.Error as error:
-        work._updater.update = inner
+        work._add_up = inner
         same = training.weights(model) == before
         executor(*again)
         return error.message, same, training.weights(model)
@@ -298,9 +298,9 @@ def test_an_interrupt_that_comes_to_one_instance_while_it_writes_its_update_undo
 
 def come_late(folder):
     popdist.init()
-    meeting.WARN_AFTER = 0.3
+    connections.WARN_AFTER = 0.3
     warnings = []
-    meeting.logger.warning = lambda text, *values: warnings.append(text % values)
+    connections.logger.warning = lambda text, *values: warnings.append(text % values)
     if popdist.getInstanceIndex():
         time.sleep(1.5)
     popdist.synchronize()

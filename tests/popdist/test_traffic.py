@@ -9,8 +9,9 @@ import torch
 import traffic
 
 import popdist
-from popengine.run.instances import meeting
+from popengine.run.instances import this_process
 from popengine.run.instances.instance_sums import Instances, even_cuts
+from popengine.run.instances.meeting import FIRST_FREE
 
 MB = 1 << 20
 
@@ -37,13 +38,13 @@ def test_replicas_that_are_no_whole_node_of_the_tree_cost_a_message_more_each():
 def counted(elements):
     """The messages that a real meeting is given, and its connections."""
     popdist.init()
-    here = meeting.of(popdist.getNumInstances())
+    here = this_process.of(popdist.getNumInstances())
     popdist.synchronize()
     sent = []
     send = here.send
     here.send = lambda value, other, tag: (sent.append(value.nbytes), send(value, other, tag))[1]
     flat = torch.ones(elements)
-    Instances(here, meeting.FIRST_FREE, 1).reduce([flat], even_cuts(elements, here.size), gathers=True)
+    Instances(here, FIRST_FREE, 1).reduce([flat], even_cuts(elements, here.size), gathers=True)
     assert flat.eq(here.size).all()
     connections = established()
     popdist.synchronize()  # nobody leaves before all have counted

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from popengine.run.instances.buckets import SIZE
 from popengine.run.instances.instance_sums import Instances, even_cuts
 
 
@@ -51,14 +52,17 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
     """What a sum costs the instance at `place`.
 
     Args:
-        elements: how many gradients there are of each dtype
+        elements: how many gradients there are of each dtype, which are in buckets of equal size
         replicas: in each instance
     """
     nobody = _NobodyThere(place, instances)
     sums = Instances(nobody, 0, replicas)
     for dtype, count in elements.items():
-        flats = [torch.empty(count, dtype=dtype, device="meta") for _ in range(sums.nodes)]
-        sums.reduce(flats, even_cuts(count, instances), gathers=True)
+        bucket = SIZE // dtype.itemsize
+        for start in range(0, count, bucket):
+            size = min(bucket, count - start)
+            flats = [torch.empty(size, dtype=dtype, device="meta") for _ in range(sums.nodes)]
+            sums.reduce(flats, even_cuts(size, instances), gathers=True)
     return nobody.traffic
 
 

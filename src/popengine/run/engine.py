@@ -27,9 +27,9 @@ from .drivers.driver import Driver
 from .drivers.leading_thread import Crew
 from .drivers.replays import Replays, say_why_not
 from .drivers.worker import Channels, Run, Stopped, Worker
-from .instances import meeting as meetings
+from .instances import this_process
 from .instances.agreement import Facts, of_a_plan, of_rates, of_weights
-from .instances.meeting import Broken, Left
+from .instances.connections import Broken, Left
 from .measure.recorder import Recorder
 from .state.alignment import aligned
 from .state.loaded_tensors import Tensors
@@ -63,7 +63,7 @@ class Engine(Tensors):
         device: Callable[[int], Device] | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
-        self._meeting = meetings.of(settings.counts.instances) if several else None
+        self._meeting = this_process.of(settings.counts.instances) if several else None
         if self._meeting is not None:
             self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
         super().__init__(plan, settings, weights, device or devices.of(settings.device))

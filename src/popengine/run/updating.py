@@ -22,6 +22,8 @@ from ..update.group_update import phases, takes_tensors
 from ..update.loss_scaling import Count, all_finite, count, next_factor
 from ..update.one_chunk import Prepare
 from .devices.base import Device
+from .instances.buckets import Bucket
+from .instances.exchange import Exchange
 from .instances.instance_sums import Instances
 from .instances.meeting import FIRST_FREE, Meeting
 from .instances.ordered_sums import (
@@ -69,6 +71,7 @@ class Updater:
         self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
         self._meeting = meeting
         self._instances: dict[tuple[int, ...], Instances] = {}
+        self.exchange = Exchange(self._sum_up)
         self._me = Owner(settings.counts.instance, replica)
         others = self._others(tuple(range(settings.counts.replicas)))
         self._shared = OverInstances(store.owner, settings, ipu, replica, others)
@@ -124,8 +127,7 @@ class Updater:
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
         scale = hyper.loss_scaling * store.loss_factor
-        for members, names in self._by_members(keys).items():
-            yield from self._reduce(names, members, give)
+        yield from self._reduce(keys, give)
         here = [name for name in keys if self._shared.is_here(name)]
         sums = [store.sums[name] for name in here]
         prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
@@ -279,14 +281,32 @@ class Updater:
         ]
         return phases(optimizer, rates, parts, prepare)
 
-    def _reduce(self, names: Sequence[str], members: tuple[int, ...], give: Give) -> Waits:
-        name, sums = ("sums", self.ipu, members), [self.store.sums[key] for key in names]
-        owners = [self._shared.owner(key) for key in names]
+    def _sum_up(self, number: int) -> None:
+        """Sum a bucket up over instances that have one replica each."""
+        bucket = self.store.buckets[number]
+        others = self._others(bucket.members)
+        assert others is not None
+        self._scale_down([bucket.flat])
+        others.sum_of_flats([bucket.flat], bucket.cuts)
+
+    def _reduce(self, keys: Sequence[str], give: Give) -> Waits:
+        if self.exchange.finish():
+            return
+        buckets: dict[tuple[int, ...], list[Bucket]] = {}
+        for bucket in self.store.buckets:
+            buckets.setdefault(bucket.members, []).append(bucket)
+        for members, names in self._by_members(keys).items():
+            mine = buckets.get(members, [])
+            sums = [bucket.flat for bucket in mine] or [self.store.sums[key] for key in names]
+            self._scale_down(sums)
+            name, others = ("sums", self.ipu, members), self._others(members)
+            yield from reduce_over_replicas(
+                sums, self.replica, members, name, give, others, [bucket.cuts for bucket in mine]
+            )
+
+    def _scale_down(self, sums: Sequence[Tensor]) -> None:
         if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
             average(sums, self.settings.counts.global_replicas)
-        yield from reduce_over_replicas(
-            sums, self.replica, members, name, give, self._others(members), owners
-        )
 
     def _others(self, members: tuple[int, ...]) -> Instances | None:
         """The way to the same replicas of other instances."""

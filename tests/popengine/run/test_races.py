@@ -71,7 +71,7 @@ def test_what_is_left_out_is_noticed(name, instead, plan, complaint, monkeypatch
 def test_sums_handed_on_without_a_copy_are_noticed(monkeypatch):
     """The replica that has added up the sums writes to its own again while others still read them."""
 
-    def reduce(sums, replica, members, name, give, instances=None, owners=()):
+    def reduce(sums, replica, members, name, give, instances=None, cuts=()):
         first, *others = members
         if replica == first:
             for other in others:

@@ -19,10 +19,13 @@ def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Co
     pieces = plan.partition.pieces
     if device.type != "cpu":
         gpu_operations.check(plan.partition, device)
-    if (
-        settings.backend == "inductor" and not settings.finite_checks
-    ):  # these look at each operation's results
+    if not is_eager(settings):
         from . import inductor  # it loads sympy, which takes longer than all of this package
 
         return inductor.load(plan.partition, device)
     return tuple(build(piece, device=device) for piece in pieces)
+
+
+def is_eager(settings: Settings) -> bool:
+    """Whether pieces run as their source is. (Finite checks look at each operation's results.)"""
+    return settings.backend != "inductor" or settings.finite_checks

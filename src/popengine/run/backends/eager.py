@@ -33,7 +33,7 @@ def build(
     piece: Piece,
     call: Callable[[Any], Callable[..., Any]] = direct,
     device: torch.device = CPU,
-    after_each: str = "",
+    after: Callable[[int], str] = lambda line: "",
     alone: bool = False,
     **more: Any,
 ) -> Code:
@@ -42,7 +42,7 @@ def build(
     Args:
         call: from an operation of torch.ops to what the source calls for it
         device: where what it reads is, and all that it makes
-        after_each: a statement after each line of its body, and before the first
+        after: a statement that follows the line of its body with this number; -1: before the first
         alone: it waits for no other replicas, as if they had the same values
         more: other names that its source may use
     """
@@ -53,7 +53,7 @@ def build(
         # Draws look at what they are given to draw.
         function = operation if is_drawn else _there(operation, call, device)
         names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.written(after_each, alone), _file(piece), "exec"), names)
+    exec(compile(piece.written(after, alone), _file(piece), "exec"), names)
     return names["piece"]
 
 

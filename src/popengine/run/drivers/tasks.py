@@ -4,7 +4,8 @@ Every driver runs these tasks, and nothing else says what waits for what. Where 
 place and not a core: two cores may work for the same ipu, on different micro-batches, as long as no result can
 tell. So a task is some successive instructions of one ipu on one micro-batch, and waits for no more than
     the values that it receives, and what its ipu has done on the same micro-batch before;
-    where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order;
+    where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order (and
+    where there are other instances, a piece may add up its gradients itself on the last micro-batch);
     where few micro-batches may be under way, the end of an earlier one;
     if it is an update: all that its ipu does in the step.
 Where each ipu is a lane of its own, it also waits for what its program has before it: so the schedule is kept.
@@ -50,7 +51,13 @@ class Task:
 
 
 def tasks(
-    plan: Plan, in_flight: int, *, adds_outputs: bool, in_order: bool, lanes: bool = False
+    plan: Plan,
+    in_flight: int,
+    *,
+    adds_outputs: bool,
+    in_order: bool,
+    lanes: bool = False,
+    hands_over: bool = False,
 ) -> list[Task]:
     """The tasks of a step in the order of its schedule: whoever takes tasks takes the first that is ready.
 
@@ -59,10 +66,11 @@ def tasks(
         adds_outputs: outputs are summed up
         in_order:     each piece sees micro-batches in their order, whatever it does
         lanes:        each ipu does one thing at a time, in the order of its program; else depth first
+        hands_over:   on the last micro-batch pieces add up their gradients themselves
     """
     found: list[Task] = []
     for ipu, program in plan.programs.items():
-        mine = _of_ipu(ipu, program, plan, adds_outputs, in_order)
+        mine = _of_ipu(ipu, program, plan, adds_outputs, in_order, hands_over)
         if lanes:
             for before, task in pairwise(mine):
                 task.after.append(before)
@@ -82,12 +90,19 @@ def timeline(found: Sequence[Task], costs: Sequence[float], devices: int | Seque
 
 
 def _of_ipu(
-    ipu: int, program: Sequence[Instruction], plan: Plan, adds_outputs: bool, in_order: bool
+    ipu: int,
+    program: Sequence[Instruction],
+    plan: Plan,
+    adds_outputs: bool,
+    in_order: bool,
+    hands_over: bool,
 ) -> list[Task]:
     """The tasks of one ipu, with what each of them waits for there."""
     pieces, micro_batches = plan.partition.pieces, plan.schedule.micro_batches
     keeper = _keepers(program, plan)
     waits_for_itself = [in_order or _shows(piece) for piece in pieces]
+    gradients = {r.name for r in plan.partition.signature.results if r.kind == "gradient"}
+    adds_up = {i for i, piece in enumerate(pieces) if hands_over and not gradients.isdisjoint(piece.writes)}
     mine: list[Task] = []
     moves: list[Task] = []  # of weights, at the start
     latest: dict[int, Task] = {}  # by micro-batch: its last computation
@@ -101,6 +116,8 @@ def _of_ipu(
             task.after += [latest[task.micro_batch]] if task.micro_batch in latest else moves
             waits = {keeper[name] for name in compute.held if name in keeper}
             if waits_for_itself[task.piece]:
+                waits.add(task.piece)
+            if task.piece in adds_up and task.micro_batch == micro_batches - 1:
                 waits.add(task.piece)
             task.after += [ended[piece] for piece in waits if piece in ended]
             latest[task.micro_batch] = ended[task.piece] = task
@@ -198,4 +215,5 @@ def tasks_of(plan: Plan, settings: Settings, threads: int, lanes: bool) -> list[
         adds_outputs="sum" in (settings.outputs, *(anchor.outputs for anchor in settings.anchors)),
         in_order=settings.finite_checks,
         lanes=lanes,
+        hands_over=settings.training and settings.counts.instances > 1,
     )

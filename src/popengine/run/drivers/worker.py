@@ -21,8 +21,10 @@ from popengine import ir
 from popengine.errors import Error, RunError
 from popengine.settings import Hyper, Settings
 
+from ..backends import is_eager
 from ..backends.eager import Code, user_line
 from ..devices.base import Device
+from ..instances.buckets import handing
 from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
@@ -185,7 +187,10 @@ class Worker:
             for anchor in settings.anchors
             if anchor.is_weight and homes.get(store.slot[anchor.key]) == ipu
         ]
-        self._freed = freed_at_once(plan.programs[ipu])
+        freed = freed_at_once(plan.programs[ipu])
+        self._freed = frozenset() if store.buckets else freed
+        hands_over = settings.counts.replicas == 1 and is_eager(settings) and not device.is_remote
+        self._handing = handing(plan, store.buckets, freed, self._hand_over) if hands_over else {}
         self._given = {slot.name for slot in plan.partition.signature.slots}
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
 
@@ -207,6 +212,7 @@ class Worker:
 
     def end(self) -> None:
         """The call is over, or has failed: let go of what was made in it."""
+        self._updater.exchange.give_up()
         self.frames.clear()
         self._prepared.forget()
         vars(self).pop("run", None)
@@ -277,11 +283,12 @@ class Worker:
             step, counts = self.run.first_step + self.step, self.settings.counts
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
+        code = self._code_for(instruction)
         if piece.gathers:
-            return self._computing(instruction, self._code[instruction.piece](values))
+            return self._computing(instruction, code(values))
         try:
             with self._checks():
-                made = self._code[instruction.piece](values)
+                made = code(values)
         except Exception as error:
             raise self._explained(error, piece, instruction.micro_batch) from error
         frame.update(zip(piece.writes, made, strict=True))
@@ -312,17 +319,38 @@ class Worker:
             "  the weights are as they were before the call; the executor can be called again"
         )
 
+    def _code_for(self, instruction: ir.Compute) -> Code:
+        if self._hands_over(instruction.micro_batch) and instruction.piece in self._handing:
+            return self._handing[instruction.piece]
+        return self._code[instruction.piece]
+
+    def _hands_over(self, micro_batch: int) -> bool:
+        """Whether pieces add up their gradients themselves. (A profile shows who waits for other instances.)"""
+        is_last = micro_batch == self.plan.schedule.micro_batches - 1
+        return is_last and bool(self._handing) and self.run.recorder is None
+
+    def _hand_over(self, number: int, gradients: Sequence[Tensor]) -> None:
+        """A piece has made the last gradients of a bucket."""
+        keys = [gradient.key for gradient in self.store.buckets[number].gradients]
+        self._add_up(keys, gradients, self.plan.schedule.micro_batches - 1)
+        self._updater.exchange.begin(number)
+
     def _accumulate(self, instruction: ir.Accumulate) -> None:
+        if self._hands_over(instruction.micro_batch):
+            return
         frame = self.frames[instruction.micro_batch]
         if instruction.micro_batch == 0 and self._remote is None:
             begin_sums(self.store.sums, instruction.keys, frame, instruction.names, self._freed)
-            return
-        gradients = [frame[name] for name in instruction.names]
-        sums = [self.store.sums[key] for key in instruction.keys]
-        if instruction.micro_batch == 0:
+        else:
+            gradients = [frame[name] for name in instruction.names]
+            self._add_up(instruction.keys, gradients, instruction.micro_batch)
+
+    def _add_up(self, keys: Sequence[str], gradients: Sequence[Tensor], micro_batch: int) -> None:
+        sums = [self.store.sums[key] for key in keys]
+        if micro_batch == 0:
             torch._foreach_copy_(sums, gradients)
         elif self.settings.reduction == "running":
-            take_in(sums, gradients, instruction.micro_batch + 1)
+            take_in(sums, gradients, micro_batch + 1)
         else:
             torch._foreach_add_(sums, gradients)
 

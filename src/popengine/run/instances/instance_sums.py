@@ -42,24 +42,30 @@ class Instances:
         """How many sums this instance's replicas come to, which the tree adds up only later."""
         return len(self._nodes[self.place])
 
-    def sum(self, nodes: Sequence[Node], owners: Sequence[int | None] = ()) -> None:
-        """Add up the nodes of all instances, into the first one's values; the others' are lost.
+    def sum(self, nodes: Sequence[Node]) -> None:
+        """Add up the nodes of all instances, into the first one's values; the others' are lost."""
+        values = nodes[0].values
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            chosen = [index for index, value in enumerate(values) if value.dtype == dtype]
+            flats = [_flat([node.values[i] for i in chosen]) for node in nodes]
+            self.sum_of_flats(flats)
+            _unflat(flats[0], [values[i] for i in chosen])
+
+    def sum_of_flats(self, flats: Sequence[Tensor], cuts: Sequence[int] | None = None) -> None:
+        """Add up the nodes of all instances, each 1-dimensional, into the first one; the others are lost.
 
         Args:
-            owners: for each value the instance that alone receives the sum, elsewhere the value is lost; None: all do
+            cuts: where the share begins of which each instance alone receives the sum, and the end; None: all receive
+                all of it
         """
-        values = nodes[0].values
-        for chosen, cuts in self._flats(values, owners or [None] * len(values)):
-            flats = [_flat([node.values[i] for i in chosen]) for node in nodes]
-            self.reduce(flats, cuts or even_cuts(flats[0].numel(), self.size), gathers=cuts is None)
-            here = [i for i in chosen if cuts is None or owners[i] == self.place]
-            start, stop = (0, None) if cuts is None else (cuts[self.place], cuts[self.place + 1])
-            _unflat(flats[0][start:stop], [values[i] for i in here])
+        here = [flat.cpu() for flat in flats]
+        self.reduce(here, cuts or even_cuts(here[0].numel(), self.size), gathers=cuts is None)
+        if here[0] is not flats[0]:
+            flats[0].copy_(here[0])
 
     def share(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Let each value be that of the instance that owns it, everywhere."""
         for chosen, cuts in self._flats(values, owners):
-            assert cuts is not None
             parts = [[values[i] for i in chosen if owners[i] == place] for place in range(self.size)]
             flat = torch.empty(cuts[-1], dtype=values[chosen[0]].dtype)
             if parts[self.place]:
@@ -69,18 +75,15 @@ class Instances:
                 _unflat(flat[cuts[other] : cuts[other + 1]], parts[other])
 
     def _flats(
-        self, values: Sequence[Tensor], owners: Sequence[int | None]
-    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        self, values: Sequence[Tensor], owners: Sequence[int]
+    ) -> Iterator[tuple[list[int], list[int]]]:
         """Which values travel together: those of one dtype, in the order of their owners. And where each owner's
-        share begins, and the end; None where there are no owners."""
+        share begins, and the end."""
         for dtype in dict.fromkeys(value.dtype for value in values):
             mine = [index for index, value in enumerate(values) if value.dtype == dtype]
-            if of_all := [index for index in mine if owners[index] is None]:
-                yield of_all, None
             shares = [[index for index in mine if owners[index] == place] for place in range(self.size)]
-            if any(shares):
-                sizes = [sum(values[index].numel() for index in share) for share in shares]
-                yield [index for share in shares for index in share], [0, *accumulate(sizes)]
+            sizes = [sum(values[index].numel() for index in share) for share in shares]
+            yield [index for share in shares for index in share], [0, *accumulate(sizes)]
 
     def reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> None:
         """Add up each instance's share there; `gathers`: then send it to all others.

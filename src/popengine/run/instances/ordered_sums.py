@@ -37,13 +37,13 @@ def reduce_over_replicas(
     name: Any,
     give: Give,
     instances: Instances | None = None,
-    owners: Sequence[int | None] = (),
+    cuts: Sequence[Sequence[int] | None] = (),
 ) -> Waits:
     """Replace each member's gradient sums by the total, which the first adds up in the order of a tree.
 
     Args:
-        instances: the way to the same members of other instances, whose sums are added, too
-        owners:    for each sum the instance that alone needs the total; None: all do
+        instances: the way to the same members of other instances, whose sums are added, too; sums are 1-dimensional
+        cuts:      where the share of a sum begins that each instance alone needs, and the end; None: it needs all
     """
     first, *others = members
     if replica == first:
@@ -53,7 +53,8 @@ def reduce_over_replicas(
         for place, other in enumerate(others, start + 1):
             add(nodes, Node(0, place, (yield name, other)))
         if instances is not None:
-            instances.sum(nodes, owners)
+            for index, share in enumerate(cuts):
+                instances.sum_of_flats([node.values[index] for node in nodes], share)
         else:
             total(nodes)
         # A copy: this replica writes to its sums again at once.

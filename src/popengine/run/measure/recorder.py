@@ -224,4 +224,4 @@ class _Ticks(threading.local):
 
 def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
     """The same pieces, reading the clock before their first line and after each."""
-    return {i: build(pieces[i], after_each="; tick()", tick=ticks.note) for i in codes}
+    return {i: build(pieces[i], after=lambda line: "; tick()", tick=ticks.note) for i in codes}

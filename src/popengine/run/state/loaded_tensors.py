@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
 from ..devices.base import Device
+from ..instances.buckets import buckets_of
 from .alignment import begins_well
 from .offloading import offloading_of
-from .state_owners import Owner, owners
+from .state_owners import Owner, owners, owning_instance
 from .store import Kept, Store
 
 
@@ -105,6 +107,15 @@ class Tensors:
                 store.states[key] = init_state(optimizer, weight)
                 if offloading is not None:
                     store.states[key] = offloading.on_host(weight, store.states[key])
+        if self.settings.counts.instances > 1:
+            store.buckets = buckets_of(
+                self.plan,
+                ipu,
+                store.sums,
+                lambda key: self.settings.members(key, replica),
+                partial(owning_instance, store.owner, self.settings),
+                self.settings.counts.instances,
+            )
 
     def _drafted(self, **changes: Any) -> Snapshot:
         """The drafts of all stores as a snapshot."""

@@ -51,6 +51,11 @@ def owners(elements: Mapping[str, int], settings: Settings, replica: int) -> dic
     return found
 
 
+def owning_instance(owner: Mapping[str, Owner], settings: Settings, key: str) -> int | None:
+    """The instance that alone needs the sum of a parameter's gradients; None: all do."""
+    return owner[key].instance if key in owner and key not in settings.replica_groups else None
+
+
 def pass_on(
     weights: Mapping[str, Tensor],
     owner: Mapping[str, Owner],
@@ -86,13 +91,8 @@ class OverInstances:
     ) -> None:
         self._to, self._ipu, self._replica = to, ipu, replica
         self._place, self._members = settings.counts.instance, range(settings.counts.replicas)
-        self._owner = {key: one.instance for key, one in owner.items() if key not in settings.replica_groups}
-        if to is None:
-            self._owner = {}
-
-    def owner(self, key: str) -> int | None:
-        """The instance that alone receives the sum of a parameter's gradients; None: all do."""
-        return self._owner.get(key)
+        found = {key: owning_instance(owner, settings, key) for key in owner}
+        self._owner = {key: one for key, one in found.items() if one is not None and to is not None}
 
     def is_here(self, key: str) -> bool:
         """Whether this instance receives it."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..devices.base import Device
+from ..instances.buckets import Bucket
 from .state_owners import Owner
 
 
@@ -45,6 +46,7 @@ class Store:
     def __init__(self, slots: Mapping[str, str], device: Device) -> None:
         self.slot = {key: name for name, key in slots.items()}  # canonical name -> slot name
         self.sums: dict[str, Tensor] = {}
+        self.buckets: list[Bucket] = []  # where there are other instances: the memory of the sums
         self.owner: dict[str, Owner] = {}  # of parameters whose state the replicas share: who has it
         self._device = device
         self._targets: dict[tuple[str, str], Tensor] = {}
