@@ -23,6 +23,7 @@ import torch
 from popengine import ir
 
 from ..instances.ordered_sums import AT_THE_END
+from ..state.buffer_chain import chains
 from .tasks import Task, tasks_of
 from .update_pool import UpdatePool
 from .worker import Run, Stopped, Worker
@@ -37,7 +38,7 @@ class _Node(NamedTuple):
     worker: Worker
     start: int  # its first instruction's place in the program of its ipu
     body: list[tuple[Callable[[Any], Any], Any]]
-    waits: bool  # maybe: an update does, and a piece that gathers values of other replicas
+    waits: bool  # maybe: an update does, and a piece that gathers values of replicas or is handed buffers
 
 
 class Driver:
@@ -82,11 +83,12 @@ class Driver:
         place = {id(task): index * replicas for index, task in enumerate(found)}
         size = len(found) * replicas
         nodes: list[Any] = [None] * size
+        chained = chains(plan, self._workers[0].settings)
         self._followers: list[list[int]] = [[] for _ in range(size)]
         self._waits_for = [0] * size
         for task in found:
             waits = isinstance(plan.programs[task.ipu][task.start], ir.Update) or (
-                task.piece >= 0 and plan.partition.pieces[task.piece].gathers > 0
+                task.piece >= 0 and (task.piece in chained or plan.partition.pieces[task.piece].gathers > 0)
             )
             for worker in of_ipu[task.ipu]:
                 node = place[id(task)] + worker.replica
@@ -112,6 +114,7 @@ class Driver:
         """All that a call computes, once every worker has begun it."""
         self._run = run
         run.share = self._share if self._sharing else None
+        run.offered = self._offered
         try:
             for step in range(run.steps):
                 for worker in self._workers:
@@ -237,6 +240,13 @@ class Driver:
             self._running -= 1
             self._resume()
             self._changed.notify_all()
+
+    def _offered(self) -> None:
+        """A task that goes on has put something into a channel."""
+        if self._paused:
+            with self._changed:
+                self._resume()
+                self._changed.notify_all()
 
     def _finished(self, node: int, is_done: bool) -> None:
         self._running -= 1

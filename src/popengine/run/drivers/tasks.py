@@ -4,8 +4,9 @@ Every driver runs these tasks, and nothing else says what waits for what. Where 
 place and not a core: two cores may work for the same ipu, on different micro-batches, as long as no result can
 tell. So a task is some successive instructions of one ipu on one micro-batch, and waits for no more than
     the values that it receives, and what its ipu has done on the same micro-batch before;
-    where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order (and
-    where there are other instances, a piece may add up its gradients itself on the last micro-batch);
+    where it adds to sums, or keeps or reads a buffer: the same of the micro-batch before, 0 + 1 + 2 in this order (but
+    buffers in a chain are waited for within a piece; and where there are other instances, a piece may add up its
+    gradients itself on the last micro-batch);
     where few micro-batches may be under way, the end of an earlier one;
     if it is an update: all that its ipu does in the step.
 Where each ipu is a lane of its own, it also waits for what its program has before it: so the schedule is kept.
@@ -13,7 +14,7 @@ Where each ipu is a lane of its own, it also waits for what its program has befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -34,6 +35,8 @@ from popengine.ir import (
 )
 from popengine.settings import Settings
 from popengine.virtual_time import Timeline, simulate
+
+from ..state.buffer_chain import chains
 
 _AT_ONCE = -1  # in place of a micro-batch: what frees memory, or others wait for
 
@@ -58,6 +61,7 @@ def tasks(
     in_order: bool,
     lanes: bool = False,
     hands_over: bool = False,
+    chained: Container[str] = (),
 ) -> list[Task]:
     """The tasks of a step in the order of its schedule: whoever takes tasks takes the first that is ready.
 
@@ -67,10 +71,11 @@ def tasks(
         in_order:     each piece sees micro-batches in their order, whatever it does
         lanes:        each ipu does one thing at a time, in the order of its program; else depth first
         hands_over:   on the last micro-batch pieces add up their gradients themselves
+        chained:      buffers that a piece waits for itself
     """
     found: list[Task] = []
     for ipu, program in plan.programs.items():
-        mine = _of_ipu(ipu, program, plan, adds_outputs, in_order, hands_over)
+        mine = _of_ipu(ipu, program, plan, adds_outputs, in_order, hands_over, chained)
         if lanes:
             for before, task in pairwise(mine):
                 task.after.append(before)
@@ -96,6 +101,7 @@ def _of_ipu(
     adds_outputs: bool,
     in_order: bool,
     hands_over: bool,
+    chained: Container[str],
 ) -> list[Task]:
     """The tasks of one ipu, with what each of them waits for there."""
     pieces, micro_batches = plan.partition.pieces, plan.schedule.micro_batches
@@ -114,7 +120,7 @@ def _of_ipu(
         if compute is not None:
             task.micro_batch, task.piece = compute.micro_batch, compute.piece
             task.after += [latest[task.micro_batch]] if task.micro_batch in latest else moves
-            waits = {keeper[name] for name in compute.held if name in keeper}
+            waits = {keeper[name] for name in compute.held if name in keeper and name not in chained}
             if waits_for_itself[task.piece]:
                 waits.add(task.piece)
             if task.piece in adds_up and task.micro_batch == micro_batches - 1:
@@ -216,4 +222,5 @@ def tasks_of(plan: Plan, settings: Settings, threads: int, lanes: bool) -> list[
         in_order=settings.finite_checks,
         lanes=lanes,
         hands_over=settings.training and settings.counts.instances > 1,
+        chained={name for chain in chains(plan, settings).values() for name in chain},
     )

@@ -29,6 +29,7 @@ from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_i
 from ..measure.float_exceptions import FiniteCheck
 from ..measure.recorder import Recorder
 from ..state.alignment import check
+from ..state.buffer_chain import chains, code_of
 from ..state.gradient_sums import begin_sums, freed_at_once
 from ..state.prepared_weights import Prepared
 from ..state.random_draws import mix
@@ -106,6 +107,7 @@ class Run:
     lose: Callable[[Run, BaseException], BaseException]  # what is kept: only a part of it was written
     name: str  # for messages
     share: Share | None = None  # of the driver, where an update's tasks may be done by all cores
+    offered: Callable[[], None] = lambda: None  # to the driver: somebody may go on
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None
     is_committed: bool = False  # the update writes to what is kept: nobody can give it up any more
@@ -166,6 +168,8 @@ class Worker:
         self.step = 0
         pieces = plan.partition.pieces
         self._code = {i: codes[i] for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
+        chained = {} if device.is_remote else chains(plan, settings)
+        self._chained = {i: code_of(pieces[i], chain) for i, chain in chained.items() if i in self._code}
         handlers: dict[type, Callable[[Any], Any]] = {
             ir.Load: self._load,
             ir.Receive: self._receive,
@@ -283,6 +287,8 @@ class Worker:
             step, counts = self.run.first_step + self.step, self.settings.counts
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
+        if instruction.piece in self._chained and self.run.recorder is None:
+            return self._handing_on(instruction, self._chained[instruction.piece](values))
         code = self._code_for(instruction)
         if piece.gathers:
             return self._computing(instruction, code(values))
@@ -309,6 +315,27 @@ class Worker:
                 raise self._explained(error, piece, instruction.micro_batch) from error
             place = (instruction.piece, name, instruction.micro_batch)
             gathered = yield from self._gathering(value, size, place, self.give)
+
+    def _handing_on(self, instruction: ir.Compute, code: Any) -> Generator[Any, Any, None]:
+        """Run a piece that is given buffers by the micro-batch before, and gives them to the next."""
+        piece, micro_batch = self.plan.partition.pieces[instruction.piece], instruction.micro_batch
+        asked = None
+        while True:
+            try:
+                name, value = code.send(asked)
+            except StopIteration as done:
+                self.frames[micro_batch].update(zip(piece.writes, done.value, strict=True))
+                return
+            except Exception as error:
+                raise self._explained(error, piece, micro_batch) from error
+            asked = None
+            if value is not None:
+                self.give(("buffer", name, self.replica, micro_batch), value)
+                self.run.offered()
+            elif micro_batch:
+                asked = yield "buffer", name, self.replica, micro_batch - 1
+            else:
+                asked = self.store.state[name]
 
     def _explained(self, error: Exception, piece: ir.Piece, micro_batch: int) -> Error:
         phase = "forward" if piece.phase == "F" else "backward"
