@@ -304,7 +304,7 @@ class Updater:
                 sums, self.replica, members, name, give, others, [bucket.cuts for bucket in mine]
             )
 
-    def _scale_down(self, sums: Sequence[Tensor]) -> None:
+    def _scale_down(self, sums: list[Tensor]) -> None:
         if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
             average(sums, self.settings.counts.global_replicas)
 

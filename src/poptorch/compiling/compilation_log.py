@@ -39,7 +39,8 @@ def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Call
     Args:
         passed: told, too
     """
-    left, since = list(_PASSES), time.perf_counter()
+    left: list[str] = list(_PASSES)
+    since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 

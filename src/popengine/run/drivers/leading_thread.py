@@ -57,6 +57,8 @@ class Crew:
                 torch.set_num_threads(self._driver.inside)
                 with torch.inference_mode():
                     self._perform(run)
+                if self._driver.inside > 1:
+                    let_go_of_team()
             except BaseException as error:  # whatever it is, the caller must hear of it
                 failure = error
             for worker in self._workers:
@@ -64,7 +66,5 @@ class Crew:
                     worker.end()
                 except BaseException as error:  # of a device that can't be used any more
                     failure = error
-            if self._driver.inside > 1:
-                let_go_of_team()
             run.end(failure)
             del run, failure

@@ -359,7 +359,7 @@ class Worker:
     def _hand_over(self, number: int, gradients: Sequence[Tensor]) -> None:
         """A piece has made the last gradients of a bucket."""
         keys = [gradient.key for gradient in self.store.buckets[number].gradients]
-        self._add_up(keys, gradients, self.plan.schedule.micro_batches - 1)
+        self._add_up(keys, list(gradients), self.plan.schedule.micro_batches - 1)
         self._updater.exchange.begin(number)
 
     def _accumulate(self, instruction: ir.Accumulate) -> None:
@@ -372,7 +372,7 @@ class Worker:
             gradients = [frame[name] for name in instruction.names]
             self._add_up(instruction.keys, gradients, instruction.micro_batch)
 
-    def _add_up(self, keys: Sequence[str], gradients: Sequence[Tensor], micro_batch: int) -> None:
+    def _add_up(self, keys: Sequence[str], gradients: list[Tensor], micro_batch: int) -> None:
         sums = [self.store.sums[key] for key in keys]
         if micro_batch == 0:
             torch._foreach_copy_(sums, gradients)
@@ -425,10 +425,10 @@ class Worker:
 
     def updating(self, instruction: ir.Update) -> Generator[Any, Any, None]:
         """The weight update; yields the name of each channel that it waits for, and is sent what came there."""
-        assert self.run.hyper is not None
-        key = mix(self.run.seed, self.run.first_step + self.step)
-        scale = self.run.hyper.loss_scaling * self.store.loss_factor
         run = self.run
+        assert run.hyper is not None
+        key = mix(run.seed, run.first_step + self.step)
+        scale = run.hyper.loss_scaling * self.store.loss_factor
         commit = partial(run.commit, run) if run.commit is not None else None
         if not (
             yield from self._updater.update(instruction.keys, run.hyper, key, self.give, run.share, commit)

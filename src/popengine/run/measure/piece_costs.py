@@ -99,7 +99,8 @@ def speedups(
         alone:         seconds of doing it once
     """
     count, began, found = max(1, round(_ROUND / alone)), perf_counter(), []
-    first(1), second(1)
+    first(1)
+    second(1)
     for _ in range(rounds):
         found.append(first(count) / second(count))
         if perf_counter() - began > _MOST:
