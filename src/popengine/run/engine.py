@@ -25,8 +25,9 @@ from .devices.base import Device
 from .drivers.device_worker import RemoteWorker
 from .drivers.driver import Driver
 from .drivers.leading_thread import Crew
+from .drivers.one_call import Channels, Run, Stopped
 from .drivers.replays import Replays, say_why_not
-from .drivers.worker import Channels, Run, Stopped, Worker
+from .drivers.worker import Worker
 from .instances import this_process
 from .instances.agreement import Facts, of_a_plan, of_rates, of_weights
 from .instances.connections import Broken, Left

@@ -15,7 +15,7 @@ from popengine.ir import Plan
 from popengine.settings import Settings
 
 from ..state.random_draws import MASK, mix
-from .worker import Run
+from .one_call import Run
 
 
 class Numbers:

@@ -24,9 +24,10 @@ from popengine import ir
 
 from ..instances.ordered_sums import AT_THE_END
 from ..state.buffer_chain import chains
+from .one_call import Run, Stopped
 from .tasks import Task, tasks_of
 from .update_pool import UpdatePool
-from .worker import Run, Stopped, Worker
+from .worker import Worker
 
 WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
 _JUDGED = 32  # tasks, after as many that warm up

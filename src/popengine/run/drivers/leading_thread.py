@@ -9,9 +9,10 @@ from queue import SimpleQueue
 import torch
 
 from .driver import Driver
+from .one_call import Run
 from .replays import Replays
 from .thread_teams import let_go_of_team
-from .worker import Run, Worker
+from .worker import Worker
 
 
 class Crew:

@@ -25,7 +25,8 @@ from popengine.update.group_update import reads_numbers, takes_tensors
 from ..state.random_draws import drawing_from
 from .call_generators import Numbers
 from .driver import Driver
-from .worker import Run, Stopped, Worker
+from .one_call import Run, Stopped
+from .worker import Worker
 
 logger = logging.getLogger("popengine")
 

@@ -7,10 +7,8 @@ What lives from step to step is in the `Store`. Workers meet only in channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
-from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from popengine import ir
 from popengine.errors import Error, RunError
-from popengine.settings import Hyper, Settings
+from popengine.settings import Settings
 
 from ..backends import is_eager
 from ..backends.eager import Code, user_line
@@ -27,119 +25,16 @@ from ..devices.base import Device
 from ..instances.buckets import handing
 from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
-from ..measure.recorder import Recorder
 from ..state.alignment import check
 from ..state.buffer_chain import chains, code_of
 from ..state.gradient_sums import begin_sums, freed_at_once
 from ..state.prepared_weights import Prepared
 from ..state.random_draws import mix
-from ..state.results import Results
 from ..state.store import Store
-from ..updating import Share, Updater
+from ..updating import Updater
+from .one_call import Run, Stopped
 
-_PATIENCE = 0.2  # seconds
 _MOMENTS = AFTER_OTHERS, AT_THE_END  # nothing comes
-
-
-class Stopped(Exception):
-    """Another worker failed; this one has nothing to report."""
-
-
-class Channels:
-    """What workers have given each other, by name, until it is taken. Nobody waits: tasks come in an order in which
-    all that they take is there."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
-        self._is_asked_to_stop = self._goes_on = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the call is given up: nothing more is computed."""
-        return self._is_asked_to_stop and not self._goes_on
-
-    def reset(self) -> None:
-        """A call starts: nothing has been given yet."""
-        if self.stopped:
-            raise Stopped
-        self._values.clear()
-
-    def put(self, name: Any, value: Any) -> None:
-        self._values[name] = value
-
-    def has(self, name: Any) -> bool:
-        """Whether there is something to take."""
-        return name == AFTER_OTHERS or name in self._values
-
-    def receive(self, name: Any) -> Any:
-        return self._values.pop(name)
-
-    def stop(self) -> None:
-        """Give the call up, if that can still be."""
-        self._is_asked_to_stop = True
-
-    def go_on(self, to_the_end: bool = True) -> None:
-        """From here on nobody can give the call up. Raises Stopped, where somebody has done so."""
-        self._goes_on = to_the_end  # first: so whoever asks now is either seen here, or not heard any more
-        if to_the_end and self._is_asked_to_stop:
-            self._goes_on = False
-            raise Stopped
-
-
-@dataclass
-class Run:
-    """One call: what the workers are given, and where they leave what they made."""
-
-    inputs: Sequence[Tensor]  # each [iterations, accumulation, groups, micro-batch, ...]
-    results: Results
-    hyper: Hyper | None
-    steps: int
-    first_step: int
-    seed: int
-    channels: Channels
-    recorder: Recorder | None
-    threads: int  # the caller's number for one operation, to be put back
-    keep: Callable[[Run], None]  # what the call has made, once all of it is done
-    tell: Callable[[Run, BaseException], None]  # at once of what fails, to whoever waits elsewhere
-    commit: (
-        Callable[[Run], None] | None
-    )  # before the update writes to what is kept; None: it writes elsewhere
-    lose: Callable[[Run, BaseException], BaseException]  # what is kept: only a part of it was written
-    name: str  # for messages
-    share: Share | None = None  # of the driver, where an update's tasks may be done by all cores
-    offered: Callable[[], None] = lambda: None  # to the driver: somebody may go on
-    overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
-    failure: BaseException | None = None
-    is_committed: bool = False  # the update writes to what is kept: nobody can give it up any more
-    is_written: bool = False  # and has done so
-    is_over: bool = False
-    _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It is done, or has failed: keep what was made, or leave no trace."""
-        is_stopped = error is not None and not self.is_written
-        if error is not None:
-            self.failure = None if isinstance(error, Stopped) else error
-            self.tell(self, error)
-        torch.set_num_threads(self.threads)
-        try:
-            if not is_stopped:
-                self.keep(self)
-            elif self.is_committed and error is not None:
-                self.failure = self.lose(self, error)
-            if self.recorder is not None:
-                self.recorder.end_call(self.steps, failed=is_stopped)
-        except BaseException as failure:  # the caller must hear of it
-            self.failure = self.failure or failure
-        finally:
-            self.is_over = True
-            self._over.put(None)
-
-    def wait(self) -> None:
-        """Wait until the crew has ended."""
-        while not self.is_over:
-            with suppress(Empty):  # an interrupt that comes without a signal wakes nobody who waits
-                self._over.get(timeout=_PATIENCE)
 
 
 class Worker:

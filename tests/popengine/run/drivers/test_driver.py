@@ -28,8 +28,8 @@ from popengine.run.devices.base import Device
 from popengine.run.drivers import driver
 from popengine.run.drivers.driver import Driver
 from popengine.run.drivers.leading_thread import Crew
+from popengine.run.drivers.one_call import Run
 from popengine.run.drivers.tasks import tasks, tasks_of, timeline
-from popengine.run.drivers.worker import Run
 from popengine.run.measure.recorder import Recorder
 from popengine.settings import Counts, Settings, StagePlan, Strategy
 

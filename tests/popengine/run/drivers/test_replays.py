@@ -11,7 +11,7 @@ from torch import nn
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.errors import RunError
-from popengine.run.drivers.worker import Run
+from popengine.run.drivers.one_call import Run
 from popengine.run.engine import Engine
 from popengine.run.measure.recorder import Recorder
 from popengine.settings import Anchor, Counts, Settings, Strategy
