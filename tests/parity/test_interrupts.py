@@ -7,6 +7,7 @@ import pytest
 import torch
 from interrupts import Interrupts
 from torch import nn
+from what_a_call_changes import same, state
 
 import poptorch
 
@@ -42,18 +43,6 @@ def trainer(iterations=2):
 
 
 X = torch.randn(2 * 3 * 2, 3, generator=torch.Generator().manual_seed(1))
-
-
-def state(executor):
-    """All that a call changes, as a program sees it."""
-    found = dict(executor.model.state_dict())
-    found |= executor._optimizer.state_dict()["ipu_state"] or {}
-    found["random state"] = torch.tensor(executor.rng_state)
-    return {name: value.clone() for name, value in found.items()}
-
-
-def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from what_a_call_changes import same, state
 
 import poptorch
 from popengine.errors import UnrecoverableError
@@ -60,18 +61,6 @@ def trainer(tied=False, replicas=1, scaling=False, sharded=False, **optimizer):
 def rows(executor):
     count = 3 * 2 * executor.options.replication_factor
     return torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
-
-
-def state(executor):
-    """All that a call changes, as a program sees it."""
-    found = dict(executor.model.state_dict())
-    found |= executor._optimizer.state_dict()["ipu_state"] or {}
-    found["random state"] = torch.tensor(executor.rng_state)
-    return {name: value.clone() for name, value in found.items()}
-
-
-def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture(params=[1, 2], ids=["one core", "two cores"])

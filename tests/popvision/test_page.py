@@ -7,7 +7,6 @@ import dataclasses
 import time
 from pathlib import Path
 
-import browser
 import pytest
 import test_runs
 from simulated import MS, simulated
@@ -15,18 +14,8 @@ from simulated import MS, simulated
 from popengine.profile import Profile, Track
 from popvision import html
 
-pytestmark = pytest.mark.skipif(
-    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
-)
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 VIEWS = ["headline", "trace", "memory", "operations", "host", "model", "compare"]
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    page = browser.Browser()
-    yield page
-    page.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ What it says is held against the profile's own tables. Screenshots lie in `build
 import dataclasses
 from pathlib import Path
 
-import browser
 import pytest
 import torch
 from simulated import MS, simulated
@@ -17,17 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import poptorch
 from popengine.profile import Profile, load
 
-pytestmark = pytest.mark.skipif(
-    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
-)
 LONG = "/home/somebody/programs/language/models/transformers/attention_layers.py:1234"
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    page = browser.Browser()
-    yield page
-    page.close()
 
 
 @pytest.fixture(scope="module")

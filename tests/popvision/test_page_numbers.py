@@ -4,23 +4,12 @@ import json
 import statistics
 from collections import defaultdict
 
-import browser
 import pytest
 import test_runs
 from test_page import cells
 
-pytestmark = pytest.mark.skipif(
-    browser.PROGRAM is None, reason="no Chromium here: apt-get install chromium (.ci/run does)"
-)
 UNITS = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 SAMPLES = 2 * 5 * test_runs.ROWS  # of a call
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    page = browser.Browser()
-    yield page
-    page.close()
 
 
 @pytest.fixture(scope="module")
