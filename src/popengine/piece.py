@@ -13,9 +13,10 @@ The list is what passes read and rewrite. The Python is made from it, and is wha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Phase = Literal["F", "B"]
@@ -102,16 +103,19 @@ class Piece:
         """Python that defines `piece(values)`; it empties the list, so that each tensor dies at its last use."""
         return self.written()
 
-    def written(self, after: Callable[[int], str] = lambda line: "", alone: bool = False) -> str:
+    def written(self, after: Mapping[int, str] = MappingProxyType({}), alone: bool = False) -> str:
         """The source.
 
         Args:
-            after: what follows the line of the body with this number; -1: before the first
+            after: statements that follow lines of the body, by their numbers; -1: before the first
             alone: it waits for nobody, as if other replicas had the same values
         """
         head = self._head()
         body = [self._written(line, alone) for line in self.lines]
-        lines = [*head[:-1], *(line + after(place) for place, line in enumerate([head[-1], *body], -1))]
+        lines = [
+            *head[:-1],
+            *(line + after.get(place, "") for place, line in enumerate([head[-1], *body], -1)),
+        ]
         return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
 
     def where(self, number: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,7 +21,8 @@ class Browser:
 
     def __init__(self, width: int = 1400, height: int = 1000) -> None:
         assert PROGRAM is not None
-        self._folder = tempfile.TemporaryDirectory()
+        # Chromium's helper processes may write for a moment after the first one has ended.
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         here_out, there_in = os.pipe()[::-1]
         here_in, there_out = os.pipe()
         command = [
@@ -42,6 +45,7 @@ class Browser:
             command,
             preexec_fn=with_pipes,
             close_fds=False,
+            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -125,5 +129,9 @@ class Browser:
         os.close(self._out)
         os.close(self._in)
         self._process.terminate()
-        self._process.wait(timeout=20)
+        try:
+            self._process.wait(timeout=20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._folder.cleanup()

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -110,9 +111,8 @@ class Engine(Tensors):
             inside = threads_inside(self.plan, self.settings, torch.get_num_threads())
             threads = torch.get_num_threads() // inside
             if self.settings.training and counts.instances > 1:
-                threads = max(
-                    threads, len(self._workers)
-                )  # each may wait for the other instances at the same time
+                # Each may wait for the other instances at the same time.
+                threads = max(threads, len(self._workers))
             cores = torch.get_num_threads()
             return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside, cores))
         is_one = len(places) == 1 and all(home.is_serial for home in homes)
@@ -249,7 +249,7 @@ class Engine(Tensors):
             facts["value"] = of_weights({k: v for k, v in self.read().items() if k in self._unconfirmed})
         return facts
 
-    @property
+    @cached_property
     def writes_in_place(self) -> bool:
         """Whether a call's update waits until nothing else is left, and then writes to what is kept.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def build(
     piece: Piece,
     call: Callable[[Any], Callable[..., Any]] = direct,
     device: torch.device = CPU,
-    after: Callable[[int], str] = lambda line: "",
+    after: Mapping[int, str] = MappingProxyType({}),
     alone: bool = False,
     **more: Any,
 ) -> Code:
@@ -42,7 +43,7 @@ def build(
     Args:
         call: from an operation of torch.ops to what the source calls for it
         device: where what it reads is, and all that it makes
-        after: a statement that follows the line of its body with this number; -1: before the first
+        after: statements that follow lines of its body, by their numbers; -1: before the first
         alone: it waits for no other replicas, as if they had the same values
         more: other names that its source may use
     """

@@ -67,9 +67,8 @@ class Driver:
         self._left = self._running = self._idle = 0
         self._failure: BaseException | None = None
         self._closed = False
-        self._sharing = (
-            cores if cores > 1 and settings.training and not lanes else 0
-        )  # cores that share an update
+        # Cores that share an update.
+        self._sharing = cores if cores > 1 and settings.training and not lanes else 0
         self._pool: UpdatePool | None = None  # there once a large update has been
         # Several instances wait for each other within updates, which so have to go on at the same time; and what is
         # started on a device takes as long there, however short it is here.

@@ -183,10 +183,10 @@ class Worker:
             replica = counts.instance * counts.replicas + self.replica
             values.append(mix(self.run.seed, step, instruction.micro_batch, replica))
         if instruction.piece in self._chained and self.run.recorder is None:
-            return self._handing_on(instruction, self._chained[instruction.piece](values))
+            return self._answering(instruction, self._chained[instruction.piece](values), self._handed_on)
         code = self._code_for(instruction)
         if piece.gathers:
-            return self._computing(instruction, code(values))
+            return self._answering(instruction, code(values), self._gathered)
         try:
             with self._checks():
                 made = code(values)
@@ -195,42 +195,42 @@ class Worker:
         frame.update(zip(piece.writes, made, strict=True))
         return None
 
-    def _computing(self, instruction: ir.Compute, code: Any) -> Generator[Any, Any, None]:
-        """Run a piece that waits for other replicas; yields the name of each channel that it waits for."""
-        piece = self.plan.partition.pieces[instruction.piece]
-        gathered = None
+    def _answering(
+        self, instruction: ir.Compute, code: Any, answer: Callable[..., Generator[Any, Any, Any]]
+    ) -> Generator[Any, Any, None]:
+        """Run a piece that asks others for values; yields the name of each channel that it waits for."""
+        piece, micro_batch = self.plan.partition.pieces[instruction.piece], instruction.micro_batch
+        given = None
         while True:
             try:
                 with self._checks():
-                    value, size, name = code.send(gathered)
-            except StopIteration as done:
-                self.frames[instruction.micro_batch].update(zip(piece.writes, done.value, strict=True))
-                return
-            except Exception as error:
-                raise self._explained(error, piece, instruction.micro_batch) from error
-            place = (instruction.piece, name, instruction.micro_batch)
-            gathered = yield from self._gathering(value, size, place, self.give)
-
-    def _handing_on(self, instruction: ir.Compute, code: Any) -> Generator[Any, Any, None]:
-        """Run a piece that is given buffers by the micro-batch before, and gives them to the next."""
-        piece, micro_batch = self.plan.partition.pieces[instruction.piece], instruction.micro_batch
-        asked = None
-        while True:
-            try:
-                name, value = code.send(asked)
+                    asked = code.send(given)
             except StopIteration as done:
                 self.frames[micro_batch].update(zip(piece.writes, done.value, strict=True))
                 return
             except Exception as error:
                 raise self._explained(error, piece, micro_batch) from error
-            asked = None
-            if value is not None:
-                self.give(("buffer", name, self.replica, micro_batch), value)
-                self.run.offered()
-            elif micro_batch:
-                asked = yield "buffer", name, self.replica, micro_batch - 1
-            else:
-                asked = self.store.state[name]
+            given = yield from answer(instruction, *asked)
+
+    def _gathered(
+        self, instruction: ir.Compute, value: Tensor, size: int, name: str
+    ) -> Generator[Any, Any, Tensor]:
+        """The values of all replicas of a group: [replicas, ...]."""
+        place = (instruction.piece, name, instruction.micro_batch)
+        return (yield from self._gathering(value, size, place, self.give))
+
+    def _handed_on(
+        self, instruction: ir.Compute, name: str, value: Tensor | None
+    ) -> Generator[Any, Any, Tensor | None]:
+        """A buffer as the micro-batch before left it; or nothing, after giving its next value to the next one."""
+        micro_batch = instruction.micro_batch
+        if value is not None:
+            self.give(("buffer", name, self.replica, micro_batch), value)
+            self.run.offered()
+            return None
+        if micro_batch:
+            return (yield "buffer", name, self.replica, micro_batch - 1)
+        return self.store.state[name]
 
     def _explained(self, error: Exception, piece: ir.Piece, micro_batch: int) -> Error:
         phase = "forward" if piece.phase == "F" else "backward"

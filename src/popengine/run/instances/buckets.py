@@ -156,10 +156,6 @@ def handing(
         call = f"; hand_over({number}, ({', '.join(names)},))" + forgotten(sorted(dying))
         after[bucket.complete] = after.get(bucket.complete, "") + call
     return {
-        piece: build(
-            plan.partition.pieces[piece],
-            after=lambda line, after=after: after.get(line, ""),
-            hand_over=hand_over,
-        )
+        piece: build(plan.partition.pieces[piece], after=after, hand_over=hand_over)
         for piece, after in calls.items()
     }

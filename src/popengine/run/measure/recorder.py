@@ -224,4 +224,5 @@ class _Ticks(threading.local):
 
 def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
     """The same pieces, reading the clock before their first line and after each."""
-    return {i: build(pieces[i], after=lambda line: "; tick()", tick=ticks.note) for i in codes}
+    everywhere = {i: dict.fromkeys(range(-1, len(pieces[i].lines)), "; tick()") for i in codes}
+    return {i: build(pieces[i], after=after, tick=ticks.note) for i, after in everywhere.items()}

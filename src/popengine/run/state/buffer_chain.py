@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popengine.ir import Compute, Keep, Piece, Plan
+from popengine.ir import Piece, Plan
 from popengine.settings import Settings
 
 from ..backends import is_eager
@@ -16,29 +16,22 @@ from ..backends.eager import Code, build
 Chain = Mapping[str, str]  # from a buffer's name in a piece to that of its next value
 
 
-def chains(plan: Plan, settings: Settings) -> dict[int, Chain]:
+def chains(plan: Plan, settings: Settings) -> Mapping[int, Chain]:
     """Of each piece the buffers that it alone reads and changes."""
     if not settings.training or not is_eager(settings) or settings.finite_checks:
         return {}
-    slots = {slot.key: slot.name for slot in plan.partition.signature.slots if slot.role == "buffer"}
-    changed: dict[int, dict[str, str]] = {}
-    readers: dict[str, set[int]] = {}
-    for program in plan.programs.values():
-        piece = -1
-        for instruction in program:
-            if isinstance(instruction, Compute):
-                piece = instruction.piece
-                for name in instruction.held:
-                    readers.setdefault(name, set()).add(piece)
-            elif isinstance(instruction, Keep):
-                new = zip(instruction.keys, instruction.names, strict=True)
-                changed.setdefault(piece, {}).update((slots[key], name) for key, name in new)
-    pieces, found = plan.partition.pieces, {}
-    for piece, names in changed.items():
-        made = {line.name for line in pieces[piece].lines}
-        chain = {old: new for old, new in names.items() if readers.get(old) == {piece} and new in made}
-        if chain and not pieces[piece].gathers:
-            found[piece] = chain
+    signature, pieces = plan.partition.signature, plan.partition.pieces
+    slots = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
+    changed = {slots[result.key]: result.name for result in signature.results if result.kind == "buffer"}
+    readers: dict[str, list[int]] = {name: [] for name in changed}
+    for number, piece in enumerate(pieces):
+        for name in readers.keys() & piece.reads:
+            readers[name].append(number)
+    found: dict[int, dict[str, str]] = {}
+    for old, new in changed.items():
+        for number in readers[old] if len(readers[old]) == 1 else ():
+            if not pieces[number].gathers and any(line.name == new for line in pieces[number].lines):
+                found.setdefault(number, {})[old] = new
     return found
 
 
@@ -55,4 +48,4 @@ def code_of(piece: Piece, chain: Chain) -> Code:
                 after[place - 1] = after.get(place - 1, "") + f"; {name} = yield {name!r}, None"
         if line.name in old:
             after[place] = after.get(place, "") + f"; yield {old[line.name]!r}, {line.name}"
-    return build(piece, after=lambda line: after.get(line, ""))
+    return build(piece, after=after)

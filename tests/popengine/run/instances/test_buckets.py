@@ -84,9 +84,7 @@ def test_a_gradient_of_two_parameters_is_kept_for_the_second(monkeypatch):
     (old,) = second.gradients
     twin = replace(second, gradients=(old._replace(name=first.gradients[0].name),))
     source = {}
-    monkeypatch.setattr(
-        buckets, "build", lambda piece, after, hand_over: source.update(enumerate(map(after, range(99))))
-    )
+    monkeypatch.setattr(buckets, "build", lambda piece, after, hand_over: source.update(after))
     buckets.handing(plan, [first, twin], frozenset({first.gradients[0].name}), lambda number, gradients: None)
     assert "None" not in source[first.complete] and source[second.complete].endswith("= None")
 
