@@ -161,8 +161,8 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Per phase and `by` ("block", "where": a line of the program, or "kind"): all of the detailed step, but for
-    `calls`, its micro-batches. `stage` and `ipu` are -1 where a row has several; blocks are told apart by stage."""
+    """Per phase and `by` ("block", "module", "where": a line of the program, or "kind"): all of the detailed step, but
+    for `calls`, its micro-batches. `stage` and `ipu` are -1 where a row has several; blocks are told apart by stage."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)

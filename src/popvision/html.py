@@ -86,7 +86,7 @@ def described(profile: Profile) -> dict[str, Any]:
             "warnings": sentences(profile, found),
             "stages_say": of_stages(found),
         },
-        "groups": {by: grouped_rows(profile, by) for by in ("block", "where", "kind")},
+        "groups": {by: grouped_rows(profile, by) for by in ("block", "module", "where", "kind")},
         "curves": {
             str(ipu): [number for point in curve(profile, ipu) for number in point]
             for ipu in detailed(profile)

@@ -17,6 +17,7 @@ import poptorch
 from popengine.profile import Profile, load
 
 LONG = "/home/somebody/programs/language/models/transformers/attention_layers.py:1234"
+LONG_KIND = "scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +25,9 @@ def profile() -> Profile:
     costs = {0: 3 * MS, 1: MS, 2: 2 * MS, 3: MS}
     found = simulated(4, 12, cost=lambda phase, stage: costs[stage], blocks=("A, B", "C", "D", "E"))
     operations = tuple(
-        operation._replace(where=LONG, kind="scaled_dot_product_flash_attention_for_cpu_backward")
+        operation._replace(where=LONG, kind=LONG_KIND, module="language.encoder.layers.1.attention.product")
         if operation.block == "D"
-        else operation
+        else operation._replace(module="language.decoder")
         for operation in found.operations
     )
     facts = {**found.facts, "strategy": "PipelinedExecution", "optimizer": "adamw, 10 parameters in 2 groups"}
@@ -142,8 +143,11 @@ def test_the_line_of_an_operation_is_read_without_scrolling(chromium, report, wi
     assert all(left >= 0 and right <= width for left, right, *_ in places)
 
 
-@pytest.mark.parametrize("name, by, column", [("line", "where", "line"), ("kind", "kind", "operation")])
-def test_operations_are_summed_by_line_and_by_kind(chromium, report, profile, name, by, column):
+GROUPS = [("line", "where", "line"), ("module", "module", "module"), ("kind", "kind", "operation")]
+
+
+@pytest.mark.parametrize("name, by, column", GROUPS)
+def test_operations_are_summed_by_line_module_and_kind(chromium, report, profile, name, by, column):
     chromium.open(report, f"operations?rows={name}")
     sums: dict[tuple[str, str], int] = {}
     for row in profile.operations:

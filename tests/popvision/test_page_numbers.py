@@ -70,16 +70,40 @@ def test_the_bubble_is_the_share_of_time_in_which_ipus_waited(chromium, folder, 
     assert float(shown.rstrip("% ")) == pytest.approx(100 * (1 - busy / length), abs=1)
 
 
-def test_operations_cost_what_their_lines_were_timed_at(chromium, folder, raw):
-    chromium.open(folder / "report.html", "operations?rows=kind")
+MODULES = {"": "the model itself", "?": "not known"}
+GROUPS = {  # by what the page groups: the heading and the words of a row
+    "kind": ("operation", lambda row: row["kind"]),
+    "module": ("module", lambda row: MODULES.get(row["module"], row["module"])),
+    "line": ("line", lambda row: "/".join(row["where"].split("/")[-2:])),
+}
+
+
+@pytest.mark.parametrize("by", GROUPS)
+def test_operations_are_summed_over_what_was_timed(chromium, folder, raw, by):
+    chromium.open(folder / "report.html", f"operations?rows={by}")
+    heading, name = GROUPS[by]
     sums = defaultdict(float)
     for row in raw["operations"]:
-        sums[row["kind"], raw["pieces"][row["piece"]]["phase"]] += row["ns"]
-    names = cells(chromium, "operation", "by-kind")
-    phases = [word[0].upper() for word in cells(chromium, "phase", "by-kind")]
-    times = [number(cell) for cell in cells(chromium, "time", "by-kind")]
+        sums[name(row), raw["pieces"][row["piece"]]["phase"]] += row["ns"]
+    names = cells(chromium, heading, f"by-{by}")
+    phases = [word[0].upper() for word in cells(chromium, "phase", f"by-{by}")]
+    times = [number(cell) for cell in cells(chromium, "time", f"by-{by}")]
     shown = dict(zip(zip(names, phases, strict=True), times, strict=True))
     assert shown == {key: pytest.approx(ns, rel=0.01, abs=1) for key, ns in sums.items()}
+    assert times == sorted(times, reverse=True)
+    if by == "module":  # each layer has its product, and its row in both phases
+        assert {(f"layers.{i}", phase) for i in range(3) for phase in "FB"} < set(shown)
+
+
+def test_what_a_search_finds_is_summed(chromium, folder, raw):
+    chromium.open(folder / "report.html", "operations?search=layers.1+forward")
+    found = [row["ns"] for row in raw["operations"] if (row["module"], row["piece"]) == ("layers.1", 1)]
+    (said,) = chromium.value("[...document.querySelectorAll('.tools [aria-live]')].map(e => e.innerText)")
+    count, _, time = said.partition(": ")
+    whole = sum(row["ns"] for row in raw["operations"])
+    assert count == f"{len(found)} of {len(raw['operations'])}"
+    assert number(time.split(", ")[0]) == pytest.approx(sum(found), rel=0.01)
+    assert time.split(", ")[1] == f"{100 * sum(found) / whole:.1f}%"
 
 
 def test_memory_is_what_lives_on_each_ipu(chromium, folder, raw):

@@ -24,6 +24,7 @@ from .recording.functional import as_graph
 from .recording.known_values import CaptureRecorder, explained
 from .recording.leftovers import Attributes
 from .recording.loss_finder import LossFinder, final_loss
+from .recording.module_paths import module_paths
 from .recording.standins import StandIns
 from .rewriting.mixed_types import MixedPrecision
 
@@ -72,7 +73,7 @@ def capture(
     random = torch.get_rng_state()
     try:
         with _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
-            with adoption(stand_ins), LossFinder(state), MixedPrecision():
+            with adoption(stand_ins), module_paths(module, state), LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
             gradients = _gradients(state, stand_ins, scale) if training else {}
     finally:

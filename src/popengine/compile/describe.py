@@ -76,7 +76,8 @@ class Description:
         title = visits[block].name if block is not None and block >= 0 else None
         moved = sum(self._bytes([*dict.fromkeys(line.operands()), line.name]))
         title = title or self._stage_name(piece)
-        return Operation(piece, line.name, kind, title, line.where, 0, 0, _flops(node), moved, live)
+        module = node.meta.get("module", "?")
+        return Operation(piece, line.name, kind, title, line.where, 0, 0, _flops(node), moved, live, module)
 
     def _stage_name(self, piece: int) -> str:
         return self.partition.names[self.partition.pieces[piece].stage]

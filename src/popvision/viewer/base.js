@@ -85,6 +85,12 @@ const inkOn = remembered((colour) => {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff"; // where both contrasts of WCAG are equal
 });
 
+/** Whether a text has all words of a query. A word that ends in a digit is a whole number: "stage1" isn't "stage12". */
+function matcher(query) {
+  const words = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => new RegExp(word.replace(/[^\w\s]/g, "\\$&") + (/\d$/.test(word) ? "(?!\\d)" : "")));
+  return (text) => words.every((word) => word.test(text));
+}
+
 function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }

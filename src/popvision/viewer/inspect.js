@@ -47,14 +47,13 @@ function laneName(trace, lane) {
 
 // ---- search
 
-/** Whether an event has all words. A word that ends in a digit is a whole one: "batch1" isn't "batch12". */
+/** Whether an event has all words; nothing where there are none. */
 function wantedBy(trace, query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => (/\d$/.test(word) ? `${word} ` : word));
-  if (!words.length) return null;
-  const matches = remembered((id, batch, ipu, replica) => {
+  if (!query.trim()) return null;
+  const found = matcher(query), matches = remembered((id, batch, ipu, replica) => {
     const part = trace.parts[id];
-    const text = `${part.kind} ${WORDS[part.kind]} ${PHASES[part.phase] || ""} stage${part.stage} batch${batch} ipu${ipu} replica${replica} ${trace.profile.stages[part.stage] || ""} `.toLowerCase().replaceAll(",", " ");
-    return words.every((word) => text.includes(word));
+    const text = `${part.kind} ${WORDS[part.kind]} ${PHASES[part.phase] || ""} stage${part.stage} batch${batch} ipu${ipu} replica${replica} ${trace.profile.stages[part.stage] || ""}`.toLowerCase();
+    return found(text);
   });
   return (lane, i) => matches(lane.part[i], lane.batch[i], lane.ipu, lane.replica);
 }

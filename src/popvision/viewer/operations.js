@@ -1,7 +1,7 @@
 // Operations and blocks: what each costs; a table that sorts, searches and leads to the trace.
 
-/** A table whose headers sort. `columns`: name, value(row) to sort by, cell(row) to show, right-aligned. */
-function sortable(columns, data, { sort, onrow = null, id }) {
+/** A table whose headers sort. `columns`: name, value(row) to sort by, cell(row) to show, right-aligned; `sum(rows)`: what to say of those that were found. */
+function sortable(columns, data, { sort, onrow = null, id, sum = () => "" }) {
   let by = sort, down = true, shown = 300, query = "";
   const body = make("tbody"), count = make("span", { class: "hint", "aria-live": "polite" });
   const heads = columns.map((column, i) => make("th", { class: column.right ? "right" : "", scope: "col" },
@@ -9,12 +9,11 @@ function sortable(columns, data, { sort, onrow = null, id }) {
   const more = make("button", { type: "button", class: "plain", onclick: () => { shown += 1000; fill(); } }, "Show more");
   function fill() {
     heads.forEach((head, i) => (i === by ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
-    const wanted = query.toLowerCase().split(/\s+/).filter(Boolean);
-    const chosen = data.filter((row) => wanted.every((word) => row.search.includes(word)));
+    const wanted = matcher(query), chosen = data.filter((row) => wanted(row.search));
     chosen.sort((a, b) => { const x = columns[by].value(a), y = columns[by].value(b); return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); });
     body.replaceChildren(...chosen.slice(0, shown).map((row) => make("tr", onrow ? { class: "link", tabindex: "0", onclick: () => onrow(row), onkeydown: (event) => { if (event.key === "Enter") onrow(row); } } : {},
       columns.map((column) => make("td", { class: `${column.right ? "right" : ""} ${column.class || ""}`, title: column.class === "where" ? row.where : null }, column.cell(row))))));
-    count.textContent = `${chosen.length} of ${data.length}`;
+    count.textContent = `${chosen.length} of ${data.length}${sum(chosen)}`;
     more.hidden = chosen.length <= shown;
   }
   fill();
@@ -22,9 +21,14 @@ function sortable(columns, data, { sort, onrow = null, id }) {
   return { element: make("div", {}, table, more), count, search(text) { query = text; fill(); } };
 }
 
-/** A long name that may end its line after its strokes. */
+/** A module as named_modules names it. */
+function moduleName({ module }) {
+  return module === "?" ? "not known" : module || "the model itself";
+}
+
+/** A long name that may end its line after its strokes and dots. */
 function breakable(text) {
-  return text.split(/(?<=[/_])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+  return text.split(/(?<=[/_.])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
 }
 
 function operationsView(entry, page) {
@@ -34,14 +38,15 @@ function operationsView(entry, page) {
   const whole = operations.reduce((sum, operation) => sum + operation.ns, 0) || 1;
   const data = operations.filter((operation) => operation.calls).map((operation) => {
     const piece = pieces[operation.piece];
-    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
+    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
   });
-  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${by === "module" ? moduleName(row) : row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
   const several = (number) => (number < 0 ? "several" : String(number));
   const dot = (row) => make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } });
   const columns = {
     kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => breakable(row.kind) },
     block: { name: "block", value: (row) => row.block, cell: (row) => [dot(row), row.block] },
+    module: { name: "module", class: "module", value: (row) => row.module, cell: (row) => breakable(moduleName(row)) },
     where: { name: "line", class: "where", value: (row) => row.where, cell: (row) => breakable(row.where.split("/").slice(-2).join("/")) },
   };
   const common = [
@@ -58,12 +63,13 @@ function operationsView(entry, page) {
     { name: "FLOP/s", right: true, value: (row) => row.flops * row.calls / (row.ns || 1), cell: (row) => (row.flops ? units.count((1e9 * row.flops * row.calls) / (row.ns || 1)) : "–") },
     { name: "bytes", right: true, value: (row) => row.bytes, cell: (row) => (row.bytes ? units.bytes(Math.round(row.bytes)) : "–") },
   ];
+  const together = (found) => { const ns = found.reduce((sum, row) => sum + row.ns, 0); return `: ${units.time(ns)}, ${units.share(ns / whole)}`; };
   const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
-  const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id }); };
-  const ways = { operation: table("operations", [columns.kind, columns.where], data, [columns.block]) };
-  for (const [name, by] of [["block", "block"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
+  const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id, sum: together }); };
+  const ways = { operation: table("operations", [columns.kind, columns.where], data, [columns.block, columns.module]) };
+  for (const [name, by] of [["block", "block"], ["module", "module"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
-  const search = make("input", { type: "search", placeholder: "Search operation, block, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
+  const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
   function show(name) {
     const way = ways[name] || ways.operation;
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);

@@ -1,11 +1,14 @@
 """What capture writes down of a forward, and how it functionalizes it."""
 
+import contextlib
+
 import pytest
 import torch
 from engine_models import Net, enter, graph_of, net
 from torch import nn
 from torch.nn import functional
 
+import poptorch
 from popengine.compile.capture import capture
 from popengine.compile.recording.current_capture import current
 from popengine.errors import CaptureError
@@ -57,6 +60,42 @@ def test_a_backward_node_has_the_block_of_its_forward():
     ]
     assert set(blocks) - {-1} == {1, 2, 3, 4}
     assert blocks.index(4) < blocks.index(3) < blocks.index(2) < blocks.index(1)
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise RuntimeError
+
+
+class Branches(nn.Module):
+    """A module that runs twice, one that fails, one without a name, and operations of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.fails = Fails()
+        self.unnamed = [nn.Sigmoid()]
+
+    def forward(self, x):
+        with contextlib.suppress(RuntimeError):
+            self.fails(x)
+        x = self.unnamed[0](self.inner(self.inner(x))).exp()
+        return poptorch.identity_loss(x, "mean")
+
+
+def test_each_node_has_the_module_that_it_comes_from_and_the_backward_that_of_its_forward():
+    model, before = Branches(), nn.Module.__call__
+    graph = capture(model, lambda inputs: [model(*inputs)], [torch.zeros(2, 3)], training=True)
+    assert nn.Module.__call__ is before
+    found = {"F": {}, "B": {}}
+    for node in calls(graph):
+        found[node.meta["phase"]].setdefault(str(node.target).split(".")[1], set()).add(node.meta["module"])
+    assert found["F"] == {
+        **{"addmm": {"inner.0"}, "t": {"inner.0"}, "tanh": {"inner.1"}},
+        **{"sigmoid": {""}, "exp": {""}, "mean": {""}},
+    }
+    backward = ("tanh_backward", "mm", "sigmoid_backward")
+    assert [found["B"][name] for name in backward] == [{"inner.1"}, {"inner.0"}, {""}]
 
 
 def test_a_tied_weight_has_one_slot():

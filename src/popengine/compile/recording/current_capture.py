@@ -83,9 +83,10 @@ class Capture:
     # For the host, after each call: see `poptorch.annotating.notes`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
     # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
-    # entry into a block, `lines` those of each operation: so a backward node finds its block and line.
+    # entry into a block, `lines` those of each operation: so a backward node finds its block, line and module.
     starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    lines: list[tuple[int, str]] = field(default_factory=list)
+    lines: list[tuple[int, str, str]] = field(default_factory=list)
+    module: str = ""  # the one that runs, as `named_modules` names it
     # What scopes in the user's code say about the operations inside; recorded in the nodes of the forward.
     scopes: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -146,16 +147,17 @@ class Capture:
                     f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
                     "  fix: move it into a block, or open the next one before it"
                 )
-            self.lines.append((torch.autograd._get_sequence_nr(), where))  # pyright: ignore
-            return {"phase": "F", "block": self.block, "where": where, **self._annotations(func)}
+            self.lines.append((torch.autograd._get_sequence_nr(), where, self.module))  # pyright: ignore
+            place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
+            return {**place, **self._annotations(func)}
         node = torch._C._current_autograd_node()
         if node is None:  # the sum of two gradients: autograd's own
-            return {"phase": "B", "block": None, "where": "?"}
+            return {"phase": "B", "block": None, "where": "?", "module": "?"}
         number = node._sequence_nr()
         block = self.starts[bisect.bisect_right(self.starts, number, key=lambda start: start[0]) - 1][1]
         line = bisect.bisect_right(self.lines, number, key=lambda line: line[0])
-        where = self.lines[min(line, len(self.lines) - 1)][1] if self.lines else "?"
-        return {"phase": "B", "block": block, "where": where}
+        _, where, module = self.lines[min(line, len(self.lines) - 1)] if self.lines else (0, "?", "?")
+        return {"phase": "B", "block": block, "where": where, "module": module}
 
     def _annotations(self, func: Any) -> dict[str, Any]:
         meta: dict[str, Any] = {}

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from popengine.errors import CaptureError
 from popengine.ir import Graph, Key, Result, Slot, Visit
 
-from .graph_recorder import Recorder
+from .graph_recorder import PLACE, Recorder
 
 aten = torch.ops.aten
 # Of a node's meta, when it's replayed.
-_KEPT = ("phase", "block", "where", "scope", "attributes", "group", "numbers")
+_KEPT = (*PLACE, "scope", "attributes", "group", "numbers")
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 

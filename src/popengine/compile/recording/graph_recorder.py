@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
+PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
 
 # Operations that update running statistics in place without saying so in their schema.
 _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}

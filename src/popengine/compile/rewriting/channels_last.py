@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from popengine.ir import Graph
 
 from ..recording.functional import drop_what_does_nothing
-from ..recording.graph_recorder import Recorder
+from ..recording.graph_recorder import PLACE, Recorder
 
 aten = torch.ops.aten
 _OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # the first so many arguments
@@ -39,7 +39,7 @@ def in_channels_last(graph: Graph) -> Graph:
 
     def meta(func: Any) -> dict[str, Any]:
         # What else a node says is of itself.
-        only = () if func is replayed.target else ("phase", "block", "where")
+        only = () if func is replayed.target else PLACE
         known = replayed.meta.items()
         return {
             name: value for name, value in known if name in only or (not only and name not in ("val", "draw"))

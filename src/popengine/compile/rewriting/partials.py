@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from popengine.ir import Graph
 
+from ..recording.graph_recorder import PLACE
 from ..stage_memory import memory_of
 
 aten = torch.ops.aten
@@ -28,7 +29,6 @@ PRODUCTS = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-_PLACE = ("phase", "block", "where")  # of a node's meta
 Choice = Callable[[Any, torch.dtype], bool]
 
 
@@ -70,7 +70,7 @@ class _Copies:
         """A copy that stands before its first user; where a value views another one whole, a view of that's copy."""
         if node.meta["val"].dtype not in HALF:
             return node
-        key = (node, *(user.meta[name] for name in _PLACE[:2])) if not _is_of_weight(node) else node
+        key = (node, *(user.meta[name] for name in PLACE[:2])) if not _is_of_weight(node) else node
         if key not in self._made:
             self._made[key] = self._view(node, user) or self.inserted(
                 user, aten._to_copy.default, (node,), {"dtype": torch.float32}, node
@@ -94,7 +94,7 @@ class _Copies:
         """A new node, named after another one."""
         with self._code.inserting_before(before):
             node = self._code.create_node("call_function", target, args, kwargs, name=f"{like.name}_float32")
-        node.meta.update({name: before.meta[name] for name in _PLACE})
+        node.meta.update({name: before.meta[name] for name in PLACE})
         node.meta["val"] = _pretended(target, args, kwargs)
         return node
 
@@ -105,7 +105,7 @@ def _widen(node: fx.Node, copies: _Copies) -> None:
     if isinstance(node.meta.get("val"), Tensor):
         wide = copies.inserted(node, node.target, args, kwargs, node)
         wide.meta.update({name: value for name, value in node.meta.items() if name != "val"})
-        node.meta = {name: node.meta[name] for name in (*_PLACE, "val")}
+        node.meta = {name: node.meta[name] for name in (*PLACE, "val")}
         _round(node, wide)
         return
     made = _pretended(node.target, args, kwargs)
