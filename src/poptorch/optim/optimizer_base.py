@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
 from poptorch.optim.attributes import VariableAttributes
@@ -20,11 +22,6 @@ ACCUMULATION_TYPES = (torch.float32, torch.float16)
 MAX_WEIGHT_NORM = 65500.0  # of LAMB
 
 
-def given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given: None says that torch's default is wanted."""
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
 class Optimizer:
     """Mixed into a torch optimizer: holds what an executor reads, and gives access to what it keeps.
 
@@ -33,6 +30,7 @@ class Optimizer:
     """
 
     _kind: str  # of each class: the key of its rule
+    _defaults: dict[str, Any] | None = None  # of a rule that torch hasn't got: the rates that nobody gives
 
     # Set by an executor while this optimizer is its own; reads the state back from the devices.
     _state_reader: Callable[[], DeviceState] | None = None
@@ -45,8 +43,9 @@ class Optimizer:
     # The last state of an executor that has let go of this optimizer.
     _kept_state: DeviceState | None = None
 
-    loss_scaling: float
-    max_grad_norm: float
+    loss_scaling: float = 1.0
+    max_grad_norm: float = math.inf
+    accum_type: torch.dtype = torch.float32
     variable_attrs: VariableAttributes
 
     @property
@@ -54,31 +53,42 @@ class Optimizer:
         """What `variable_attrs` knows, beside the loss scaling."""
         return (*RULES[self._kind].rates, *RULES[self._kind].flags)
 
-    def _extend(
-        self,
-        explicit: dict[str, Any],
-        loss_scaling: float | None,
-        max_grad_norm: float | None = None,
-        **types: torch.dtype | None,
-    ) -> None:
-        """Add the attributes that torch's class hasn't got.
+    def _construct(self, arguments: dict[str, Any]) -> None:
+        """Initialise torch's class with the arguments that it takes, and set the attributes that it hasn't got.
 
-        Args: explicit: the arguments the user gave, which may change after compilation
-              types: accumulator and state dtypes, by the name of their attribute; None is float32
+        Args: arguments: `locals()` of the constructor; None: not given. Those of rates make these variable: they may
+                  change after compilation
         """
-        for name, dtype in types.items():
-            dtype = torch.float32 if dtype is None else dtype
-            if dtype not in ACCUMULATION_TYPES:
+        given = {name: value for name, value in arguments.items() if value is not None}
+        for name, dtype in given.items():
+            if name.endswith("accum_type") and dtype not in ACCUMULATION_TYPES:
                 raise AssertionError(
                     "Accumulation types must be either torch.float32 or torch.float16, "
                     f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
                 )
-            setattr(self, name, dtype)
-        self.loss_scaling = 1.0 if loss_scaling is None else loss_scaling
-        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
-        variable = {*explicit, *given(loss_scaling=loss_scaling)}
+        taken = inspect.signature(super().__init__).parameters if self._defaults is None else self._defaults
+        theirs = {name: value for name, value in given.items() if name in taken}
+        if self._defaults is None:
+            super().__init__(**theirs)
+        else:
+            super().__init__(given["params"], self._defaults | theirs)  # type: ignore[call-arg]
+        for name in given.keys() - theirs.keys():
+            if not name.startswith("_") and hasattr(type(self), name):
+                setattr(self, name, given[name])
         allowed = (*self._attributes, "loss_scaling")
-        self.variable_attrs = VariableAttributes((name for name in allowed if name in variable), allowed)
+        self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
+
+    def _with_rates(self, params: ParamsT) -> ParamsT:
+        """Parameter groups, each with a learning rate. Raises ValueError, where one has none."""
+        groups: Any = list(params)
+        for index, group in enumerate(groups):
+            if not isinstance(group, dict) or "lr" not in group:
+                raise ValueError(
+                    f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
+                    "required optimization parameter lr\n"
+                    f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
+                )
+        return groups
 
     # State ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from poptorch.optim.optimizer_base import Optimizer, given
+from poptorch.optim.optimizer_base import Optimizer
 from poptorch.optim.own_rule import step_by_own_rule
 
 logger = logging.getLogger("poptorch::python")
@@ -34,6 +34,8 @@ class SGD(Optimizer, torch.optim.SGD):
     """
 
     _kind = "sgd"
+    use_combined_accum: bool = False
+    velocity_accum_type: torch.dtype = torch.float32
 
     @property
     def _attributes(self) -> tuple[str, ...]:
@@ -59,44 +61,21 @@ class SGD(Optimizer, torch.optim.SGD):
         *,
         fused: bool | None = None,
     ) -> None:
-        if lr is None:
-            params = _with_rates(params)
-        rates = given(
-            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
-        )
-        speed = given(maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused)
-        torch.optim.SGD.__init__(self, params, **rates, **speed)
-        self.use_combined_accum = bool(use_combined_accum)
-        if self.use_combined_accum:
-            self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
-            for group in self.param_groups:
-                group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
-            rates |= given(velocity_scaling=velocity_scaling)
-        elif velocity_scaling is not None:
+        params = params if lr is not None else self._with_rates(params)
+        combined = bool(use_combined_accum)
+        if velocity_scaling is not None and not combined:
             logger.warning(
                 "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
                 "with separate accumulators loss_scaling alone scales",
                 velocity_scaling,
             )
-        self._extend(
-            rates,
-            loss_scaling,
-            max_grad_norm,
-            accum_type=accum_type,
-            velocity_accum_type=velocity_accum_type,
-        )
-
-
-def _with_rates(params: ParamsT) -> ParamsT:
-    groups: Any = list(params)
-    for index, group in enumerate(groups):
-        if not isinstance(group, dict) or "lr" not in group:
-            raise ValueError(
-                f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
-                "required optimization parameter lr\n"
-                "  fix: poptorch.optim.SGD(params, lr=...), or an 'lr' in every group"
-            )
-    return groups
+            velocity_scaling = None
+        self._construct(locals())
+        self.use_combined_accum = combined
+        if combined:
+            self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
+            for group in self.param_groups:
+                group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -106,6 +85,8 @@ class Adam(Optimizer, torch.optim.Adam):
     """
 
     _kind = "adam"
+    first_order_momentum_accum_type: torch.dtype = torch.float32
+    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -128,24 +109,7 @@ class Adam(Optimizer, torch.optim.Adam):
         *,
         decoupled_weight_decay: bool | None = None,
     ) -> None:
-        rates = given(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        speed = given(
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        torch.optim.Adam.__init__(self, params, **rates, **speed)
-        self._extend(
-            rates,
-            loss_scaling,
-            max_grad_norm,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-        )
+        self._construct(locals())
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -155,6 +119,9 @@ class AdamW(Optimizer, torch.optim.AdamW):
     """
 
     _kind = "adamw"
+    bias_correction: bool = True
+    first_order_momentum_accum_type: torch.dtype = torch.float32
+    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -176,24 +143,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        rates = given(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        speed = given(
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        torch.optim.AdamW.__init__(self, params, **rates, **speed)
-        self.bias_correction = True if bias_correction is None else bias_correction
-        self._extend(
-            rates,
-            loss_scaling,
-            max_grad_norm,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-        )
+        self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
         """torch's step on the host; without bias correction by the rule that executors run."""
@@ -210,6 +160,9 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     """
 
     _kind = "rmsprop"
+    use_tf_variant: bool = False
+    first_order_momentum_accum_type: torch.dtype = torch.float32
+    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -231,18 +184,5 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         *,
         capturable: bool | None = None,
     ) -> None:
-        rates = given(
-            lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered
-        )
-        speed = given(
-            foreach=foreach, maximize=maximize, differentiable=differentiable, capturable=capturable
-        )
-        torch.optim.RMSprop.__init__(self, params, **rates, **speed)
+        self._construct(locals())
         self.use_tf_variant = bool(use_tf_variant)
-        self._extend(
-            rates,
-            loss_scaling,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-        )
