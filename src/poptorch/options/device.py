@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Self
 
 from poptorch.enums import ConnectionType, SyncPattern
-from poptorch.options.option_base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 
 DEVICES = ("cpu", "cuda")
 
@@ -35,8 +35,7 @@ class DeviceOptions(OptionsDict):
 
     @recorded("all ipus are models here")
     def useIpuModel(self, use_model: bool) -> Self:
-        assert isinstance(use_model, bool), f"useIpuModel takes a bool; found {use_model!r}"
-        return self.createOrSet(use_model=use_model)
+        return self.createOrSet(use_model=expect("useIpuModel", use_model, bool))
 
     @recorded("there are no devices to choose from")
     def useIpuId(self, ipu_id: int) -> Self:
@@ -47,23 +46,16 @@ class DeviceOptions(OptionsDict):
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
         """Compile only: no device is ever taken, and a call of the model is an error."""
-        assert isinstance(ipu_version, int), f"useOfflineIpuTarget takes an int; found {ipu_version!r}"
-        self.connectionType(ConnectionType.Never)
-        return self.createOrSet(ipu_version=ipu_version)
+        self.createOrSet(ipu_version=expect("useOfflineIpuTarget", ipu_version, int))
+        return self.connectionType(ConnectionType.Never)
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
         """`Never` compiles only; `Always` and `OnDemand` take the device when the model is compiled."""
-        assert isinstance(connection_type, ConnectionType), (
-            f"connectionType takes a poptorch.ConnectionType; found {connection_type!r}"
-        )
-        return self.set(connection_type=connection_type.value)
+        return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
 
     @recorded("workers wait for the values they need, and for nothing else")
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        assert isinstance(sync_pattern, SyncPattern), (
-            f"syncPattern takes a poptorch.SyncPattern; found {sync_pattern!r}"
-        )
-        return self.set(sync_pattern=sync_pattern.value)
+        return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
 
     @recorded("memory is shared here")
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:

@@ -8,7 +8,7 @@ import torch
 
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, OutputMode
-from poptorch.options.option_base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
@@ -79,11 +79,8 @@ class ExecutionOptions(OptionsDict):
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Which outputs of one call come back; the period is for EveryN only, in device iterations."""
-        assert isinstance(output_mode, OutputMode), (
-            f"outputMode takes a poptorch.OutputMode; found {output_mode!r}"
-        )
-        period = _period(output_mode, output_return_period)
-        return self.set(output_mode=output_mode.value, output_return_period=period)
+        period = _period(expect("outputMode", output_mode, OutputMode), output_return_period)
+        return self.set(output_mode=output_mode, output_return_period=period)
 
     def defaultOutputMode(self) -> bool:
         """True while the mode is Default: Final in training, All in inference."""
@@ -102,15 +99,13 @@ class ExecutionOptions(OptionsDict):
         model is wrapped. As in PopTorch, frozen options allow it.
         """
         use_default = output_mode is None
-        mode = OutputMode.Default if output_mode is None else output_mode
-        assert isinstance(mode, OutputMode), f"anchorTensor takes a poptorch.OutputMode; found {mode!r}"
+        mode = expect("anchorTensor", OutputMode.Default if output_mode is None else output_mode, OutputMode)
         period = 1 if mode != OutputMode.EveryN else _period(mode, output_return_period)
         self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
         """Seed the random numbers of the model, and torch's own on the host."""
-        assert isinstance(random_seed, int), f"randomSeed takes an int; found {random_seed!r}"
-        self.createOrSet(random_seed=random_seed)
+        self.createOrSet(random_seed=expect("randomSeed", random_seed, int))
         torch.manual_seed(random_seed)
         return self
 
@@ -143,8 +138,7 @@ class ExecutionOptions(OptionsDict):
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:
-        assert isinstance(enabled, bool), f"enableStableNorm takes a bool; found {enabled!r}"
-        self._popart.set("enableStableNorm", enabled)
+        self._popart.set("enableStableNorm", expect("enableStableNorm", enabled, bool))
         return self
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
@@ -157,8 +151,7 @@ class ExecutionOptions(OptionsDict):
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
         """Tell of unexpected attributes of optimizers at DEBUG, not in warnings."""
-        assert isinstance(relax, bool), f"relaxOptimizerAttributesChecks takes a bool; found {relax!r}"
-        self._relax_optimizer_checks = relax
+        self._relax_optimizer_checks = expect("relaxOptimizerAttributesChecks", relax, bool)
         return self
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from popengine.errors import Error
 from popengine.run import devices
-from popengine.settings import Backend, DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.device import DEVICES
@@ -85,7 +85,7 @@ def freeze(
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",
         device=device_of(options),
-        backend=_backend(options),
+        backend=_chosen(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
     )
 
 
@@ -103,28 +103,18 @@ def device_of(options: Options) -> DeviceKind:
     Raises:
         Error: POPTORCH_DEVICE names no kind of device, or there is no such device to attach to
     """
-    kind = (
-        options("device_kind") if options.exists("device_kind") else os.environ.get("POPTORCH_DEVICE", "cpu")
-    )
-    if kind not in DEVICES:
-        raise Error(
-            f"POPTORCH_DEVICE is {kind!r}, which is no kind of device\n  fix: one of {', '.join(map(repr, DEVICES))}"
-        )
+    kind: Any = _chosen(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:
         devices.check(kind)
     return kind
 
 
-def _backend(options: Options) -> Backend:
-    """What runs the pieces: as the options say, else the environment.
-
-    Raises:
-        Error: POPTORCH_BACKEND names none
-    """
-    name = options("backend") if options.exists("backend") else os.environ.get("POPTORCH_BACKEND", "eager")
-    if name not in BACKENDS:
+def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
+    """As the options say, else the environment, else the first. Raises Error, where the variable names no known one."""
+    name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
+    if name not in known:
         raise Error(
-            f"POPTORCH_BACKEND is {name!r}, which is no backend\n  fix: one of {', '.join(map(repr, BACKENDS))}"
+            f"{variable} is {name!r}, which is no {what}\n  fix: one of {', '.join(map(repr, known))}"
         )
     return name
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import enum
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,16 +135,10 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
             return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key}
         case ast.Call(function, arguments, keywords) if all(keyword.arg for keyword in keywords):
             named = {keyword.arg: value(keyword.value) for keyword in keywords if keyword.arg}
-            return _callable(value(function))(*map(value, arguments), **named)
+            return value(function)(*map(value, arguments), **named)
     raise SyntaxError(
         f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
     )
-
-
-def _callable(function: Any) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"{function!r} is not callable")
-    return function
 
 
 def _attribute(owner: Any, name: str) -> Any:

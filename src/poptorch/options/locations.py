@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from poptorch.options.option_base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 
 
 class TensorLocationSettings(OptionsDict):
@@ -22,14 +22,11 @@ class TensorLocationSettings(OptionsDict):
 
     @recorded("tensors of all sizes are moved, where they are")
     def minElementsForOffChip(self, min_elements: int) -> Self:
-        assert isinstance(min_elements, int), f"minElementsForOffChip takes an int; found {min_elements!r}"
-        return self.createOrSet(min_elements_for_off_chip=min_elements)
+        return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
         """The optimizer's state of smaller parameters is kept whole on each replica."""
-        assert isinstance(min_elements, int), (
-            f"minElementsForReplicatedTensorSharding takes an int; found {min_elements!r}"
-        )
+        expect("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
@@ -47,18 +44,15 @@ class TensorLocationSettings(OptionsDict):
         """Each of R replicas of all instances keeps 1/R of the optimizer's state (no other kind of tensor is shared
         out): see [scaling out](../guide/scaling.md).
         """
-        assert isinstance(use, bool), f"useReplicatedTensorSharding takes a bool; found {use!r}"
-        return self.createOrSet(replicated_tensor_sharding=use)
+        return self.createOrSet(replicated_tensor_sharding=expect("useReplicatedTensorSharding", use, bool))
 
     @recorded("there are no tiles")
     def useIOTilesToLoad(self, use: bool = True) -> Self:
-        assert isinstance(use, bool), f"useIOTilesToLoad takes a bool; found {use!r}"
-        return self.createOrSet(io_tiles_to_load=use)
+        return self.createOrSet(io_tiles_to_load=expect("useIOTilesToLoad", use, bool))
 
     @recorded("there are no tiles")
     def useIOTilesToStore(self, use: bool = True) -> Self:
-        assert isinstance(use, bool), f"useIOTilesToStore takes a bool; found {use!r}"
-        return self.createOrSet(io_tiles_to_store=use)
+        return self.createOrSet(io_tiles_to_store=expect("useIOTilesToStore", use, bool))
 
 
 class TensorLocations(OptionsDict):

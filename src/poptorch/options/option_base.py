@@ -19,6 +19,7 @@ from popengine.errors import did_you_mean
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 NOTHING: Any = object()
+_WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict: "a dictionary"}
 
 
 class Value(Generic[T]):
@@ -68,6 +69,14 @@ def _answering(answer: str, why: str) -> Callable[[F], F]:
     return mark
 
 
+def expect(setter: str, value: T, kind: type, error: type[Exception] = AssertionError) -> T:
+    """A setter's argument. Raises `error`, unless it is of this kind."""
+    if not isinstance(value, kind):
+        word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
+        raise error(f"{setter} takes {word}; found {value!r}")
+    return value
+
+
 class Freezable:
     """An object that can be made read-only, with all option objects it holds."""
 
@@ -92,9 +101,6 @@ class Freezable:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_is_frozen": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     if not TYPE_CHECKING:  # a type checker is to find misspelt names
 

@@ -18,7 +18,7 @@ from poptorch.options.distributed import Distributed
 from poptorch.options.execution import ExecutionOptions
 from poptorch.options.load import load_file, load_json
 from poptorch.options.locations import TensorLocations
-from poptorch.options.option_base import merged, printed
+from poptorch.options.option_base import Freezable, merged, printed
 from poptorch.options.popart import Popart
 from poptorch.options.precision import Jit, Precision
 from poptorch.options.reporting import ReportingOptions
@@ -138,23 +138,13 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         )
 
     def _printed(self) -> list[str]:
-        names = (
-            "_execution_strategy",
-            "_module_namescope_enabled",
-            "_relax_optimizer_checks",
-            "_show_progress_bar",
-            "_source_location_excludes",
-        )
-        private = [f"{name}={printed(getattr(self, name))}" for name in names]
-        nested = (
-            self.Distributed,
-            self.Jit,
-            self._Popart,
-            self.Precision,
-            self.TensorLocations,
-            self.Training,
-        )
-        return [*super()._printed(), *private, *sorted(map(repr, nested))]
+        fields = sorted(vars(self).items())
+        private = [
+            f"{name}={printed(value)}"
+            for name, value in fields
+            if name not in ("_is_frozen", "_values") and not isinstance(value, Freezable)
+        ]
+        return [*super()._printed(), *private, *sorted(map(repr, self._nested()))]
 
     def _read_environment(self) -> None:
         cache = os.environ.get("POPTORCH_CACHE_DIR")

@@ -8,7 +8,7 @@ import torch
 
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
-from poptorch.options.option_base import OptionsDict, Value, recorded, refused
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded, refused
 from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
@@ -37,29 +37,24 @@ class Precision(OptionsDict):
 
         Raises: ValueError, if not a bool.
         """
-        if not isinstance(autocast_enabled, bool):
-            raise ValueError(f"autocastEnabled takes a bool; found {autocast_enabled!r}")
-        return self.set(autocast_enabled=autocast_enabled)
+        return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
         """What `poptorch.autocast` casts.
 
         Raises: ValueError, if not a `poptorch.autocasting.Policy`.
         """
-        if not isinstance(autocast_policy, autocasting.Policy):
-            raise ValueError(f"autocastPolicy takes a poptorch.autocasting.Policy; found {autocast_policy!r}")
+        expect("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
         return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
         """Round weight updates in half precision at random, without bias."""
-        assert isinstance(enabled, int), f"enableStochasticRounding takes a bool; found {enabled!r}"
-        self._popart.set("enableStochasticRounding", bool(enabled))
+        self._popart.set("enableStochasticRounding", bool(expect("enableStochasticRounding", enabled, int)))
         return self
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
         """Raise an Error at run time where a computation overflows or yields no number."""
-        assert isinstance(enabled, bool), f"enableFloatingPointExceptions takes a bool; found {enabled!r}"
-        self._popart.set("enableFloatingPointChecks", enabled)
+        self._popart.set("enableFloatingPointChecks", expect("enableFloatingPointExceptions", enabled, bool))
         return self
 
     @recorded("products are summed as PyTorch sums them")
@@ -88,16 +83,13 @@ class Precision(OptionsDict):
 
     @recorded("deprecated: mixed operands follow PyTorch's own promotion")
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        assert isinstance(half_float_casting, HalfFloatCastingBehavior), (
-            f"halfFloatCasting takes a poptorch.HalfFloatCastingBehavior; found {half_float_casting!r}"
-        )
+        expect("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
 
     @recorded("deprecated: running statistics have the type that the model gives them")
     def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
-        if not isinstance(value, bool):
-            raise ValueError(f"runningStatisticsAlwaysFloat takes a bool; found {value!r}")
+        expect("runningStatisticsAlwaysFloat", value, bool, ValueError)
         logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: leave it out")
         return self.createOrSet(running_statistics_always_float=value)
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from poptorch.options.option_base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
@@ -34,8 +34,7 @@ class ReportingOptions(OptionsDict):
 
     def modelName(self, name: str) -> Self:
         """The name of the model in profiles, and of its folder there."""
-        assert isinstance(name, str), f"modelName takes a string; found {name!r}"
-        return self.createOrSet(model_name=name)
+        return self.createOrSet(model_name=expect("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
         """How often in a row the same line is written at most. None: as often as it comes."""
@@ -43,7 +42,7 @@ class ReportingOptions(OptionsDict):
 
     @recorded("only an IPU counts cycles; `getPerfCounters` has seconds")
     def logCycleCount(self, log_cycle_count: bool) -> Self:
-        assert isinstance(log_cycle_count, bool), f"logCycleCount takes a bool; found {log_cycle_count!r}"
+        expect("logCycleCount", log_cycle_count, bool)
         self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
         return self
 
@@ -89,8 +88,7 @@ class ReportingOptions(OptionsDict):
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
         """Draw a bar while a model is compiled; without it `compilationTime()` is an error."""
-        assert isinstance(show, bool), f"showCompilationProgressBar takes a bool; found {show!r}"
-        self._show_progress_bar = show
+        self._show_progress_bar = expect("showCompilationProgressBar", show, bool)
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
-from poptorch.options.option_base import OptionsDict, Value, recorded
+from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
@@ -41,27 +41,24 @@ class Training(OptionsDict):
                 "accumulationAndReplicationReductionType takes poptorch.ReductionType.Sum or "
                 f"poptorch.ReductionType.Mean; found {reduction_type!r}"
             )
-        return self.set(accumulation_and_replication_reduction_type=reduction_type.value)
+        return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
         """Where the division of a mean happens: while gradients add up (Running) or after (Post, default)."""
-        if not isinstance(strategy, MeanReductionStrategy):
-            raise ValueError(
-                "setMeanAccumulationAndReplicationReductionStrategy takes a poptorch.MeanReductionStrategy; "
-                f"found {strategy!r}"
-            )
+        setter = "setMeanAccumulationAndReplicationReductionStrategy"
+        expect(setter, strategy, MeanReductionStrategy, ValueError)
         if strategy is MeanReductionStrategy.PostAndLoss:
             logger.warning("MeanReductionStrategy.PostAndLoss is deprecated: use Post, the result is equal")
-        return self.set(mean_accumulation_and_replication_reduction_strategy=strategy.value)
+        return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Adapt the loss scale to the largest gradients after each weight update."""
-        assert isinstance(enabled, bool), f"setAutomaticLossScaling takes a bool; found {enabled!r}"
+        expect("setAutomaticLossScaling", enabled, bool)
         self._popart.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
     @recorded("there are no tiles to spread convolutions over")
     def setConvolutionDithering(self, enabled: bool) -> Self:
-        assert isinstance(enabled, bool), f"setConvolutionDithering takes a bool; found {enabled!r}"
+        expect("setConvolutionDithering", enabled, bool)
         self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
         return self
