@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,14 +12,17 @@ from torch import Tensor
 from popengine.run.state.results import Results
 
 from ..compiling.executable import Executable
-from ..reporting.perf_counters import Counters, Latency, Times, counters_of
+
+Times = list[list[float]]  # for each tensor, one entry for each micro-batch (or kept output)
+Latency = tuple[float, float, float]  # min, max, mean, in seconds
+_KEYS = ("input", "input_complete", "output", "output_complete")
 
 
 @dataclass(frozen=True)
 class LatestCall:
-    """Without arguments: nothing has run yet."""
+    """Without arguments: nothing has run yet. `counters` are of `getPerfCounters`, and measured by the workers."""
 
-    counters: Counters = field(default_factory=Counters)
+    counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
     notes: Sequence[tuple[Any, Any]] = ()
     has_run: bool = False
@@ -29,23 +33,37 @@ class LatestCall:
         Keys input, input_complete, output, output_complete; for each tensor a list of seconds (host clock,
         arbitrary zero): one for each micro-batch, and one for each output that the output mode keeps.
         """
-        return asdict(self.counters)
+        return copy.deepcopy(self.counters)
 
     def getLatency(self) -> Latency:
         """(min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
-        return self.counters.round_trip()
+        return self._latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
         """(min, max, mean) seconds that it took to stage a micro-batch."""
-        return self.counters.host_to_ipu()
+        return self._latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
         """(min, max, mean) seconds between the staging of a micro-batch and its first output."""
-        return self.counters.compute()
+        return self._latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
         """(min, max, mean) seconds that it took outputs to arrive."""
-        return self.counters.ipu_to_host()
+        return self._latency("output", min, "output_complete")
+
+    def _latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
+        """Between two moments: the `first` of the tensors' starts, and the last of their ends; (0, 0, 0) where nothing
+        was measured. Where k times more micro-batches start than outputs end, k starts in a row lead to one end.
+        """
+        begun = [first(row) for row in zip(*self.counters[start], strict=True)]
+        ended = [max(row) for row in zip(*self.counters[end], strict=True)]
+        if not begun or not ended:
+            return 0.0, 0.0, 0.0
+        group = max(1, len(begun) // len(ended))
+        begun = [min(begun[i : i + group]) for i in range(0, len(begun), group)]
+        # A later stage may take its input after an earlier one gave its output: that is no negative time.
+        spans = [max(0.0, end - start) for start, end in zip(begun, ended, strict=False)]
+        return min(spans), max(spans), sum(spans) / len(spans)
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         """The latest call's value of a tensor that `Options.anchorTensor(short_name, ...)` asked for."""
@@ -61,13 +79,14 @@ def latest_call(executable: Executable, results: Results, synthetic_inputs: int 
 
     Args: synthetic_inputs: how many inputs were made up: none was staged then, and outputs mean nothing; or None
     """
-    if synthetic_inputs is None:
-        counters = counters_of(results, executable.outputs)
-    else:
-        counters = Counters.without_times(synthetic_inputs, executable.outputs)
+    arrivals = results.arrivals()[: executable.outputs]
+    started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))
+    times = [results.load_started, results.loaded, started, finished]
+    if synthetic_inputs is not None:
+        times = [[[]] * count for count in (synthetic_inputs, synthetic_inputs, *[executable.outputs] * 2)]
     counts = executable.settings.counts
     return LatestCall(
-        counters,
+        dict(zip(_KEYS, times, strict=True)),
         executable.anchors.values(results),
         [(note.what, note.value(results, counts)) for note in executable.notes],
         has_run=True,

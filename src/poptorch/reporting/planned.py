@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,31 +11,34 @@ import torch
 from popengine import profile
 from popengine.compile.describe import Description
 from popengine.compile.stage_memory import held_bytes
-from popengine.ir import Graph, Plan, Signature
+from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
 
-def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Profile:
-    """The tables that follow from a plan; without the captured graph nobody knows FLOPs and bytes."""
-    described, partition = Description(plan, graph), plan.partition
-    kind = "training" if settings.training else "inference"
-    held = held_bytes(graph, partition) if graph is not None and settings.training else ()
+def tables(described: Description, settings: Settings) -> profile.Profile:
+    """What follows from a plan alone."""
+    plan, partition, counts = described.plan, described.partition, settings.counts
+    batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
     return profile.Profile(
-        kind,
+        "training" if settings.training else "inference",
         settings.training,
         partition.names,
         partition.ipus,
-        counts_of(settings, partition.signature),
+        {
+            "micro_batch_size": batches[0][0] if batches else 1,
+            "iterations": counts.iterations,
+            "accumulation": counts.accumulation,
+            "replicas": counts.replicas,
+            "groups": counts.groups,
+            "instances": counts.instances,
+        },
         {
             "mode": settings.strategy.mode,
             "schedule_length": described.length,
             "schedule_actions": described.actions,
             "schedule_micro_batches": plan.schedule.micro_batches,
             "in_flight": plan.schedule.in_flight,
-            "held": list(held),
-            "calls": 0,
-            "steps": 0,
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
             "device": settings.device,
@@ -45,22 +49,15 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
         operations=tuple(operation for _, operation in described.operations),
         parts=tuple(described.parts),
         schedule=tuple(described.schedule),
-        memory=tuple(_memory(plan, settings, ipu) for ipu in sorted(set(partition.ipus))),
     )
 
 
-def counts_of(settings: Settings, signature: Signature) -> dict[str, int]:
-    """The batch factors, in a profile's words."""
-    counts = settings.counts
-    inputs = [slot for slot in signature.slots if slot.role == "input"]
-    return {
-        "micro_batch_size": next((slot.shape[0] for slot in inputs if slot.shape), 1),
-        "iterations": counts.iterations,
-        "accumulation": counts.accumulation,
-        "replicas": counts.replicas,
-        "groups": counts.groups,
-        "instances": counts.instances,
-    }
+def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Profile:
+    """The tables, and the memory that will be held; without the captured graph nobody knows FLOPs and bytes."""
+    found = tables(Description(plan, graph), settings)
+    held = held_bytes(graph, plan.partition) if graph is not None and settings.training else ()
+    memory = tuple(_memory(plan, settings, ipu) for ipu in sorted(set(plan.partition.ipus)))
+    return replace(found, facts={**found.facts, "held": list(held), "calls": 0, "steps": 0}, memory=memory)
 
 
 def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:

@@ -22,11 +22,10 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.ir import Graph, Plan
+from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder
-from popengine.settings import Settings
 
 from ..compiling.machine_hints import Hints
 from ..data.batch_waits import listeners
@@ -34,7 +33,7 @@ from ..options import Options
 from ..version import __version__
 from .changed_options import changed_options, optimizer_in_words, strategy_in_words
 from .logs import logger
-from .planned import counts_of
+from .planned import tables
 from .recorded_rows import detailed_step, timed, tracks
 
 _SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
@@ -93,18 +92,65 @@ class Reporter:
 
     def save(self) -> None:
         """Write the profile, and the page. A run is not lost for its profile: what fails here is logged."""
-        engine, settings = self._engine, self._engine.settings if self._engine else None
-        if engine is None or settings is None or settings.counts.instance != 0:
+        engine = self._engine
+        if engine is None or engine.settings.counts.instance != 0:
             return
         try:
-            description = Description(engine.plan, self._graph)
-            found = made(self.recorder, description, settings, engine, self.passes, self.options)
-            replace(found, facts={**found.facts, **self._hints}).save(self.path)
+            self._profile(engine).save(self.path)
             from popvision import html  # the page is made of files: no profile, no page, no import
 
             html.write_report(self.path.parent.parent)
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
+
+    def _profile(self, engine: Engine) -> profile.Profile:
+        recorder, options, settings = self.recorder, self.options, engine.settings
+        described, origin = Description(engine.plan, self._graph), recorder.origin
+        roles = {slot.name: slot.role for slot in engine.plan.partition.signature.slots}
+        inside = threads_inside(engine.plan, settings, torch.get_num_threads())
+        found = tables(described, settings)
+        facts = {
+            "calls": recorder.calls,
+            "failed_calls": recorder.failed_calls,
+            "steps": recorder.steps,
+            "ns_in_calls": recorder.ns_in_calls,
+            "detailed_step": detailed_step(recorder),
+            "capacity": {  # what the memory of the ipus is held against
+                "bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                "of": "this machine's memory",
+                "shared": True,
+            },
+            "threads": torch.get_num_threads() // inside,
+            "threads_inside": inside,
+            "versions": {
+                "pando": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "strategy": strategy_in_words(options, settings.strategy.mode),
+            "optimizer": optimizer_in_words(settings.optimizer),
+            **self._hints,
+        }
+        return replace(
+            found,
+            name=options("model_name") if options.exists("model_name") else found.name,
+            facts={**found.facts, **facts},
+            passes=tuple(self.passes),
+            operations=tuple(timed(described, recorder)),
+            tracks=tuple(tracks(recorder)),
+            calls=tuple(
+                profile.Call(call, start - origin, end - origin, steps)
+                for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
+            ),
+            host=tuple(
+                profile.HostEvent(kind, start - origin, end - origin, size)
+                for kind, start, end, size in recorder.host
+            ),
+            memory=tuple(memory(store, *place, roles) for place, store in engine.stores.items()),
+            tensors=tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
+            options=tuple(changed_options(options, settings.training)),
+        )
 
 
 def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
@@ -131,85 +177,6 @@ def _save_and_end(number: int, frame: Any) -> None:
             reporter.save()
     finally:
         os.kill(os.getpid(), number)
-
-
-def made(
-    recorder: Recorder,
-    described: Description,
-    settings: Settings,
-    engine: Engine,
-    passes: list[profile.Pass],
-    options: Options,
-) -> profile.Profile:
-    """The profile as a value."""
-    plan, origin = engine.plan, recorder.origin
-    partition = plan.partition
-    kind = "training" if settings.training else "inference"
-    roles = {slot.name: slot.role for slot in partition.signature.slots}
-    return profile.Profile(
-        options("model_name") if options.exists("model_name") else kind,
-        settings.training,
-        partition.names,
-        partition.ipus,
-        counts_of(settings, partition.signature),
-        {
-            **_facts(recorder, described, settings, plan),
-            "strategy": strategy_in_words(options, settings.strategy.mode),
-            "optimizer": optimizer_in_words(settings.optimizer),
-        },
-        described.programs,
-        tuple(passes),
-        tuple(described.blocks),
-        tuple(described.pieces),
-        tuple(timed(described, recorder)),
-        tuple(described.parts),
-        tuple(tracks(recorder)),
-        tuple(
-            profile.Call(call, start - origin, end - origin, steps)
-            for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
-        ),
-        tuple(
-            profile.HostEvent(kind, start - origin, end - origin, size)
-            for kind, start, end, size in recorder.host
-        ),
-        tuple(memory(store, replica, ipu, roles) for (replica, ipu), store in engine.stores.items()),
-        tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
-        tuple(described.schedule),
-        tuple(changed_options(options, settings.training)),
-    )
-
-
-def _facts(recorder: Recorder, described: Description, settings: Settings, plan: Plan) -> dict[str, Any]:
-    inside = threads_inside(plan, settings, torch.get_num_threads())
-    return {
-        "mode": settings.strategy.mode,
-        "schedule_length": described.length,
-        "schedule_actions": described.actions,
-        "schedule_micro_batches": plan.schedule.micro_batches,
-        "in_flight": plan.schedule.in_flight,
-        "calls": recorder.calls,
-        "failed_calls": recorder.failed_calls,
-        "steps": recorder.steps,
-        "ns_in_calls": recorder.ns_in_calls,
-        "detailed_step": detailed_step(recorder),
-        "capacity": _capacity(),
-        "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads() // inside,
-        "threads_inside": inside,
-        "device": settings.device,
-        "versions": {
-            "pando": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
-def _capacity() -> dict[str, Any]:
-    """What the memory of the ipus is held against."""
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return {"bytes": pages * size, "of": "this machine's memory", "shared": True}
 
 
 @contextlib.contextmanager
