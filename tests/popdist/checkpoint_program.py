@@ -92,7 +92,7 @@ class Training:
 
 def difference(one, other) -> str:
     """Where two results differ, to the last bit; empty: nowhere."""
-    if isinstance(one, dict):
+    if isinstance(one, dict) and isinstance(other, dict):
         found = [f"{k}.{difference(one.get(k), other.get(k))}" for k in one.keys() | other.keys()]
         return " ".join(text for text in found if not text.endswith("."))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -106,8 +106,12 @@ def played(flags, chance, folder, mark, usual):
 
 
 def results(folder, instances):
+    """What all instances have come to, and together the optimizer's state: one that has restored the last checkpoint,
+    and then trained no more, has all of it instead of a share."""
     found = [torch.load(folder / f"result-{i}.pt") for i in range(instances)]
-    return [{name: value for name, value in one.items() if name != "losses"} for one in found]
+    optimizer = {name: state for one in found for name, state in one["optimizer"].items()}
+    apart = "losses", "optimizer", "shares_state"
+    return [*({k: v for k, v in one.items() if k not in apart} for one in found), optimizer]
 
 
 def main():
