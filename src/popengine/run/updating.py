@@ -106,8 +106,16 @@ class Updater:
             commit: where the update writes to what is kept: to be called before, when nothing else is left to do
         Returns: whether their gradients are finite, as far as it is of interest
         """
+        scale = hyper.loss_scaling * self.store.loss_factor
+        by_bucket = self.exchange.is_under_way and commit is None and not self._looks_at_gradients(scale)
+        if not by_bucket:
+            yield from self._reduce(keys, give)
         prepare, is_finite = yield from self._gradients(keys, hyper, give, share)
-        updates = [] if prepare is None else self._updates(keys, hyper, key, prepare)
+        updates: Iterable[Iterator[list[Task]]] = ()
+        if prepare is not None:
+            self._renew(keys)
+            portions = self._arriving() if by_bucket else [keys]
+            updates = (each for some in portions for each in self._updates(some, hyper, key, prepare))
         if commit is not None:
             updates = [chain([next(each)], each) for each in updates]  # now there is their memory
             yield from self._commit(commit, give)
@@ -120,14 +128,13 @@ class Updater:
     def _gradients(
         self, keys: Sequence[str], hyper: Hyper, give: Give, share: Share | None
     ) -> Generator[Any, Any, tuple[list[Prepare] | None, bool]]:
-        """Let the sums be gradients, as far as all of them have to be looked at.
+        """Let the sums over all replicas be gradients, as far as all of them have to be looked at.
 
         Returns: what is left to be done to each (None: the update is left out), and whether they are finite
         """
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
         scale = hyper.loss_scaling * store.loss_factor
-        yield from self._reduce(keys, give)
         here = [name for name in keys if self._shared.is_here(name)]
         sums = [store.sums[name] for name in here]
         prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
@@ -154,7 +161,6 @@ class Updater:
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
         trained = [name for name in keys if name in optimizer.group_of]
-        store.renew(trained, self._off_device())
         mine = [name for name in trained if store.owner.get(name, self._me) == self._me]
         found: list[Iterator[list[Task]]] = []
         for group, rates in enumerate(hyper.groups):
@@ -163,6 +169,18 @@ class Updater:
                 given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
                 found.append(self._phases(names, given, key, prepare))
         return found
+
+    def _renew(self, keys: Sequence[str]) -> None:
+        """Make ready what the update of these parameters writes to."""
+        assert self.settings.optimizer is not None
+        self.store.renew(
+            [name for name in keys if name in self.settings.optimizer.group_of], self._off_device()
+        )
+
+    def _arriving(self) -> Iterator[list[str]]:
+        """The parameters of each bucket as soon as its sum is there. They are updated while others are on their way."""
+        for number in self.exchange.arriving():
+            yield [gradient.key for gradient in self.store.buckets[number].gradients]
 
     def _commit(self, commit: Callable[[], None], give: Give) -> Waits:
         """Wait until all ipus of all replicas are here, and nothing else is left to do; then one commits for all."""
@@ -290,7 +308,8 @@ class Updater:
         others.sum_of_flats([bucket.flat], bucket.cuts)
 
     def _reduce(self, keys: Sequence[str], give: Give) -> Waits:
-        if self.exchange.finish():
+        if self.exchange.is_under_way:
+            self.exchange.finish()
             return
         buckets: dict[tuple[int, ...], list[Bucket]] = {}
         for bucket in self.store.buckets:
