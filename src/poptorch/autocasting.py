@@ -6,8 +6,7 @@ With the default policy torch.autocast decides; lists of operations of the user'
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -75,30 +74,26 @@ class _Casts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        floats = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
+        floats = list(filter(_is_float, tree_leaves((args, kwargs))))
         dtype = self._policy._dtype(getattr(func, "__name__", ""), floats) if floats else None
         if dtype is None:
             return func(*args, **kwargs)
-
-        def cast(leaf: Any) -> Any:
-            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-        args, kwargs = tree_map(cast, (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
         with contextlib.ExitStack() as stack:  # torch.autocast must not cast it again
             for device in _devices():
                 stack.enter_context(torch.autocast(device, enabled=False))
             return func(*args, **kwargs)
 
 
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
+class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """Matrix products and convolutions inside run in float16; a context manager and a decorator.
 
     with poptorch.autocast():
@@ -123,11 +118,3 @@ class autocast(contextlib.AbstractContextManager):  # noqa: N801 the public name
 
     def __exit__(self, *details: Any) -> None:
         self._stacks.pop().__exit__(*details)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with autocast(self._enabled):
-                return function(*args, **kwargs)
-
-        return wrapper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import functools
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -131,18 +131,11 @@ def begin_hook(module: nn.Module) -> _BeginBlockHook | None:
     )
 
 
-def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Callable[[T], T]:
+@contextlib.contextmanager
+def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
     """Decorator: the whole call runs inside a block."""
-
-    def decorate(function: Any) -> Any:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with Block(user_id, ipu_id):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate
+    with Block(user_id, ipu_id):
+        yield
 
 
 def removeBlocks(module: nn.Module) -> None:

@@ -10,14 +10,13 @@ finalLossScale        the loss scaling of the call's last weight update         
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
 from popengine.ir import Graph, Result
 from popengine.run.state.results import Results
 from popengine.settings import Anchor, Outputs
@@ -83,7 +82,11 @@ def resolve(
         mode, period = request.outputs, request.period
         name = _known(request.long_name, names, traced)
         if name is None:
-            raise _unknown(short, request.long_name, names)
+            raise Error(
+                f"anchorTensor({short!r}, {request.long_name!r}): no tensor has that name"
+                f"{did_you_mean(request.long_name, names)}\n"
+                f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
+            )
         if name in traced:
             found[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
         elif name == LOSS_SCALE:
@@ -105,12 +108,3 @@ def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
     plain = prefix + name.removeprefix(prefix).removeprefix("model.")
     return plain if plain in names and plain not in traced else None
-
-
-def _unknown(short: str, name: str, names: list[str]) -> Error:
-    close = difflib.get_close_matches(name, names, n=1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    return Error(
-        f"anchorTensor({short!r}, {name!r}): no tensor has that name\n"
-        f"  fix: {meant}getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
-    )

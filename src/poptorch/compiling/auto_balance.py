@@ -68,11 +68,5 @@ def block_costs(
             value = weights[slot.key]
             size[parts.home[slot.name]] += value.numel() * value.element_size() * copies
     first = min(names)
-    return [
-        Cost(
-            str(name),
-            sum(seconds[: stage + 1]) if stage == first else seconds[stage],
-            sum(size[: stage + 1]) if stage == first else size[stage],
-        )
-        for stage, name in sorted(names.items())
-    ]
+    seconds[first], size[first] = sum(seconds[: first + 1]), sum(size[: first + 1])
+    return [Cost(str(name), seconds[stage], size[stage]) for stage, name in sorted(names.items())]

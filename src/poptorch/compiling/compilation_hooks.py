@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.hooks import RemovableHandle
 
-_before: OrderedDict[int, Callable[[], Any]] = OrderedDict()
-_after: OrderedDict[int, Callable[[], Any]] = OrderedDict()
+_hooks: dict[str, OrderedDict[int, Callable[[], Any]]] = {"Pre": OrderedDict(), "Post": OrderedDict()}
 
 
-def _register(
-    hooks: OrderedDict[int, Callable[[], Any]], hook: Callable[[], Any], name: str
-) -> RemovableHandle:
+def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
     if not callable(hook):
-        raise RuntimeError(f"{name} hook must be callable; found {hook!r}")
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
+        raise RuntimeError(f"{time}-compile hook must be callable; found {hook!r}")
+    handle = RemovableHandle(_hooks[time])
+    _hooks[time][handle.id] = hook
     return handle
 
 
 def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
     """Call `hook()` before every compilation, in order of registration; `remove()` the handle to stop."""
-    return _register(_before, hook, "Pre-compile")
+    return _register("Pre", hook)
 
 
 def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
     """Call `hook()` after every compilation, failed ones included."""
-    return _register(_after, hook, "Post-compile")
+    return _register("Post", hook)
 
 
-def before_compilation() -> None:
-    for hook in list(_before.values()):
-        hook()
-
-
-def after_compilation() -> None:
-    for hook in list(_after.values()):
+def call_hooks(time: Literal["Pre", "Post"]) -> None:
+    for hook in list(_hooks[time].values()):
         hook()

@@ -26,9 +26,10 @@ from ..executor.compiled_inputs import CompiledInputs
 from ..executor.outputs import traced_outputs
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
-from . import compilation_hooks, compilation_log
+from . import compilation_log
 from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
+from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
 from .memory_format import laid_out, weights_of
 from .overlap_rules import check_overlap
@@ -79,7 +80,7 @@ def compile_model(
     tracing = _Tracing(
         model, call, options, settings.training, {request.long_name for request in requests.values()}
     )
-    compilation_hooks.before_compilation()
+    call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
         with one_row_each(model, settings.replica_groups):
@@ -88,7 +89,7 @@ def compile_model(
             )
     finally:
         options._execution_strategy.onEndTracing()
-        compilation_hooks.after_compilation()
+        call_hooks("Post")
     done("capture")
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
@@ -105,9 +106,8 @@ def compile_model(
         graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
-        hinted = NO_HINTS
-        if profiled:
-            hinted = hints(graph, options, settings, memory_format, model, samples, hyper)
+        measured = (graph, options, settings, memory_format, model, samples, hyper)
+        hinted = hints(*measured) if profiled else NO_HINTS
     if settings.strategy.auto == "balance":
         settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)
@@ -154,22 +154,16 @@ class _Tracing:
         self.returned = len(outputs)
         if self._training:
             traced_functions.warn_about(outputs)
-        named = {**dict(zip(self._call.paths, tensors, strict=True)), **_losses()}
+        state = current()
+        assert state is not None
+        named = dict(zip(self._call.paths, tensors, strict=True))
+        for index, (loss, *_) in enumerate(state.losses):
+            named |= {f"loss:{index}": loss, "loss": loss}
         for name, value in named.items():
             self.traced[name] = len(outputs) if name in self._asked else -1
             outputs += [value] if name in self._asked else []
-        state = current()
-        assert state is not None
         self.notes.extend(kept(state.notes, outputs))
         return outputs
-
-
-def _losses() -> dict[str, Tensor]:
-    """The losses that the forward has computed so far, by the names that anchors have for them."""
-    state = current()
-    assert state is not None
-    losses = {f"loss:{index}": value for index, (value, *_) in enumerate(state.losses)}
-    return {**losses, "loss": state.losses[-1][0]} if losses else {}
 
 
 def _requests(options: Options) -> dict[str, Request]:

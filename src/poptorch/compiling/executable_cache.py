@@ -93,7 +93,8 @@ def cache(model: nn.Module, call: Call, options: Options, settings: Settings) ->
         return
     folder = Path(popart["cachePath"])
     try:
-        key = fingerprint(model, call, _described(options), _shared(settings))
+        as_all_have = replace(settings, counts=replace(settings.counts, instance=0))
+        key = fingerprint(model, call, _described(options), as_all_have)
     except Unstable as error:
         logger.warning("enableExecutableCaching: this model is not cached: %s", error)
         yield Cache(None)
@@ -106,11 +107,6 @@ def cache(model: nn.Module, call: Call, options: Options, settings: Settings) ->
         return
     with _alone(folder) if settings.counts.instances > 1 else contextlib.nullcontext():
         yield Cache(folder / f"{key}.poptorch")
-
-
-def _shared(settings: Settings) -> Settings:
-    """The settings as all instances have them."""
-    return replace(settings, counts=replace(settings.counts, instance=0))
 
 
 def _described(options: Options) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from popengine.settings import Settings
 
 from ..executor.arguments import Call
+from ..nested_values import describe, tensors_of
 from ..version import __version__
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
@@ -42,17 +43,11 @@ def fingerprint(model: nn.Module, call: Call, options: Any, settings: Settings) 
     digest.add(repr(settings))
     digest.add(options)
     for name, value in call.bound.arguments.items():
-        digest.add((name, _without_contents(value)))
+        shapes = [(tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in tensors_of(value)]
+        digest.add((name, [describe(value), shapes]))
     digest.add(model)
     digest.add(sorted(_sources(digest.modules)))
     return digest.hexdigest()
-
-
-def _without_contents(value: Any) -> Any:
-    """An argument with its tensors' shapes in place of the tensors."""
-    from ..nested_values import describe, tensors_of
-
-    return [describe(value), [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(value)]]
 
 
 class _Digest:
@@ -164,11 +159,8 @@ class _Digest:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
             else:
-                self._say(
-                    repr(constant)
-                    if not isinstance(constant, frozenset)
-                    else repr(sorted(map(repr, constant)))
-                )
+                ordered = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+                self._say(repr(ordered))
 
     def _class(self, kind: type) -> None:
         """Its name and, where it is the user's, its functions: all that its instances may run."""

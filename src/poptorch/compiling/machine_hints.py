@@ -124,9 +124,8 @@ def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Gra
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
     if options.Precision.half_kernels == "native":
-        others['options.Precision.halfKernels("auto")'] = lambda found: products_in_float32(
-            found, faster_in_float32
-        )
+        change = partial(products_in_float32, chosen=faster_in_float32)
+        others['options.Precision.halfKernels("auto")'] = change
     return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
 
 

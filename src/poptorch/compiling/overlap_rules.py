@@ -25,21 +25,19 @@ def check_overlap(graph: Graph, options: Options) -> None:
     _check_options(options, any(name == _OUTPUT for _, name in marks))
     output = next(node for node in code.nodes if node.op == "output")
     for node, name in marks:
-        where = node.meta.get("where", "?")
         if name == _INPUT:
-            given = node.args[0]
-            if given.op != "placeholder" or given.meta["role"] != "input" or len(given.users) > 1:
-                raise _misplaced(
-                    name, where, "the first operation on an input of the model, and its only use"
-                )
+            given, place = node.args[0], "the first operation on an input of the model, and its only use"
+            fits = given.op == "placeholder" and given.meta["role"] == "input" and len(given.users) == 1
         else:
-            returned = [
-                value
-                for value, result in zip(output.args[0], graph.results, strict=True)
-                if result.kind == "output"
-            ]
-            if returned.count(node) != 1:
-                raise _misplaced(name, where, "on an output of the model that is returned once")
+            place = "on an output of the model that is returned once"
+            results = zip(output.args[0], graph.results, strict=True)
+            fits = [value for value, result in results if result.kind == "output"].count(node) == 1
+        if not fits:
+            raise Error(
+                f"poptorch.{name} is misplaced, at {node.meta.get('where', '?')}\n"
+                f"  why: it must be {place}: only then can the transfer overlap with computation\n"
+                "  fix: move it there"
+            )
 
 
 def _mark_of(node: fx.Node) -> str | None:
@@ -67,11 +65,3 @@ def _check_options(options: Options, has_output: bool) -> None:
             f"{_OUTPUT} needs OutputMode.All or OutputMode.Sum; it is OutputMode.{OutputMode(options.output_mode).name}"
             "\n  fix: options.outputMode(poptorch.OutputMode.All)"
         )
-
-
-def _misplaced(name: str, where: str, place: str) -> Error:
-    return Error(
-        f"poptorch.{name} is misplaced, at {where}\n"
-        f"  why: it must be {place}: only then can the transfer overlap with computation\n"
-        "  fix: move it there"
-    )

@@ -21,6 +21,7 @@ from popengine.compile.recording.current_capture import current, is_traced, paus
 from popengine.errors import CaptureError
 
 from ..ops.ctc import ctc_loss
+from ..ops.losses import identity_loss
 from ..reporting.logs import logger
 
 
@@ -78,10 +79,9 @@ class Traced(TorchFunctionMode):
 
 def _replacement(func: Callable[..., Any]) -> Callable[..., Any]:
     try:
-        found = _REPLACEMENTS.get(func)
+        return _REPLACEMENTS.get(func, func)
     except TypeError:  # not hashable
-        found = None
-    return func if found is None else found
+        return func
 
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -111,11 +111,7 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    loss = {"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]()
-    capture = current()
-    assert capture is not None
-    capture.mark_loss(loss)
-    return loss
+    return identity_loss(loss, reduction)
 
 
 def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -125,10 +121,6 @@ def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
             return Tensor.__repr__(tensor)
     kind = "Parameter containing: tensor" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     return f"{kind}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
-
-
-def _format(tensor: Tensor, spec: str) -> str:
-    return format(_text(tensor), spec)
 
 
 def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +169,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__repr__: _text,
-    Tensor.__format__: _format,
+    Tensor.__format__: lambda tensor, spec: format(_text(tensor), spec),
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _backward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +186,20 @@ def factors(counts: Counts) -> str:
         f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
         f" x Training.gradientAccumulation {counts.accumulation}"
     )
+
+
+def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
+    """One made-up micro-batch for each input, seen as a whole combined batch without being copied.
+
+    Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform. Integers are zero: they may be indices.
+    """
+    made = []
+    for tensor in tensors:
+        value = torch.zeros(sample(tensor, counts).shape, dtype=tensor.dtype)
+        if value.is_floating_point() and mode > 1:
+            value.normal_() if mode == 2 else value.uniform_()
+        made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
+    return made
 
 
 def sample(tensor: Tensor, counts: Counts) -> Tensor:

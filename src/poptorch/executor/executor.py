@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,7 +39,6 @@ from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
 from .optimizer_link import OptimizerLink
 from .outputs import returned
-from .synthetic_data import synthetic_inputs
 from .weight_sync import WeightSync
 from .wrapped_model import WrappedModel
 
@@ -81,7 +81,7 @@ class PoplarExecutor:
         model = model if isinstance(model, nn.Module) else _Function(model)
         # Flags of the top level are fixed now; everything below is shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
-        self._signature = self._wrapped.signature()
+        self._signature = inspect.signature(self._wrapped.traced.forward)
         self._reporter = reporter_for(self, options, training)
         self._lease = DeviceLease(options, self._reporter)
         self._weights = WeightSync(self._wrapped, self._lease, self._reporter)
@@ -142,7 +142,7 @@ class PoplarExecutor:
         executable = self._lease.need_executable()
         tensors = arguments.prepared(call, executable.inputs.wide)
         if mode:
-            tensors = self._synthetic = synthetic_inputs(tensors, mode, executable.settings.counts)
+            tensors = self._synthetic = arguments.synthetic_inputs(tensors, mode, executable.settings.counts)
         return tensors
 
     # ---- compiling ---------------------------------------------------------------------------------------
@@ -446,7 +446,8 @@ class PoplarExecutor:
         """An executor that is not compiled pickles as what it was made of."""
         if self.isCompiled():
             raise Error("a compiled executor can't be pickled\n  fix: write it to a file with save(filename)")
-        return _wrapped, (self._user_model, self.options, self._wrapped.training, self._optimizer)
+        make = functools.partial(PoplarExecutor, training=self._wrapped.training, optimizer=self._optimizer)
+        return make, (self._user_model, self.options)
 
     # ---- private names that programs use -----------------------------------------------------------------
 
@@ -461,7 +462,3 @@ class PoplarExecutor:
     def _debugGetPopartIR(self) -> str:
         """Refused: there is no PopART graph here."""
         raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")
-
-
-def _wrapped(model: Any, options: Options, training: bool, optimizer: Any) -> PoplarExecutor:
-    return PoplarExecutor(model, options, training=training, optimizer=optimizer)

@@ -11,6 +11,7 @@ import copy
 import copyreg
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -48,22 +49,19 @@ class _Marked:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def _plain(self, change: Callable[[Tensor], Tensor] = lambda values: values) -> Any:
+        """As it was before the mark, with the newest values."""
         _ask(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
-            plain = self.detach().clone()  # type: ignore[attr-defined]
-            if isinstance(self, nn.Parameter):
-                plain = nn.Parameter(plain, self.requires_grad)
-        memo[id(self)] = plain
+            plain = change(self.detach())  # type: ignore[attr-defined]
+            return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = plain = self._plain(Tensor.clone)
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _ask(self.__dict__.get("_owner"))
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.detach()  # type: ignore[attr-defined]
-            if isinstance(self, nn.Parameter):
-                plain = nn.Parameter(plain, self.requires_grad)
-            return plain.__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
@@ -78,6 +76,17 @@ class PoptorchBuffer(_Marked, Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:
         return repr(self.detach())  # as the tensor that it is to the user
+
+
+def _after_asking(name: str) -> Callable[..., Any]:
+    """A model's own method, for which its weights are made the newest."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _ask(self.__dict__["_pando_owner"])
+        return getattr(super(_MarkedModel, self), name)(*args, **kwargs)
+
+    return method
 
 
 class _MarkedModel:
@@ -104,21 +113,9 @@ class _MarkedModel:
             _ask(self.__dict__["_pando_owner"])
         return value
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
-        return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+    named_parameters, named_buffers, state_dict, __call__ = map(
+        _after_asking, ("named_parameters", "named_buffers", "state_dict", "__call__")
+    )
 
     def __copy__(self) -> Any:
         twin = object.__new__(type(self))
@@ -221,19 +218,16 @@ def unmark(model: nn.Module) -> None:
         _links.pop(child, None)
     model.__class__ = plain_class(model)
     del model.__dict__["_pando_owner"]
-    for tensor, kind in [(p, nn.Parameter) for p in model.parameters()] + [
-        (b, Tensor) for b in model.buffers()
-    ]:
+    for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, _Marked):
             vars(tensor).pop("_owner")
+            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
             tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
     """A copy of the model's top level: its flags and attributes are its own, everything below is shared."""
-    twin = copy.copy(model)
-    unlinked = dict(twin.__dict__)
-    unlinked.pop("_pando_owner", None)
     plain = object.__new__(plain_class(model))
-    plain.__dict__.update(unlinked)
+    plain.__dict__.update(copy.copy(model).__dict__)
+    plain.__dict__.pop("_pando_owner", None)
     return plain

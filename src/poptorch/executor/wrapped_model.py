@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 
 from ..annotating.replica_groups import Grouping
+from ..compiling.memory_format import weights_of
 from ..options import Options
 from . import marked_model
 
@@ -31,12 +31,9 @@ class WrappedModel:
     training: bool
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
-    def signature(self) -> inspect.Signature:
-        return inspect.signature(self.traced.forward)
-
     def weights(self) -> dict[str, Tensor]:
         """The user's parameters and buffers, by canonical name, without asking for newer values."""
-        return {**dict(self.traced.named_parameters()), **dict(self.traced.named_buffers())}
+        return weights_of(self.traced)
 
     def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.

@@ -50,18 +50,10 @@ def ctc_loss(
 
 class _CtcLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        log_probs: Tensor,
-        targets: Tensor,
-        inputs: Tensor,
-        labels: Tensor,
-        blank: int,
-        zero_infinity: bool,
-    ) -> Tensor:
-        losses, alpha = torch.ops.poptorch.ctc_loss(log_probs, targets, inputs, labels, blank, zero_infinity)
-        ctx.save_for_backward(log_probs, targets, inputs, labels, losses, alpha)
-        ctx.settings = blank, zero_infinity
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        losses, alpha = torch.ops.poptorch.ctc_loss(*arguments)
+        ctx.save_for_backward(*arguments[:4], losses, alpha)
+        ctx.settings = arguments[4:]
         return losses
 
     @staticmethod
@@ -70,7 +62,7 @@ class _CtcLoss(torch.autograd.Function):
         return (torch.ops.poptorch.ctc_loss_backward(gradient, *saved, *ctx.settings), *[None] * 5)
 
 
-def _alphas(log_probs: Tensor, targets: Tensor) -> int:
+def _alphas(targets: Tensor) -> int:
     """How wide the table of partial sums is in a graph: enough for the longest target there can be."""
     return 2 * targets.shape[-1] + 1
 
@@ -80,7 +72,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # The table is as wide as this batch's longest target; in a graph all shapes are fixed.
-    missing = _alphas(log_probs, targets) - alpha.shape[-1]
+    missing = _alphas(targets) - alpha.shape[-1]
     return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
 
 
@@ -103,13 +95,10 @@ def _run_backward(
     return made.to(log_probs.dtype)
 
 
-def _shapes(
-    log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
-) -> tuple[Tensor, Tensor]:
+def _shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     steps, batch, _ = log_probs.shape
-    return log_probs.new_empty(batch), log_probs.new_empty(
-        (batch, steps, _alphas(log_probs, targets)), dtype=torch.float32
-    )
+    table = log_probs.new_empty((batch, steps, _alphas(targets)), dtype=torch.float32)
+    return log_probs.new_empty(batch), table
 
 
 computed(

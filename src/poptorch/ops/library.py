@@ -15,13 +15,9 @@ from torch import Tensor
 LIBRARY = torch.library.Library("poptorch", "DEF")
 
 
-def _nothing(first: Tensor, *settings: Any) -> None:
-    """What a mark does when it runs, beyond handing its input on."""
-
-
 def mark(
     schema: str,
-    run: Callable[..., None] = _nothing,
+    run: Callable[..., None] = lambda first, *settings: None,
     gradient: Callable[..., Tensor] = lambda gradient, *settings: gradient,
 ) -> None:
     """Register an operation whose result is its first argument.

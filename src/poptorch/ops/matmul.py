@@ -35,9 +35,8 @@ def serializedMatMul(
     assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; found {factor!r}"
     if mode is MatMulSerializationMode.Disabled or factor == 0:
         return torch.matmul(lhs, rhs)
-    cut, dim = (rhs, -1) if mode is MatMulSerializationMode.OutputChannels else (lhs, -1)
-    if mode is MatMulSerializationMode.InputChannels:
-        dim = -2
+    cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs
+    dim = -2 if mode is MatMulSerializationMode.InputChannels else -1
     length = cut.shape[dim] if cut.dim() >= 2 else None
     if length is None or factor < 1 or length % factor:
         raise Error(

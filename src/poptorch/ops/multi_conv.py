@@ -13,10 +13,6 @@ from popengine.errors import Error
 from ..enums import MultiConvPlanType
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 class MultiConv:
     """All convolutions inside form one group.
 
@@ -31,7 +27,7 @@ class MultiConv:
 
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
         """The proportion of tile memory each convolution might use."""
-        valid = _all(value, _is_number)
+        valid = _all(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
         assert valid, f"Invalid available memory proportion! A number or a list of them; found {value!r}"
         return self._with("available_memory_proportions", value)
 

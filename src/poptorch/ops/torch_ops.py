@@ -10,9 +10,9 @@ import json
 import torch
 from torch import Tensor
 
-from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
+from ..annotating.blocks import Block
 from . import custom, losses, scopes, slices
 from .library import shorthand
 
@@ -24,18 +24,6 @@ def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
     if dtype not in _CASTS:
         raise Error(f"internal_cast: the type must be one of {', '.join(_CASTS)}; found {dtype!r}")
     return tensor.to(_CASTS[dtype])
-
-
-def _begin_ipu_block(stage: int, phase: int, ipu: int) -> None:
-    capture = current()
-    if capture is not None:
-        capture.enter(str(stage), ipu)
-
-
-def _end_ipu_block() -> None:
-    capture = current()
-    if capture is not None:
-        capture.leave()
 
 
 def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
@@ -54,13 +42,17 @@ def _optimizer_group(group: int, tensors: list[Tensor]) -> None:
     """Nothing to do: which group a parameter is in comes from the optimizer."""
 
 
+def _begin_block(stage: int, phase: int, ipu: int) -> None:
+    Block.start(str(stage), ipu)
+
+
 shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
 shorthand("push_name_scope(str name) -> ()", scopes.push_name_scope)
 shorthand("pop_name_scope() -> ()", scopes.pop_name_scope)
 shorthand("set_attribute(str attribute, str key, str value) -> ()", scopes.set_attribute)
 shorthand("clear_attribute(str attribute, str key) -> ()", scopes.clear_attribute)
-shorthand("begin_ipu_block(int stage, int phase, int ipu) -> ()", _begin_ipu_block)
-shorthand("end_ipu_block() -> ()", _end_ipu_block)
+shorthand("begin_ipu_block(int stage, int phase, int ipu) -> ()", _begin_block)
+shorthand("end_ipu_block() -> ()", Block.end)
 shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
 shorthand(
     "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor", slices.dynamic_slice

@@ -36,8 +36,8 @@ def optimizer_in_words(optimizer: Optimizer | None) -> str:
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
-    many = f"{len(optimizer.group_of)} parameter{'s' * (len(optimizer.group_of) != 1)}"
-    words = [f"{optimizer.kind}, {many} in {groups} group{'s' * (groups != 1)}"]
+    many = counted(len(optimizer.group_of), "parameter")
+    words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
     for name in [field.name for field in fields(optimizer)]:
         value = getattr(optimizer, name)
         if name == "state_types":
@@ -45,6 +45,10 @@ def optimizer_in_words(optimizer: Optimizer | None) -> str:
         elif value != getattr(plain, name):
             words.append(f"{name.replace('_', ' ')} {value}")
     return "; ".join(words)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
 
 
 def _flat(options: Options) -> dict[str, str]:

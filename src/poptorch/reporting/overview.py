@@ -13,9 +13,10 @@ import torch
 from popengine.compile.describe import Description
 from popengine.compile.schedule import draw
 from popengine.ir import Graph, Plan
-from popengine.profile import Part, Profile
+from popengine.profile import Profile
 from popengine.settings import Settings
 
+from .changed_options import counted
 from .planned import planned
 
 _DRAWN = 64  # micro-batches; a wider drawing shows nothing
@@ -77,15 +78,24 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
     kind = "training" if settings.training else "inference"
     micro_batches = plan.schedule.micro_batches
     title = (
-        f"{kind}, {settings.strategy.mode}: {_count(partition.stages, 'stage')}"
-        f" on {_count(len(set(partition.ipus)), 'ipu')}, {_count(counts.replicas, 'replica')}; a call is"
-        f" {_count(counts.iterations, 'device iteration')} of {_count(counts.accumulation, 'micro-batch')}"
+        f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
+        f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
+        f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
     )
-    sends = [part for part in Description(plan, graph).parts if part.kind == "send"]
+    transfers = tuple(
+        (
+            part.ipu,
+            part.peer,
+            part.bytes if graph else None,
+            f"{part.phase}{part.stage}" if part.phase else part.channel,
+        )
+        for part in Description(plan, graph).parts
+        if part.kind == "send"
+    )
     return Overview(
         title,
         tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
-        tuple(_transfer(part, graph) for part in sends),
+        transfers,
         draw(plan.schedule).rstrip()
         if micro_batches <= _DRAWN
         else f"{micro_batches} micro-batches, too many to draw",
@@ -95,15 +105,6 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         ),
         planned(plan, settings, graph),
     )
-
-
-def _transfer(part: Part, graph: Graph | None) -> tuple[int, int, int | None, str]:
-    after = f"{part.phase}{part.stage}" if part.phase else part.channel
-    return part.ipu, part.peer, None if graph is None else part.bytes, after
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
 
 
 def _bytes(size: int | None) -> str:

@@ -59,11 +59,9 @@ def shown_at_the_users_lines(function: Callable[P, R]) -> Callable[P, R]:
 
 def face(kind: type[T]) -> type[T]:
     """A class of the package's face: `shown_at_the_users_lines` for all of its public methods."""
-    for base in kind.__mro__:
-        if base.__module__.startswith("poptorch."):
-            for name, member in vars(base).items():
-                if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
-                    setattr(kind, name, shown_at_the_users_lines(getattr(kind, name)))
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
+            setattr(kind, name, shown_at_the_users_lines(member))
     return kind
 
 
