@@ -1,43 +1,39 @@
-"""Is virtual time true? Steps of random small models on one core, and steps and bubbles of separate processes.
+"""Is virtual time true? Steps of random small models on one core, and bubbles of separate processes.
 
-What is measured runs without a recorder; what is predicted comes from the profile of another run.
+What is measured runs without a recorder; what is predicted comes from the profile of another run. A step is measured
+on two executors, in turns with the recorded one: how far they are apart is what no prediction can go below.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from cases import Runner, random_case  # pyright: ignore[reportMissingImports]
+from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
 from main import profile_of  # pyright: ignore[reportMissingImports]
 from separate import Pair  # pyright: ignore[reportMissingImports]
 
+from popengine.profile import load
 from popvision.analysis import figures
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
 
-HEAD = [
-    "case",
-    "model",
-    "step, one core (ms)",
-    "predicted",
-    "step, two processes (ms)",
-    "predicted",
-    "bubble",
-    "predicted",
-]
+HEAD = ["case", "model", "step, one core (ms)", "again", "predicted", "off", "bubble", "again", "predicted"]
 
 
 class InCalls:
-    """Seconds that an executor's engine spends in calls: what a profile counts as steps."""
+    """Seconds of a step in an executor's calls, as a profile counts them."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._spent = runner, 0.0
+        self._runner, self._spent = runner, list[float]()
         self._engine = runner.executor._lease.engine
         self._run, self._engine.run = self._engine.run, self._timed
 
@@ -46,12 +42,27 @@ class InCalls:
         try:
             return self._run(*args, **more)
         finally:
-            self._spent += time.perf_counter() - start
+            self._spent.append((time.perf_counter() - start) * self._runner.calls / self._runner.steps)
 
     def step(self) -> float:
-        self._spent = 0.0
-        self._runner.once()
-        return self._spent / self._runner.steps
+        return statistics.median(self._spent)
+
+
+def on_one_core(case: Case, rounds: int) -> tuple[float, float, float]:
+    """A step without a recorder, of two executors, and what the profile of a third one says; all in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        runners = [Runner(case, folder), Runner(case), Runner(case)]
+        recorded, *plain = runners
+        calls = [InCalls(runner) for runner in plain]
+        for _ in range(rounds):
+            for runner in runners:
+                runner.once()
+        recorded.executor.detachFromDevice()
+        said = figures(load(next(Path(folder).glob("*/profile.pop")))).step_here
+        for runner in plain:
+            runner.executor.destroy()
+    assert said
+    return calls[0].step(), calls[1].step(), said
 
 
 def main() -> None:
@@ -59,40 +70,50 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=Path, help="a file to which each row is added, for runs in parts")
     args = parser.parse_args()
     where, pair, rows = environment(), Pair(), []
     for number in range(args.first, args.first + args.cases):
-        case = random_case(random.Random(number))
-        one_core = case.changed({"threads": 1})
-        apart, alone = figures(profile_of(case)), figures(profile_of(one_core))
-        assert apart.step_apart and apart.bubble_apart is not None and alone.step_here
-        runner = Runner(one_core)
-        calls = InCalls(runner)
-        step = statistics.median(calls.step() for _ in range(args.rounds))
-        runner.executor.destroy()
+        case = random_case(random.Random(args.seed * 1000 + number))
         pair.prepare("it", case)
-        found = [(pair.step("it"), waiting) for _ in range(args.rounds) for _, waiting in [pair.once("it")]]
+        bubbles = [statistics.median(pair.once("it")[1] for _ in range(args.rounds))]
+        times = on_one_core(case.changed({"threads": 1}), args.rounds)
+        bubbles.append(statistics.median(pair.once("it")[1] for _ in range(args.rounds)))
         pair.drop("it")
-        both, bubble = (statistics.median(column) for column in zip(*found, strict=True))
-        rows.append((number, case, step, alone.step_here, both, apart.step_apart, bubble, apart.bubble_apart))
+        apart = figures(profile_of(case))
+        assert apart.bubble_apart is not None
+        rows.append([number, str(case), *times, *bubbles, apart.bubble_apart])
+        if args.rows:
+            with args.rows.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
     pair.close()
-    cells = [
-        [str(n), str(case), *(f"{1e3 * x:.2f}" for x in times), *(f"{100 * x:.0f} %" for x in bubbles)]
-        for n, case, *times, b1, b2 in rows
-        for bubbles in [(b1, b2)]
-    ]
-    print(markdown(HEAD, cells))
-    for name, real, guess in (("on one core", 2, 3), ("of two processes", 4, 5)):
-        errors = sorted(abs(row[guess] / row[real] - 1) for row in rows)
-        near = sum(error <= 0.1 for error in errors)
-        print(
-            f"steps {name}: {near} of {len(rows)} within 10 %, the median {statistics.median(errors):.0%} off"
-        )
-    errors = [abs(row[6] - row[7]) for row in rows]
-    print(
-        f"bubbles: {sum(e <= 0.1 for e in errors)} of {len(rows)} within 10 points, the worst {max(errors):.0%}"
-    )
+    print(table(rows))
     print(where)
+
+
+def table(rows: list[list[Any]]) -> str:
+    cells = [
+        [str(n), case, *(f"{1e3 * x:.2f}" for x in times), off(*times), *(f"{x:.0%}" for x in bubbles)]
+        for n, case, *rest in rows
+        for times, bubbles in [(rest[:3], rest[3:])]
+    ]
+    errors = sorted(abs(said / ((one + again) / 2) - 1) for _, _, one, again, said, *_ in rows)
+    noise = sorted(abs(again / one - 1) for _, _, one, again, *_ in rows)
+    points = [abs((one + again) / 2 - said) for *_, one, again, said in rows]
+    moods = [abs(one - again) for *_, one, again, _ in rows]
+    return (
+        f"{markdown(HEAD, cells)}\n\n"
+        f"steps on one core: {sum(e <= 0.1 for e in errors)} of {len(rows)} within 10 %, the median"
+        f" {statistics.median(errors):.1%} off, the worst {errors[-1]:.0%}; two executors of one model differ by"
+        f" {statistics.median(noise):.1%} in the median, {noise[-1]:.0%} at the most\n"
+        f"bubbles: {sum(p <= 0.1 for p in points)} of {len(rows)} within 10 points, the worst {max(points):.0%};"
+        f" measured twice they differ by {max(moods):.0%} at the most"
+    )
+
+
+def off(one: float, again: float, said: float) -> str:
+    return f"{2 * said / (one + again) - 1:+.0%}"
 
 
 if __name__ == "__main__":

@@ -144,6 +144,9 @@ class OneIpu:
                 is_end = piece == self._last and self._ends
                 if is_end and instruction.micro_batch < self._count - self._in_flight:
                     self.boxes.put(("ended", instruction.micro_batch), [])
+        for ipu in (worker.ipu, 1 - worker.ipu):  # a call ends when all ipus have
+            move = self.boxes.put if ipu == worker.ipu else lambda name, _: self.boxes.receive(name)
+            move(("call", ipu), [])
         self.steps_took += time.perf_counter() - start
         worker.finish()
 

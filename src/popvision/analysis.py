@@ -8,7 +8,7 @@ from typing import Any
 
 from popengine.profile import Event, Profile
 
-from . import memory, trace, virtual
+from . import costs, memory, trace, virtual
 from .changes import Change, changes
 
 
@@ -38,10 +38,10 @@ class Figures:
     bubble_measured: float | None
     bubble_apart: float | None
     usages: list[trace.Usage]
-    stages: list[trace.StageTime]
+    stages: list[costs.StageTime]
     slowest: int | None
     unevenness: float  # what the slowest stage costs, in average stages
-    spread: float  # of equal computations, see `trace.spread`
+    spread: float  # of equal computations, see `costs.spread`
     changes: list[Change]
     needs: list[memory.Need]
     wanted: int  # bytes, to be held against the capacity
@@ -62,8 +62,8 @@ class Figures:
 def figures(profile: Profile) -> Figures:
     """Compute all figures; what a profile has no events for is None or empty."""
     events, cut_off = trace.steady(profile), trace.cut_off(profile)
-    usages, times = ([] if cut_off else trace.usage(events)), trace.stage_times(profile, events)
-    step, spread = trace.step_of(profile, events, times), trace.spread(events)
+    usages, times = ([] if cut_off else trace.usage(events)), costs.stage_times(profile, events)
+    step, spread = costs.step_of(profile, events, times), costs.spread(events)
     totals = [time.total for time in times]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
@@ -132,7 +132,7 @@ def _step_seconds(profile: Profile) -> float | None:
 
 
 def _step_spread(profile: Profile) -> float:
-    return trace.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
+    return costs.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
 
 
 def host_times(profile: Profile) -> dict[str, float]:

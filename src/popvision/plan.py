@@ -16,7 +16,7 @@ from popengine.profile import PLAN_WISH, Operation, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
-from .trace import StageTime, step_of
+from .costs import StageTime, step_of
 from .units import seconds, size
 
 FLOPS, BYTES = 50e9, 10e9  # a second, of the device that the timeline imagines: a core

@@ -138,6 +138,8 @@ class Engine(Tensors):
             return self._run(inputs, hyper, recorder)
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
+        if recorder is not None:
+            recorder.begin_call()
         self._await_idle()
         self._check()
         name = f"call {self._calls + 1} of the training"
@@ -163,13 +165,13 @@ class Engine(Tensors):
             name,
         )
         self._begin(self.writes_in_place)
-        if recorder is not None:
-            recorder.begin_call()
         try:
             crew.start(run)
             run.wait()
         finally:
             self._await_idle()  # at once, but after Ctrl-C
+            if recorder is not None:
+                recorder.end_call(run.steps, failed=run.is_stopped)
         if run.failure is not None:
             raise run.failure
         if run.overflows and not self._has_warned:

@@ -26,6 +26,7 @@ from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder
+from popengine.run.measure.recording_costs import recording_costs
 
 from ..compiling.machine_hints import Hints
 from ..data.batch_waits import listeners
@@ -120,6 +121,7 @@ class Reporter:
                 "of": "this machine's memory",
                 "shared": True,
             },
+            "recording": recording_costs(recorder),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
             "versions": {

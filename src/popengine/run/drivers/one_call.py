@@ -90,23 +90,22 @@ class Run:
     failure: BaseException | None = None
     is_committed: bool = False  # the update writes to what is kept: nobody can give it up any more
     is_written: bool = False  # and has done so
+    is_stopped: bool = False  # it has failed, and left no trace
     is_over: bool = False
     _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
     def end(self, error: BaseException | None = None) -> None:
         """It is done, or has failed: keep what was made, or leave no trace."""
-        is_stopped = error is not None and not self.is_written
+        self.is_stopped = error is not None and not self.is_written
         if error is not None:
             self.failure = None if isinstance(error, Stopped) else error
             self.tell(self, error)
         torch.set_num_threads(self.threads)
         try:
-            if not is_stopped:
+            if not self.is_stopped:
                 self.keep(self)
             elif self.is_committed and error is not None:
                 self.failure = self.lose(self, error)
-            if self.recorder is not None:
-                self.recorder.end_call(self.steps, failed=is_stopped)
         except BaseException as failure:  # the caller must hear of it
             self.failure = self.failure or failure
         finally:

@@ -103,6 +103,7 @@ class Recorder:
         self.last_calls: deque[tuple[int, int, int, int]] = deque(maxlen=_CALLS)
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
+        self.ns_of_steps: deque[int] = deque(maxlen=_CALLS)  # that recording took around each
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
@@ -137,6 +138,7 @@ class Recorder:
     @contextmanager
     def recording(self, workers: Sequence[Any], number: int) -> Iterator[None]:
         """A step runs inside; if it comes to its end, its times are kept."""
+        began = perf_counter_ns()
         programs = workers[0].plan.programs
         length = sum(map(len, programs.values())) * workers[0].settings.counts.replicas
         most = max(1, self.budget // (2 * len(workers)))
@@ -150,18 +152,21 @@ class Recorder:
                 self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
                 if worker.settings.backend == "eager":  # compiled pieces have no operations any more
                     worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
+        inside = perf_counter_ns()
         try:
             yield
         except BaseException:
             self.broken = self._times
             raise
         finally:
+            outside = perf_counter_ns()
             for worker in workers:
                 if worker.replica == 0:
                     worker._code = plain[worker.ipu]
         self.details.update(self._looking)
         for place, times in self._times.items():
             self.kept[place].add(times)
+        self.ns_of_steps.append(inside - began + perf_counter_ns() - outside)
 
     def perform(self, worker: Any, start: int, body: Program, core: int) -> None:
         """Run instructions `start` ... of a worker's program, none of which waits."""
