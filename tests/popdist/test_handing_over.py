@@ -113,7 +113,7 @@ def hold_back(updater, fails):
         else:
             assert is_updated.wait(30), "the first bucket is not used before the second one is there"
             if fails:
-                raise RuntimeError("on purpose")
+                raise poptorch.Error("on purpose")
         sum_up(number)
 
     updater._do, updater.exchange._work = done, held_back

@@ -27,7 +27,7 @@ class Distributed(OptionsDict):
         self._read(_NUM_PROCESSES_VARIABLE, _PROCESS_ID_VARIABLE)
         if self.numProcesses == 1 and is_set():
             launch = read()
-            self.configureProcessId(launch.instance, launch.instances)
+            self._place(launch.instance, launch.instances)
 
     @property
     def processId(self) -> int:
@@ -41,19 +41,15 @@ class Distributed(OptionsDict):
 
     def disable(self) -> Self:
         """Forget the environment: this is process 0 of 1."""
-        return self.configureProcessId(0, 1)
+        return self._place(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Say which of how many processes this is."""
-        whole = isinstance(process_id, int) and isinstance(num_processes, int)
-        assert whole and 0 <= process_id < num_processes, (
-            f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
-        )
-        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
+        return self._place(process_id, num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
         """Read the number of processes and this process's id from these variables, now."""
-        self.configureProcessId(0, 1)
+        self._place(0, 1)
         return self._read(var_num_processes, var_process_id)
 
     def _read(self, var_num_processes: str, var_process_id: str) -> Self:
@@ -65,4 +61,11 @@ class Distributed(OptionsDict):
                 f"{name} must hold a number, as {var_num_processes} and {var_process_id} say how many "
                 f"processes there are and which one this is; found {text!r}"
             )
-        return self.configureProcessId(int(found[var_process_id] or 0), int(found[var_num_processes] or 1))
+        return self._place(int(found[var_process_id] or 0), int(found[var_num_processes] or 1))
+
+    def _place(self, process_id: int, num_processes: int) -> Self:
+        whole = isinstance(process_id, int) and isinstance(num_processes, int)
+        assert whole and 0 <= process_id < num_processes, (
+            f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
+        )
+        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
