@@ -28,6 +28,10 @@ class Case:
     pipelined: bool
     replicas: int = 1
     training: bool = True
+    recompute: bool = False
+    adam: bool = False  # else SGD, which has no state
+    offloaded: bool = False  # its state
+    fused: bool = False
     threads: int = 0  # 0: as many as the program has
 
     def changed(self, setting: Mapping[str, Any]) -> Case:
@@ -42,7 +46,9 @@ class Case:
         kind = "training" if self.training else "inference"
         mode = "pipelined" if self.pipelined else "sharded"
         stages = " / ".join("+".join(str(self.depths[int(name[1:])]) for name in names) for names in self.cut)
-        return f"{kind}, {mode}, {stages} layers of {self.width}, {self.accumulation} x {self.rows} rows"
+        more = [name for name in ("recompute", "adam", "offloaded") if getattr(self, name)]
+        rows = f"{self.accumulation} x {self.rows} rows"
+        return ", ".join([kind, mode, f"{stages} layers of {self.width}", rows, *more])
 
 
 class Model(nn.Module):
@@ -69,7 +75,7 @@ def random_case(numbers: random.Random) -> Case:
     count = numbers.randint(2, 5)
     border = numbers.randint(1, count - 1)
     names = tuple(f"b{place}" for place in range(count))
-    return Case(
+    case = Case(
         depths=tuple(numbers.randint(1, 4) for _ in range(count)),
         width=numbers.choice((128, 192, 256)),
         rows=numbers.choice((32, 64)),
@@ -78,6 +84,10 @@ def random_case(numbers: random.Random) -> Case:
         pipelined=numbers.random() < 0.7,
         training=numbers.random() < 0.7,
     )
+    recompute, adam, offloaded = (numbers.random() < share for share in (0.4, 0.5, 0.5))
+    if not case.training:
+        return case
+    return replace(case, recompute=recompute, adam=adam, offloaded=adam and offloaded)
 
 
 class Runner:
@@ -89,17 +99,20 @@ class Runner:
         if folder is not None:
             options.enableProfiling(folder)
         stages = [poptorch.Stage(*names).ipu(ipu) for ipu, names in enumerate(case.cut)]
-        kind = poptorch.PipelinedExecution if case.pipelined else poptorch.ShardedExecution
-        options.setExecutionStrategy(kind(*stages))
+        strategy = poptorch.PipelinedExecution if case.pipelined else poptorch.ShardedExecution
+        options.setExecutionStrategy(strategy(*stages))
         torch.manual_seed(0)
         model = Model(case).train(case.training)
         # About the same number of micro-batches in each call, so that calls cost what their steps cost.
         steps = max(1, 48 // (case.accumulation * case.replicas))
         if case.training:
             options.deviceIterations(steps).Training.gradientAccumulation(case.accumulation)
-            self.executor = poptorch.trainingModel(
-                model, options, torch.optim.SGD(model.parameters(), lr=1e-4)
-            )
+            options._Popart.set("autoRecomputation", 3 * case.recompute)
+            location = poptorch.TensorLocationSettings().useOnChipStorage(not case.offloaded)
+            options.TensorLocations.setOptimizerLocation(location)
+            kind = torch.optim.Adam if case.adam else torch.optim.SGD
+            optimizer = kind(model.parameters(), lr=1e-4, fused=case.fused or None)
+            self.executor = poptorch.trainingModel(model, options, optimizer)
         else:
             options.deviceIterations(case.accumulation)
             self.executor = poptorch.inferenceModel(model, options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from popengine.profile import Profile
 
+from . import memory
 from .analysis import Figures
-from .changes import Change, least, promised
+from .gains import Change, at_most, least, promised
+from .memory_changes import Saving
 from .trace import cut_off, whole_steps
 from .units import size
 
@@ -15,7 +17,7 @@ _WORTH = 1.05  # of what was measured a few times
 def sentences(profile: Profile, figures: Figures) -> list[str]:
     """The gravest first; none if there is nothing to say."""
     found = [
-        _too_large(figures),
+        _too_large(profile, figures),
         _failed(profile),
         *(_change(change, figures) for change in figures.changes),
         *_hints(profile),
@@ -26,13 +28,32 @@ def sentences(profile: Profile, figures: Figures) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-def _too_large(figures: Figures) -> str:
+def _too_large(profile: Profile, figures: Figures) -> str:
     if figures.fits is not False or not figures.capacity:
         return ""
+    is_shared, state = memory.capacity(profile)[2], any(need.optimizer for need in figures.needs)
+    return " ".join(
+        [
+            f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is {size(figures.capacity)}.",
+            *(_saving(saving, figures) for saving in figures.savings),
+            *(["Offloading the optimizer's state frees nothing of it."] if is_shared and state else []),
+            "A smaller micro-batch or more stages need less.",
+        ]
+    )
+
+
+def _saving(saving: Saving, figures: Figures) -> str:
+    change = saving.change
+    machines = [("on separate devices", change.apart), (figures.here_is, change.here)]
+    price = ", and ".join(
+        f"at most {at_most(gain, figures.spread):.2f} times as long {where}"
+        for where, gain in machines
+        if gain
+    )
+    link = ", if their link were as fast as this machine's memory" if change.kind == "offload" else ""
     return (
-        f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is {size(figures.capacity)}. "
-        "A smaller micro-batch, recomputation or more stages need less. What recomputation and offloading cost can't be"
-        " found in virtual time, for a profile does not hold what would be computed again or copied: compare two runs."
+        f"{change.what} would need {size(saving.wanted)}, which {'fits' if saving.fits else 'is still too much'}, and a"
+        f" step would take {price}{link}. Then {change.also}."
     )
 
 
@@ -48,6 +69,8 @@ def _change(change: Change, figures: Figures) -> str:
         "cut": _uneven(change, figures),
         "pipeline": f"The stages work one after another: {change.what}",
         "replicas": f"One replica leaves cores idle: {change.what}",
+        "recomputation": f"There is memory to keep what backwards compute again: {change.what}",
+        "offload": f"The optimizer's state goes to the host and back, and ipus have room for it: {change.what}",
         "fused": f"One kernel does an update faster on this machine: {change.what}",
         "threads": f"Threads mostly wait for Python's lock, or are too few: {change.what}",
     }

@@ -9,7 +9,9 @@ from typing import Any
 from popengine.profile import Event, Profile
 
 from . import costs, memory, trace, virtual
-from .changes import Change, changes
+from .changes import changes
+from .gains import Change, Machine
+from .memory_changes import Saving, savings
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Figures:
     capacity: int | None
     capacity_of: str
     fits: bool | None
+    savings: list[Saving]  # where it does not fit
     host: dict[str, float]
     copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
 
@@ -70,10 +73,8 @@ def figures(profile: Profile) -> Figures:
     cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
     needs = memory.needs(profile)
-    capacity = profile.facts.get("capacity") or {}
-    shared, limit = bool(capacity.get("shared")), capacity.get("bytes")
-    each = [need.total for need in needs]
-    wanted = profile.counts.get("replicas", 1) * sum(each) if shared else max(each, default=0)
+    limit, limit_of, is_shared = memory.capacity(profile)
+    fits = memory.fits(profile, needs)
     return Figures(
         samples_per_call=samples_per_call(profile),
         samples_per_second=_rate(profile, between=False),
@@ -96,10 +97,11 @@ def figures(profile: Profile) -> Figures:
         spread=spread,
         changes=changes(profile, step, spread) if computed else [],
         needs=needs,
-        wanted=wanted,
+        wanted=memory.wanted(profile, needs),
         capacity=limit,
-        capacity_of=capacity.get("of", "") + (", which all ipus share" if shared else ""),
-        fits=None if not limit or not needs else wanted <= limit,
+        capacity_of=limit_of + (", which all ipus share" if is_shared else ""),
+        fits=fits,
+        savings=savings(Machine(profile, step)) if computed and fits is False else [],
         host=host_times(profile),
         copies=copies(events),
     )

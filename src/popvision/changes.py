@@ -2,86 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from popengine.profile import Profile
 
-from . import virtual
+from . import memory
+from .gains import Change, Machine, promised
+from .memory_changes import keep_activations, keep_state
 from .trace import block_shares
 from .virtual import Step
-
-_LEAST = 0.05  # gain; what is measured twice differs by as much
-_SURE = 0.75  # of a gain that was found; caches, memory and the machine's moods may take the rest
-
-
-def least(spread: float) -> float:
-    """How many times as fast it has to become for a change to be worth saying, above the measured spread."""
-    return 1 + max(_LEAST, spread)
-
-
-def promised(gain: float | None, spread: float) -> float | None:
-    """What can be promised of a gain that was found in virtual time; None: nothing."""
-    sure = 1 + _SURE * ((gain or 1.0) - 1)
-    return sure if sure > least(spread) else None
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change, and how many times as fast rows would be computed then.
-
-    `apart`: on separate devices, `here`: on this host's cores (None: not known). `also`: what else it changes.
-    `setting`: the change for programs: `{"accumulation": 8}`, `{"cut": [["A"], ["B", "C"]]}`, `{"replicas": 2}` ...
-    """
-
-    kind: str
-    what: str
-    apart: float
-    here: float | None
-    also: str
-    setting: Mapping[str, Any]
-
-    @property
-    def best(self) -> float:
-        return max(self.apart, self.here or 0.0)
 
 
 def changes(profile: Profile, step: Step, spread: float) -> list[Change]:
     """What would give more than the measured spread, the best first; of each kind the best one."""
     if not sum(step.costs):
         return []
-    machine = _Machine(profile, step)
+    machine = Machine(profile, step)
     found: list[Change] = []
-    for kind in (_more_rows, _pipeline, _cuts, _replicas, _threads, _fused):
+    for kind in (_more_rows, _pipeline, _cuts, _replicas, _threads, _fused, keep_activations, keep_state):
         best = max(kind(machine), key=lambda change: change.best, default=None)
         if best is not None and promised(best.best, spread) is not None:
             found.append(best)
     return sorted(found, key=lambda change: -change.best)
 
 
-class _Machine:
-    """Both machines, and what the step takes on them as it is."""
-
-    def __init__(self, profile: Profile, step: Step) -> None:
-        self.profile, self.step = profile, step
-        facts = profile.facts
-        # Operations that use several cores would use fewer of them if there were more tasks: nobody measured that.
-        is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
-        self.cores = facts.get("threads", 0) if is_host else 0
-
-    def change(
-        self, kind: str, step: Step, what: str, also: str = "", cores: int = 0, **setting: Any
-    ) -> Change:
-        here = virtual.gain_here(self.step, self.cores, step, cores or self.cores) if self.cores else None
-        # On separate devices replicas run side by side.
-        before, after = virtual.apart(self.step), virtual.apart(step)
-        apart = before / after * step.micro_batches / self.step.micro_batches if after else 1.0
-        return Change(kind, what, apart, here, also, setting)
-
-
-def _more_rows(machine: _Machine) -> Iterator[Change]:
+def _more_rows(machine: Machine) -> Iterator[Change]:
     """More micro-batches a step: of those that nearly give the most the smallest."""
     step = machine.step
     option = "options.Training.gradientAccumulation" if step.backward else "options.deviceIterations"
@@ -100,7 +47,7 @@ def _more_rows(machine: _Machine) -> Iterator[Change]:
     yield next(change for change in found if change.best - 1 >= 0.7 * (most - 1))
 
 
-def _pipeline(machine: _Machine) -> Iterator[Change]:
+def _pipeline(machine: Machine) -> Iterator[Change]:
     """Stages in turns, where they could work at the same time."""
     step, stages = machine.step, len(machine.step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
@@ -111,12 +58,15 @@ def _pipeline(machine: _Machine) -> Iterator[Change]:
         yield machine.change("pipeline", pipelined, "poptorch.PipelinedExecution", also, pipelined=True)
 
 
-def _replicas(machine: _Machine) -> Iterator[Change]:
+def _replicas(machine: Machine) -> Iterator[Change]:
     """Cores that one replica leaves idle."""
     step = machine.step
     count = machine.cores // step.replicas * step.replicas
     if count > step.replicas and machine.profile.counts.get("instances", 1) == 1:
         factor = count // step.replicas
+        limit, _, is_shared = memory.capacity(machine.profile)
+        if limit and is_shared and factor * memory.wanted(machine.profile, machine.needs) > limit:
+            return
         also = f"a call takes {factor} times the rows" + (
             ", and the effective batch becomes as many times as large" if step.backward else ""
         )
@@ -125,7 +75,7 @@ def _replicas(machine: _Machine) -> Iterator[Change]:
         yield replace(change, apart=1.0)  # on separate devices it takes so many more of them
 
 
-def _threads(machine: _Machine) -> Iterator[Change]:
+def _threads(machine: Machine) -> Iterator[Change]:
     """Fewer threads, where they mostly wait for Python's lock, or more."""
     for count in {1, *machine.step.sharing} - {machine.cores}:
         if machine.cores and machine.step.rows >= count:  # else they would share operations
@@ -134,7 +84,7 @@ def _threads(machine: _Machine) -> Iterator[Change]:
             yield replace(change, apart=1.0)
 
 
-def _fused(machine: _Machine) -> Iterator[Change]:
+def _fused(machine: Machine) -> Iterator[Change]:
     """torch's one kernel for an update, as fast as it was measured here."""
     step, factor = machine.step, machine.profile.facts.get("fused")
     if factor and any(step.updates.values()):
@@ -146,7 +96,7 @@ def _fused(machine: _Machine) -> Iterator[Change]:
 # ---- cuts ------------------------------------------------------------------------------------------------
 
 
-def _cuts(machine: _Machine) -> Iterator[Change]:
+def _cuts(machine: Machine) -> Iterator[Change]:
     """A block moved over a border, or all borders moved."""
     profile, step = machine.profile, machine.step
     blocks = [[block.name for block in profile.blocks if block.stage == s] for s in range(len(step.ipus))]

@@ -10,6 +10,7 @@ from statistics import fmean, median, quantiles
 
 from popengine.profile import Event, Profile
 
+from .memory import is_offloaded
 from .undisturbed import undisturbed
 from .virtual import Step
 
@@ -119,7 +120,16 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         _between(events, _recording(profile)[1]),
         _fixed(profile),
         {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
+        moves(profile) if is_offloaded(profile) else {},
     )
+
+
+def moves(profile: Profile) -> dict[int, float]:
+    """ns in which each ipu would bring its optimizer's state and take it back, if it were as near as this machine's own
+    memory: no link to another memory is faster. Empty: not measured."""
+    speed = profile.facts.get("copying")
+    own = [row for row in profile.memory if row.replica == 0]
+    return {row.ipu: 2e9 * row.optimizer / speed for row in own} if speed else {}
 
 
 def _between(events: list[Event], recording: float) -> float:

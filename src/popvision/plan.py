@@ -17,6 +17,7 @@ from popengine.profile import PLAN_WISH, Operation, Profile, ProfileError, load
 from . import virtual
 from .changes import changes
 from .costs import StageTime, step_of
+from .memory import under_way
 from .units import seconds, size
 
 FLOPS, BYTES = 50e9, 10e9  # a second, of the device that the timeline imagines: a core
@@ -66,13 +67,11 @@ def step_times(profile: Profile) -> list[StageTime]:
 
 def memory_rows(profile: Profile) -> list[tuple[int, int, int, int, int, int]]:
     """For each ipu: its number, weights and buffers, gradients, optimizer, activations, all of them."""
-    held, stages = profile.facts.get("held", []), len(profile.ipus)
-    count, mode = profile.facts.get("schedule_micro_batches", 1), profile.facts.get("mode")
     found = []
     for row in profile.memory:
         waiting = sum(
-            bytes_held * min(count, stages - stage if mode == "pipelined" else 1)
-            for stage, bytes_held in enumerate(held)
+            bytes_held * under_way(profile, stage)
+            for stage, bytes_held in enumerate(profile.facts.get("held", []))
             if profile.ipus[stage] == row.ipu
         )
         own = (row.weights + row.buffers, row.gradients, row.optimizer, waiting)

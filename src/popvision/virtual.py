@@ -25,7 +25,8 @@ class Step:
     `updates` of each ipu; on a host also `between` two tasks of a core, and `fixed`, a step's share of its call.
 
     `ordered`: stages that take micro-batches in their order whatever the machine. `sharing`: number of cores -> how
-    many times as much they compute at the same time as one, at the least and at the most."""
+    many times as much they compute at the same time as one, at the least and at the most. `moves`: what an ipu of
+    separate devices takes to bring offloaded state for its update, and to take it back."""
 
     ipus: tuple[int, ...]  # of each stage
     forward: tuple[float, ...]
@@ -38,6 +39,7 @@ class Step:
     between: float = 0.0
     fixed: float = 0.0
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    moves: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def phases(self) -> list[tuple[str, int]]:
@@ -64,7 +66,7 @@ def apart(step: Step) -> float:
 def bubble_apart(step: Step) -> float:
     """The share of separate devices' time in which they wait."""
     length = apart(step)
-    busy = step.micro_batches * sum(step.costs) + sum(step.updates.values())
+    busy = step.micro_batches * sum(step.costs) + sum(step.updates.values()) + sum(step.moves.values())
     return 1 - busy / (length * len(set(step.ipus))) if length else 0.0
 
 
@@ -162,9 +164,9 @@ def on_devices(step: Step) -> Timeline:
     for ipu, row in schedule(step).items():
         for before, task in pairwise(row):
             after[task].append(before)
-        if step.updates.get(ipu):
+        if update := step.updates.get(ipu, 0.0) + step.moves.get(ipu, 0.0):
             after.append(row[-1:])
-            costs.append(step.updates[ipu])
+            costs.append(update)
             owners.append(ipu)
     return simulate(after, costs, owners)
 

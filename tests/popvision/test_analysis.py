@@ -11,7 +11,8 @@ from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import of_stages, sentences
 from popvision.analysis import figures
-from popvision.changes import changes, promised
+from popvision.changes import changes
+from popvision.gains import promised
 from popvision.units import size
 from popvision.virtual import Step
 

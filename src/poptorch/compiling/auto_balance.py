@@ -37,7 +37,9 @@ def balanced(
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
-    return replace(settings, strategy=Strategy("pipelined", None, stages))
+    return replace(
+        settings, strategy=Strategy("pipelined", None, stages, capacity=settings.strategy.capacity)
+    )
 
 
 def block_costs(

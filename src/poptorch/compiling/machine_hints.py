@@ -37,11 +37,13 @@ _EACH_ALONE = Strategy("sharded", "auto_increment")
 class Hints(NamedTuple):
     """`options`: not asked for -> how many times as fast a micro-batch is with it. `sharing`: number of threads -> how
     many times as many micro-batches they compute at the same time as one, and how many times as long a core then
-    computes each. `fused`: how many times as fast torch's one kernel for an update is."""
+    computes each. `fused`: how many times as fast torch's one kernel for an update is. `copying`: bytes a second that
+    one core copies, of as many as there are weights."""
 
     options: Mapping[str, Factor] = {}
     sharing: Mapping[int, tuple[Factor, float]] = {}
     fused: Factor | None = None
+    copying: float | None = None
 
 
 NO_HINTS = Hints()
@@ -81,7 +83,8 @@ def hints(
         several, one = (partial(_with_threads, now, threads) for threads in (inside, 1))
         changed["torch.set_num_threads(1)"] = with_threads(inside, lambda: speedups(several, one, alone))
     shared = {threads: sharing(now, threads, alone) for threads in _numbers_of_threads()}
-    return Hints(changed, shared, _fused(settings.optimizer, hyper, model))
+    copying = with_threads(1, partial(_copying, model)) if settings.training else None
+    return Hints(changed, shared, _fused(settings.optimizer, hyper, model), copying)
 
 
 def _sample(graph: Graph, model: nn.Module, samples: Sequence[Tensor]) -> Sample:
@@ -116,6 +119,18 @@ def _fused(optimizer: Optimizer | None, hyper: Hyper | None, model: nn.Module) -
     plain = partial(several, hyper.groups[0])
     fused = partial(several, {**hyper.groups[0], "fused": 1.0})
     return with_threads(1, lambda: speedups(plain, fused, (plain(1), plain(1))[1]))
+
+
+def _copying(model: nn.Module) -> float:
+    count = min(_MANY, max(1, sum(weight.numel() for weight in model.parameters())))
+    source, target = torch.ones(count), torch.ones(count)
+
+    def once() -> float:
+        start = perf_counter()
+        target.copy_(source)
+        return perf_counter() - start
+
+    return source.nbytes / min(once() for _ in range(2 * _ROUNDS))
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:

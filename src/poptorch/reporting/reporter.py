@@ -7,6 +7,7 @@ that lie side by side. A program that never lets go has them written when it end
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import signal
@@ -34,6 +35,7 @@ from ..options import Options
 from ..version import __version__
 from .changed_options import changed_options, optimizer_in_words, strategy_in_words
 from .logs import logger
+from .other_plan import recomputation
 from .planned import tables
 from .recorded_rows import detailed_step, timed, tracks
 
@@ -76,6 +78,8 @@ class Reporter:
             "hints": {name: factor.low for name, factor in hints.options.items()},
             "sharing": [[count, *speed, cost] for count, (speed, cost) in hints.sharing.items()],
             "fused": hints.fused and hints.fused.low,
+            "copying": hints.copying,
+            "recomputation": graph and recomputation(graph, engine.plan.partition, engine.settings),
         }
 
     def released(self) -> None:
@@ -116,11 +120,8 @@ class Reporter:
             "steps": recorder.steps,
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": detailed_step(recorder),
-            "capacity": {  # what the memory of the ipus is held against
-                "bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-                "of": "this machine's memory",
-                "shared": True,
-            },
+            "capacity": _capacity(settings.strategy.capacity),
+            "off_device": settings.off_device,
             "recording": recording_costs(recorder),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
@@ -153,6 +154,14 @@ class Reporter:
             tensors=tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
             options=tuple(changed_options(options, settings.training)),
         )
+
+
+def _capacity(of_ipu: float) -> dict[str, Any]:
+    """What the memory of the ipus is held against: what `AutoBalance` was told of an ipu, else the machine's."""
+    if of_ipu < math.inf:
+        return {"bytes": int(of_ipu), "of": "the capacity of an ipu", "shared": False}
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
 def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
