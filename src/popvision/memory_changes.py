@@ -82,7 +82,8 @@ def _offload(machine: Machine, step: Step, use: str) -> Change:
         states = [max(states, key=lambda row: row[1])]
     more = "more" if use == "True" else "less"
     also = ", ".join(f"ipu {ipu} holds {size(held)} {more}" for ipu, held in states)
-    return machine.change("offload", step, _LOCATION.format(use), also, offloaded=use == "False")
+    change = machine.change("offload", step, _LOCATION.format(use), also, offloaded=use == "False")
+    return replace(change, here=None)  # nothing moves here
 
 
 def _switched(machine: Machine, is_on: bool) -> Step | None:
