@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .tree_sums import Node, add, nodes_of, total
 
-BUCKET = 1 << 20  # elements that are on their way to an instance at the same time, about
+BUCKET = 1 << 21  # elements that are on their way to an instance at the same time, about
 _ALIGNED = 64  # elements; kernels work on whole vectors, so shares begin with one
-_AHEAD = 2  # pieces that are received while one is added up
+_AHEAD = 4  # pieces that are received while one is added up
 
 
 class Instances:
