@@ -29,6 +29,7 @@ SCRIPTS = (
     "inspect.js",
     "memory.js",
     "operations.js",
+    "diagram.js",
     "panels.js",
     "viewer.js",
 )  # in this order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -35,11 +36,9 @@ class Browser:
 
         def with_pipes() -> None:
             # Chromium reads from 3 and writes to 4. Moved out of the way first: they may be 3 and 4 themselves.
-            source, target = os.dup(there_in), os.dup(there_out)
-            os.dup2(source, 13)
-            os.dup2(target, 14)
-            os.dup2(13, 3)
-            os.dup2(14, 4)
+            source, target = (fcntl.fcntl(end, fcntl.F_DUPFD, 5) for end in (there_in, there_out))
+            os.dup2(source, 3)
+            os.dup2(target, 4)
 
         self._process = subprocess.Popen(
             command,

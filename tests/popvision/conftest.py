@@ -1,5 +1,8 @@
+import json
+
 import browser
 import pytest
+import test_runs
 
 
 @pytest.fixture(scope="module")
@@ -9,3 +12,22 @@ def chromium():
     page = browser.Browser()
     yield page
     page.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Stage 1 sleeps, so shares of time are far from zero and one."""
+    found = tmp_path_factory.mktemp("report")
+    test_runs.train(found, calls=4, slow_block=1)
+    return found
+
+
+@pytest.fixture(scope="session")
+def raw(folder):
+    data = json.loads((folder / "training" / "profile.pop").read_text())
+
+    def table(name):
+        return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
+
+    tables = ("calls", "tracks", "parts", "pieces", "operations", "memory", "passes", "blocks", "tensors")
+    return {**data, **{name: table(name) for name in tables}}

@@ -1,6 +1,5 @@
 """Numbers on the page of a real training, against a reader of profile.pop of its own: the file's JSON, and no more."""
 
-import json
 import statistics
 from collections import defaultdict
 
@@ -10,25 +9,6 @@ from test_page import cells
 
 UNITS = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 SAMPLES = 2 * 5 * test_runs.ROWS  # of a call
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Stage 1 sleeps, so shares of time are far from zero and one."""
-    found = tmp_path_factory.mktemp("report")
-    test_runs.train(found, calls=4, slow_block=1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def raw(folder):
-    data = json.loads((folder / "training" / "profile.pop").read_text())
-
-    def table(name):
-        return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
-
-    tables = ("calls", "tracks", "parts", "pieces", "operations", "memory")
-    return {**data, **{name: table(name) for name in tables}}
 
 
 def number(text):

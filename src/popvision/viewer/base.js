@@ -64,13 +64,10 @@ function remembered(compute) {
   };
 }
 
-const COLOURS = [0, 1].map(() => new Array(STAGES.length)); // forward, backward
-
 function stageColour(stage, phase = "F") {
   if (stage < 0) return OTHER;
-  const own = COLOURS[phase === "B" ? 1 : 0], i = stage % STAGES.length;
-  if (!own[i]) own[i] = phase === "B" ? mixed(STAGES[i], "#000000", 0.38) : mixed(STAGES[i], "#ffffff", 0.12);
-  return own[i];
+  const own = STAGES[stage % STAGES.length];
+  return phase === "B" ? mixed(own, "#000000", 0.38) : mixed(own, "#ffffff", 0.12);
 }
 
 const mixed = remembered((colour, other, share) => {
@@ -79,11 +76,38 @@ const mixed = remembered((colour, other, share) => {
   return `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
 });
 
-/** Black or white, whichever is read better on the colour. */
-const inkOn = remembered((colour) => {
+/** WCAG's relative luminance of "#rrggbb". */
+const luminance = remembered((colour) => {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff"; // where both contrasts of WCAG are equal
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 });
+
+function contrast(one, other) {
+  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+
+/** Black or white, whichever is read better on the colour: at 0.179 both contrasts of WCAG are equal, and over 4.5. */
+const inkOn = (colour) => (luminance(colour) > 0.179 ? "#000000" : "#ffffff");
+
+/** The colour, as far towards black or white as it needs to stand out from a ground. WCAG asks for a contrast of 3; the ground may be shaded by a range. */
+const firm = remembered((colour, ground) => {
+  const far = inkOn(ground);
+  for (let share = 0; share < 1; share += 0.05) if (contrast(mixed(colour, far, share), ground) >= 3.8) return mixed(colour, far, share);
+  return far;
+});
+
+/** A bar on a ground: its fill, the outline that makes it stand out, the ink on it, and the colour of one without place for an outline. */
+const barOn = remembered((fill, ground) => ({ fill, edge: firm(mixed(fill, inkOn(ground), 0.5), ground), ink: inkOn(fill), firm: firm(fill, ground) }));
+
+/** A line that is seen on whatever it crosses: it has a seam of the card's colour. */
+function seamed(context, card, colour, width, path) {
+  for (const [style, wide] of [[card, width + 3], [colour, width]]) {
+    context.strokeStyle = style; context.lineWidth = wide;
+    context.beginPath(); path(); context.stroke();
+  }
+  context.lineWidth = 1;
+}
 
 /** Whether a text has all words of a query. A word that ends in a digit is a whole number: "stage1" isn't "stage12". */
 function matcher(query) {

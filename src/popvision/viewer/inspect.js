@@ -30,13 +30,13 @@ function traceView(entry, page) {
         steps, button("One step", null, () => trace.show(trace.oneStep())), button("One call", null, () => trace.show(trace.oneCall())), button("All", null, () => trace.show([...trace.all])),
         button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
       map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
-    make("p", { class: "hint" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
+    make("p", { class: "hint help" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
       " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
 }
 
 function traceLegend({ profile }) {
   const entries = profile.stages.flatMap((blocks, stage) => profile.training
-    ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`backward`, stageColour(stage, "B")]]
+    ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`stage ${stage} backward`, stageColour(stage, "B")]]
     : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
   return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"]]);
 }
@@ -142,26 +142,31 @@ function eventTable(trace) {
 
 // ---- drawn over the lanes
 
+/** The range's corner and size. */
+function rangeBox(trace, width) {
+  const [x, end] = trace.range.map((time) => trace.x(time, width)), top = trace.top - 4;
+  return [x, top, end - x, trace.lanes.length * trace.rowHeight + 4];
+}
+
+/** Under the events: what stands on them keeps its contrast. */
+function shadeRange(trace, context, width, colours) {
+  context.globalAlpha = 0.1; context.fillStyle = colours.accent;
+  context.fillRect(...rangeBox(trace, width));
+  context.globalAlpha = 1;
+}
+
 function drawRange(trace, context, width, colours) {
-  const [x, end] = trace.range.map((time) => trace.x(time, width)), bottom = trace.top + trace.lanes.length * trace.rowHeight;
-  context.globalAlpha = 0.18; context.fillStyle = colours.accent;
-  context.fillRect(x, trace.top - 4, end - x, bottom - trace.top + 4);
-  context.globalAlpha = 1; context.strokeStyle = colours.accent; context.lineWidth = 1.5;
-  context.strokeRect(x, trace.top - 4, end - x, bottom - trace.top + 4);
-  context.lineWidth = 1;
+  seamed(context, colours.card, colours.accent, 1.5, () => context.rect(...rangeBox(trace, width)));
 }
 
 /** Arrows from sends to receives, for what the chosen event was given and gave. */
 function drawTransfers(trace, context, width, colours) {
-  context.strokeStyle = context.fillStyle = colours.ink;
-  context.lineWidth = 1.5;
   for (const [from, i, to, j] of trace.transfers()) {
     const place = (lane, time) => [trace.x(time, width), trace.top + trace.lanes.indexOf(lane) * trace.rowHeight + (trace.rowHeight - 12) / 2];
     const [x, y] = place(from, from.end[i]), [u, v] = place(to, to.end[j]), angle = Math.atan2(v - y, u - x);
-    context.beginPath(); context.moveTo(x, y); context.lineTo(u, v); context.stroke();
-    context.beginPath(); context.moveTo(u, v);
-    for (const side of [-0.4, 0.4]) context.lineTo(u - 9 * Math.cos(angle + side), v - 9 * Math.sin(angle + side));
-    context.fill();
+    seamed(context, colours.card, colours.ink, 1.5, () => {
+      context.moveTo(x, y); context.lineTo(u, v);
+      for (const side of [-0.4, 0.4]) { context.moveTo(u, v); context.lineTo(u - 9 * Math.cos(angle + side), v - 9 * Math.sin(angle + side)); }
+    });
   }
-  context.lineWidth = 1;
 }

@@ -46,6 +46,16 @@ function stepsOf({ lanes, parts }) {
   return [...found.values()].filter((step) => step.start < step.end).sort((a, b) => a.start - b.start);
 }
 
+/** Index of the first action of a schedule at a tick or later. */
+function firstTick(ticks, tick) {
+  let low = 0, high = ticks.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ticks[middle].tick < tick) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
 /** Index of the first event that ends after a time: events of a lane follow one another. */
 function firstEndingAfter(lane, time) {
   let low = 0, high = lane.size;

@@ -11,8 +11,8 @@ function memoryView(entry) {
     make("span", { class: "number" }, units.bytes(need.total)),
   ]));
   const table = make("table", {},
-    make("thead", {}, make("tr", {}, ["ipu", ...MEMORY.map(([name]) => name), "total"].map((name) => make("th", { class: "right" }, name)))),
-    make("tbody", {}, figures.needs.map((need) => make("tr", {}, [need.ipu, ...MEMORY.map(([name]) => units.bytes(need[name])), units.bytes(need.total)].map((cell) => make("td", { class: "right" }, String(cell)))))));
+    make("thead", {}, make("tr", {}, ["ipu", "total", ...MEMORY.map(([name]) => name)].map((name) => make("th", { class: "right" }, name)))),
+    make("tbody", {}, figures.needs.map((need) => make("tr", {}, [need.ipu, units.bytes(need.total), ...MEMORY.map(([name]) => units.bytes(need[name]))].map((cell) => make("td", { class: "right" }, String(cell)))))));
   const verdict = figures.fits === null ? "" : figures.fits ? "Fits into " : "Does not fit into ";
   return make("div", {},
     make("section", { class: "card" },
@@ -22,6 +22,8 @@ function memoryView(entry) {
       make("p", { class: "hint", style: { marginTop: "8px" } }, "copies: what a failed call is rolled back to. between: sent by another ipu and not received yet.")),
     liveness(entry, profile));
 }
+
+const HELD = "#cc79a7", LIVE = "#0072b2";
 
 /** The curve over the step that was looked at closer. */
 function liveness(entry, profile) {
@@ -80,25 +82,29 @@ function liveness(entry, profile) {
     const left = 84, bottom = height - 22, x = (time) => left + (time / last) * (width - left - 8), y = (bytes) => bottom - (bytes / most) * (bottom - 10);
     context.font = '11.5px system-ui, "DejaVu Sans", sans-serif';
     context.textBaseline = "middle";
-    context.strokeStyle = themed("--line"); context.fillStyle = themed("--soft");
-    for (let i = 0; i <= 4; i++) {
-      const value = (most * i) / 4;
-      context.beginPath(); context.moveTo(left, y(value)); context.lineTo(width, y(value)); context.stroke();
-      context.fillText(units.bytes(Math.round(value)), 4, y(value));
+    const card = themed("--card"), ink = themed("--ink"), [held, live] = [HELD, LIVE].map((colour) => barOn(colour, card));
+    context.strokeStyle = themed("--grid"); context.fillStyle = themed("--soft");
+    const size = 2 ** Math.max(0, Math.ceil(Math.log2(most / 5))); // bytes between lines: whole in their unit
+    for (let value = 0; value <= most; value += size) {
+      const at = Math.round(y(value)) + 0.5;
+      context.beginPath(); context.moveTo(left, at); context.lineTo(width, at); context.stroke();
+      context.fillText(units.bytes(value), 4, Math.max(8, at));
     }
-    const step = niceStep(last, 7);
-    for (let time = 0; time < last; time += step) context.fillText(time ? units.time(time) : "0", x(time) + 2, height - 9);
-    if (base) { context.fillStyle = "#0072b2"; context.fillRect(left, y(base), width - left - 8, bottom - y(base)); }
+    const step = niceStep(last, Math.max(2, (width - left) / 130));
+    for (let time = 0; time < last; time += step) {
+      const label = time ? units.time(time) : "0", wide = context.measureText(label).width;
+      context.fillText(label, Math.min(x(time) + 2, width - wide), height - 9);
+    }
+    if (base) { context.fillStyle = live.firm; context.fillRect(left, y(base), width - left - 8, bottom - y(base)); }
     const path = () => {
       context.beginPath(); context.moveTo(x(0), y(base));
       let before = 0;
       for (const [time, bytes] of points) { context.lineTo(x(time), y(base + before)); context.lineTo(x(time), y(base + bytes)); before = bytes; }
       context.lineTo(x(last), y(base + before));
     };
-    path(); context.lineTo(x(last), y(base)); context.closePath(); context.fillStyle = "#cc79a766"; context.fill();
-    path(); context.strokeStyle = "#b35a8c"; context.lineWidth = 1.4; context.stroke(); context.lineWidth = 1;
-    context.strokeStyle = themed("--ink");
-    context.beginPath(); context.moveTo(x(state.cursor), 6); context.lineTo(x(state.cursor), bottom); context.stroke();
+    path(); context.lineTo(x(last), y(base)); context.closePath(); context.fillStyle = `${held.fill}66`; context.fill();
+    path(); context.strokeStyle = held.firm; context.lineWidth = 1.4; context.stroke();
+    seamed(context, card, ink, 1.5, () => { context.moveTo(x(state.cursor), 6); context.lineTo(x(state.cursor), bottom); });
     canvas.timeAt = (px) => Math.max(0, Math.min(last, ((px - left) / (width - left - 8)) * last));
   }, { role: "img", "aria-label": "Bytes held over one step. Left and right arrows move the cursor" });
   const move = (time) => { state.cursor = time; tell(); canvas.redraw(); };
@@ -116,5 +122,5 @@ function liveness(entry, profile) {
     make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, `Liveness over step ${profile.facts.detailed_step[1]}`), make("span", { class: "spring" }),
       make("label", { class: "hint" }, always, " with what is always live"),
       choice("ipu", ipus.map((ipu) => `ipu ${ipu}`), 0, (i) => { state.ipu = ipus[i]; load(); })),
-    canvas, legend([["held for micro-batches", "#cc79a7"], ["always live", "#0072b2"]]), make("div", { style: { marginTop: "12px" } }, title, list));
+    canvas, legend([["held for micro-batches", HELD], ["always live", LIVE]]), make("div", { style: { marginTop: "12px" } }, title, list));
 }

@@ -26,9 +26,9 @@ function moduleName({ module }) {
   return module === "?" ? "not known" : module || "the model itself";
 }
 
-/** A long name that may end its line after its strokes and dots. */
-function breakable(text) {
-  return text.split(/(?<=[/_.])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+/** A long name that may end its line after its strokes. */
+function breakable(text, after = /(?<=[/_])/) {
+  return text.split(after).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
 }
 
 function operationsView(entry, page) {
@@ -46,7 +46,7 @@ function operationsView(entry, page) {
   const columns = {
     kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => breakable(row.kind) },
     block: { name: "block", value: (row) => row.block, cell: (row) => [dot(row), row.block] },
-    module: { name: "module", class: "module", value: (row) => row.module, cell: (row) => breakable(moduleName(row)) },
+    module: { name: "module", class: "module", value: (row) => row.module, cell: (row) => breakable(moduleName(row), /(?<=[._])/) },
     where: { name: "line", class: "where", value: (row) => row.where, cell: (row) => breakable(row.where.split("/").slice(-2).join("/")) },
   };
   const common = [
@@ -66,7 +66,7 @@ function operationsView(entry, page) {
   const together = (found) => { const ns = found.reduce((sum, row) => sum + row.ns, 0); return `: ${units.time(ns)}, ${units.share(ns / whole)}`; };
   const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
   const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id, sum: together }); };
-  const ways = { operation: table("operations", [columns.kind, columns.where], data, [columns.block, columns.module]) };
+  const ways = { operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
   for (const [name, by] of [["block", "block"], ["module", "module"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
   const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
@@ -81,7 +81,7 @@ function operationsView(entry, page) {
   show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
   return make("section", { class: "card" },
-    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint" }, "A row leads to the trace.")),
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint help" }, "A row leads to the trace.")),
     holder,
     make("p", { class: "hint", style: { marginTop: "10px" } }, `Times of replica 0 in step ${step[1]} of call ${step[0]}, all micro-batches together. FLOPs of matrix products, convolutions and attention; bytes read and written by one call.`));
 }

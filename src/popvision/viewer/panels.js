@@ -95,47 +95,9 @@ function modelView(entry) {
     ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
     : make("p", { class: "hint" }, "All options have their defaults.");
   const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
-  return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), make("div", { class: "scroll" }, picture(entry)), make("p", { class: "hint", style: { marginTop: "8px" } }, counts)),
+  return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts)),
     make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),
     make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));
-}
-
-/** Stages in the order of the data, with their blocks; what flows between them. */
-function picture({ profile, figures }) {
-  const blocks = rows(profile.blocks), parts = rows(profile.parts), wide = 210, gap = 96;
-  const stages = profile.stages.map((_, stage) => blocks.filter((block) => block.stage === stage));
-  const tall = Math.min(12, Math.max(1, ...stages.map((list) => list.length))) * 54 + 64;
-  const before = profile.ipus.map((ipu, stage) => profile.ipus.lastIndexOf(ipu, stage - 1)).map((found, stage) => (stage ? found : -1));
-  const levels = [...new Set(profile.ipus.filter((_, stage) => before[stage] >= 0))]; // each ipu's line has a height of its own
-  const svg = make("svg", { width: stages.length * (wide + gap), height: tall + 10 + 28 * levels.length, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
-  stages.forEach((list, stage) => {
-    const x = stage * (wide + gap) + 1, time = figures.stages[stage], colour = STAGES[stage % STAGES.length];
-    svg.append(make("rect", { x, y: 1, width: wide, height: tall, rx: 12, fill: "none", stroke: colour, "stroke-width": 2 }),
-      make("text", { x: x + 14, y: 24, "font-weight": 650 }, `stage ${stage} on ipu ${profile.ipus[stage]}`),
-      make("text", { x: x + 14, y: 42, class: "soft" }, time && time.total ? `${units.time(time.total)} a micro-batch` : ""));
-    list.slice(0, 12).forEach((block, i) => {
-      const y = 54 + i * 54, more = list.length > 12 && i === 11;
-      svg.append(make("rect", { x: x + 10, y, width: wide - 20, height: 46, rx: 8, fill: colour, "fill-opacity": 0.16 }),
-        make("text", { x: x + 22, y: y + 20 }, more ? `and ${list.length - 11} more` : shortened(block.name, 24)),
-        make("text", { x: x + 22, y: y + 37, class: "soft" }, more ? "" : `${units.count(block.parameters)} parameters`));
-    });
-    const next = parts.find((part) => part.kind === "send" && part.phase === "F" && part.stage === stage && part.peer === profile.ipus[stage + 1]);
-    if (stage + 1 < stages.length) {
-      const from = x + wide, to = from + gap, y = tall / 2;
-      svg.append(make("path", { d: `M${from + 6} ${y} H${to - 8} m-7 -5 l7 5 l-7 5`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
-        make("text", { x: (from + to) / 2, y: y - 9, "text-anchor": "middle", class: "soft" }, next ? units.bytes(next.bytes) : ""));
-    }
-    if (before[stage] >= 0) { // the data comes back to an ipu that it has passed: a line under the stages
-      const from = before[stage] * (wide + gap) + wide / 2 + 12, to = x + wide / 2 - 12, y = tall + 6, down = 12 + 28 * levels.indexOf(profile.ipus[stage]);
-      svg.append(make("path", { class: "wrap", d: `M${from} ${y} v${down} H${to} v${2 - down} m-5 7 l5 -7 l5 7`, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }),
-        make("text", { x: to - 4, y: y + down + 13, "text-anchor": "end", class: "soft" }, `back on ipu ${profile.ipus[stage]}`));
-    }
-  });
-  return svg;
-}
-
-function shortened(text, most) {
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
 /** Two runs: numbers side by side, and their traces from the start of a step on, in one scale. */

@@ -177,14 +177,13 @@ function overview(trace) {
   const canvas = sharpCanvas(26, (context, width) => {
     const [low, high] = trace.all, x = (time) => ((time - low) / (high - low || 1)) * width;
     context.fillStyle = themed("--lane"); context.fillRect(0, 4, width, 18);
-    context.fillStyle = "#8794a3";
-    for (const call of trace.calls) context.fillRect(x(call.start), 4, Math.max(1, x(call.end) - x(call.start)), 18);
+    context.fillStyle = firm(OTHER, themed("--lane"));
+    for (const call of trace.calls) context.fillRect(x(call.start), 5, Math.max(1, x(call.end) - x(call.start) - 1), 7);
     context.fillStyle = themed("--accent");
-    for (const step of trace.steps) context.fillRect(x(step.start), 14, Math.max(1, x(step.end) - x(step.start)), 8);
-    context.strokeStyle = themed("--ink"); context.lineWidth = 2;
+    for (const step of trace.steps) context.fillRect(x(step.start), 14, Math.max(1, x(step.end) - x(step.start) - 1), 7);
     const start = Math.max(1, x(trace.view[0])), end = Math.min(width - 1, x(trace.view[1]));
-    context.strokeRect(start, 2, Math.max(3, end - start), 22);
-  }, { "aria-label": "The whole run; calls grey, recorded steps coloured, the frame is what the trace shows", role: "img" });
+    seamed(context, themed("--card"), themed("--ink"), 2, () => context.rect(start, 2, Math.max(3, end - start), 22));
+  }, { "aria-label": "The whole run: calls above, recorded steps below; the frame is what the trace shows", role: "img" });
   canvas.style.marginBottom = "10px";
   canvas.removeAttribute("tabindex");
   const go = (event) => {

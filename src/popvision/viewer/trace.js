@@ -21,7 +21,7 @@ class TracePicture {
     const ends = this.lanes.filter((lane) => lane.size).map((lane) => lane.end[lane.size - 1]);
     this.all = [Math.min(...starts, ...this.calls.map((call) => call.start)), Math.max(...ends, ...this.calls.map((call) => call.end))];
     this.chosen = null; // [lane, index]: what the keyboard or a click has chosen
-    this.rowHeight = compact ? 26 : Math.max(26, Math.min(46, 560 / Math.max(1, this.lanes.length)));
+    this.rowHeight = compact ? 26 : Math.round(Math.max(26, Math.min(46, 560 / Math.max(1, this.lanes.length))));
     this.top = compact ? 22 : 62;
     const height = this.top + this.lanes.length * this.rowHeight + 8;
     this.canvas = sharpCanvas(height, (context, width) => this.draw(context, width), {
@@ -70,7 +70,7 @@ class TracePicture {
   // ---- drawing
 
   draw(context, width) {
-    const colours = { ink: themed("--ink"), soft: themed("--soft"), line: themed("--line"), lane: themed("--lane"), edge: themed("--edge"), accent: themed("--accent") };
+    const colours = Object.fromEntries(["ink", "soft", "grid", "lane", "card", "accent"].map((name) => [name, themed(`--${name}`)]));
     context.font = '11.5px system-ui, "DejaVu Sans", sans-serif';
     context.textBaseline = "middle";
     this.drawAxis(context, width, colours);
@@ -80,11 +80,15 @@ class TracePicture {
     context.clip();
     if (!this.compact) this.drawHost(context, width, colours);
     this.drawn = 0;
-    const [first, last] = this.seen();
+    const [first, last] = this.seen(), inSight = [];
     this.lanes.forEach((lane, i) => {
       const top = this.top + i * this.rowHeight;
-      if (top + this.rowHeight >= first && top <= last) this.drawLane(context, width, lane, top, colours);
+      if (top + this.rowHeight >= first && top <= last) inSight.push([lane, top]);
     });
+    context.fillStyle = colours.lane;
+    for (const [, top] of inSight) context.fillRect(this.left, top, width, this.rowHeight - 12);
+    if (this.range) shadeRange(this, context, width, colours);
+    for (const [lane, top] of inSight) this.drawLane(context, width, lane, top, colours);
     if (this.chosen) drawTransfers(this, context, width, colours);
     if (this.range) drawRange(this, context, width, colours);
     if (this.mark) this.drawMark(context, width, colours);
@@ -106,29 +110,30 @@ class TracePicture {
   drawAxis(context, width, colours) {
     const step = niceStep(this.view[1] - this.view[0], Math.max(2, (width - this.left) / 130));
     const origin = this.steps.length ? this.steps[0].start : this.all[0];
-    context.strokeStyle = colours.line;
+    context.strokeStyle = colours.grid;
     context.fillStyle = colours.soft;
     for (let time = origin + Math.ceil((this.view[0] - origin) / step) * step; time < this.view[1]; time += step) {
       const x = Math.round(this.x(time, width)) + 0.5;
       context.beginPath(); context.moveTo(x, 16); context.lineTo(x, 4000); context.stroke();
       const away = Math.round(time - origin), digits = 1 + Math.ceil(Math.log10(Math.abs(away) / step + 1)); // neighbours differ
       const label = Math.abs(away) < step / 2 ? "0" : units.time(away, Math.min(15, Math.max(3, digits)));
-      context.fillText(label, x + 3, 9);
+      const wide = context.measureText(label).width;
+      context.fillText(label, x + 3 + wide > width ? x - 3 - wide : x + 3, 9);
     }
   }
 
   drawHost(context, width, colours) {
     const y = 22, bar = (start, end, colour, name, top, tall) => {
-      const x = this.x(start, width), wide = Math.max(1, this.x(end, width) - x);
+      const x = Math.round(this.x(start, width)), wide = Math.max(1, Math.round(this.x(end, width)) - x), paint = barOn(colour, colours.lane);
       if (x > width || x + wide < this.left) return;
-      context.fillStyle = colour;
+      context.fillStyle = paint.firm;
       context.fillRect(x, top, wide, tall);
       const at = Math.max(x, this.left);
-      if (x + wide - at > 60) { context.fillStyle = inkOn(colour); context.fillText(name, at + 5, top + tall / 2 + 0.5); }
+      if (Math.min(x + wide, width) - at > 10 + context.measureText(name).width) { context.fillStyle = inkOn(paint.firm); context.fillText(name, at + 5, top + tall / 2 + 0.5); }
     };
     context.fillStyle = colours.lane;
     context.fillRect(this.left, y, width, 16);
-    this.calls.forEach((call) => bar(call.start, call.end, "#8794a3", `call ${call.call}`, y, 16));
+    this.calls.forEach((call) => bar(call.start, call.end, OTHER, `call ${call.call}`, y, 16));
     this.host.forEach((event) => bar(event.start, event.end, event.kind === "loader" ? "#d55e00" : "#56b4e9", event.kind, y + 18, 12));
     context.restore();
     context.fillStyle = colours.ink;
@@ -138,48 +143,58 @@ class TracePicture {
   }
 
   drawLane(context, width, lane, top, colours) {
-    const tall = this.rowHeight - 12, ideal = top + tall + 2;
-    context.fillStyle = colours.lane;
-    context.fillRect(this.left, top, width, tall);
+    const tall = this.rowHeight - 12, ideal = top + tall + 2, paints = this.paintsOn(colours.lane);
     let i = firstEndingAfter(lane, this.view[0]), painted = -1;
     for (; i < lane.size && lane.start[i] < this.view[1]; i++) {
       const part = this.parts[lane.part[i]];
       if (part.kind === "receive") continue;
-      const x = this.x(lane.start[i], width), end = this.x(lane.end[i], width);
-      if (Math.floor(end) === painted && end - x < 0.5) continue; // that pixel has its colour already
-      painted = Math.floor(end);
+      const x = Math.round(this.x(lane.start[i], width)), end = Math.max(x + 1, Math.round(this.x(lane.end[i], width)));
+      if (end === painted) continue; // that pixel has its colour already
+      painted = end;
       this.drawn += 1;
-      context.globalAlpha = !this.wanted || this.wanted(lane, i) ? 1 : 0.15;
-      this.drawEvent(context, part, lane.batch[i], x, Math.max(0.6, end - x), top, tall, colours.edge);
+      const dim = this.wanted && !this.wanted(lane, i);
+      if (this.wanted) context.globalAlpha = dim ? 0.15 : 1;
+      this.drawEvent(context, part.kind, paints[lane.part[i]], x, end - x, top, tall);
+      if (part.kind === "compute" && !dim) this.drawLabel(context, part.phase, lane.batch[i], paints[lane.part[i]].ink, Math.max(x, this.left), Math.min(end, width), top + tall / 2 + 0.5);
     }
     context.globalAlpha = 1;
     if (this.chosen && this.chosen[0] === lane) {
       const x = this.x(lane.start[this.chosen[1]], width), end = this.x(lane.end[this.chosen[1]], width);
-      context.strokeStyle = colours.ink; context.lineWidth = 2;
-      context.strokeRect(x, top - 1, Math.max(2, end - x), tall + 2);
-      context.lineWidth = 1;
+      seamed(context, colours.card, colours.ink, 2, () => context.rect(x - 1, top - 1, Math.max(2, end - x) + 2, tall + 2));
     }
-    this.drawIdeal(context, width, lane, ideal);
+    this.drawIdeal(context, width, lane, ideal, paints.actions);
   }
 
-  drawEvent(context, part, batch, x, wide, top, tall, edge) {
-    if (part.kind === "compute") {
-      const colour = stageColour(part.stage, part.phase);
-      context.fillStyle = colour;
-      context.fillRect(x, top, wide, tall);
-      if (wide > 3) { context.strokeStyle = edge; context.strokeRect(x + 0.5, top + 0.5, wide - 1, tall - 1); }
-      const label = String(batch);
-      if (wide > 7 + 7 * label.length) {
-        context.fillStyle = inkOn(colour);
-        context.fillText(wide > 40 ? `${part.phase}${label}` : label, x + 4, top + tall / 2 + 0.5);
-      }
-    } else if (part.kind === "update") {
-      context.fillStyle = wide > 4 ? this.hatch(context) : OTHER;
-      context.fillRect(x, top, wide, tall);
-    } else { // what surrounds a computation is half as high
-      context.fillStyle = mixed(stageColour(part.stage), "#8794a3", 0.55);
-      context.fillRect(x, top + tall / 2, wide, tall / 2);
+  /** The colours of each part on a ground; `actions`: of a stage's forward and backward. */
+  paintsOn(ground) {
+    if (!this.paints || this.paints.ground !== ground) {
+      this.paints = this.parts.map((part) => barOn(part.kind === "compute" ? stageColour(part.stage, part.phase) : part.kind === "update" ? OTHER : mixed(stageColour(part.stage), OTHER, 0.55), ground));
+      const actions = this.profile.stages.map((_, stage) => ({ F: barOn(stageColour(stage), ground), B: barOn(stageColour(stage, "B"), ground) }));
+      Object.assign(this.paints, { ground, actions });
     }
+    return this.paints;
+  }
+
+  drawEvent(context, kind, paint, x, wide, top, tall) {
+    if (kind !== "compute" && kind !== "update") { // what surrounds a computation is half as high
+      context.fillStyle = paint.firm;
+      context.fillRect(x, top + Math.round(tall / 2), wide, tall - Math.round(tall / 2));
+    } else if (wide < 4) {
+      context.fillStyle = paint.firm;
+      context.fillRect(x, top, wide, tall);
+    } else { // one pixel less, so that neighbours are two
+      context.fillStyle = paint.edge;
+      context.fillRect(x, top, wide - 1, tall);
+      context.fillStyle = kind === "update" ? this.hatch(context) : paint.fill;
+      context.fillRect(x + 1, top + 1, wide - 3, tall - 2);
+    }
+  }
+
+  drawLabel(context, phase, batch, ink, x, end, y) {
+    const label = String(batch), wide = end - x;
+    if (wide <= 9 + 7 * label.length) return;
+    context.fillStyle = ink;
+    context.fillText(wide > 42 ? phase + label : label, x + 4, y);
   }
 
   hatch(context) {
@@ -196,19 +211,18 @@ class TracePicture {
   }
 
   /** The order of the schedule, stretched over the step that was measured. */
-  drawIdeal(context, width, lane, top) {
+  drawIdeal(context, width, lane, top, paints) {
     const length = this.profile.facts.schedule_length;
     if (!length) return;
     const own = this.ticks.get(lane.ipu) || [];
     for (const step of this.steps) {
       if (step.end < this.view[0] || step.start > this.view[1]) continue;
       const unit = (step.end - step.start) / length;
-      if ((unit * (width - this.left)) / (this.view[1] - this.view[0]) < 0.7) continue;
-      for (const tick of own) {
-        const x = this.x(step.start + tick.tick * unit, width), end = this.x(step.start + (tick.tick + 1) * unit, width);
-        if (end < this.left || x > width) continue;
-        context.fillStyle = stageColour(tick.stage, tick.phase);
-        context.fillRect(x, top, Math.max(0.5, end - x - 0.6), 5);
+      if ((unit * (width - this.left)) / (this.view[1] - this.view[0]) < 2) continue; // nobody could tell its actions apart
+      for (let i = firstTick(own, Math.floor((this.view[0] - step.start) / unit)); i < own.length; i++) {
+        const { tick, stage, phase } = own[i], x = Math.round(this.x(step.start + tick * unit, width)), end = Math.round(this.x(step.start + (tick + 1) * unit, width));
+        if (x > width) break;
+        this.drawEvent(context, "compute", paints[stage][phase], x, Math.max(1, end - x), top, 6);
       }
     }
   }
@@ -216,12 +230,11 @@ class TracePicture {
   /** A time of the other run, in a comparison. */
   drawMark(context, width, colours) {
     const x = this.x(this.mark.time, width), bottom = this.top + this.lanes.length * this.rowHeight;
-    context.strokeStyle = colours.ink; context.fillStyle = colours.ink;
-    context.setLineDash([5, 4]);
-    context.beginPath(); context.moveTo(x, this.top - 18); context.lineTo(x, bottom); context.stroke();
-    context.setLineDash([]);
-    context.textAlign = x > width / 2 ? "right" : "left";
-    context.fillText(this.mark.text, x + (x > width / 2 ? -6 : 6), this.top - 10);
-    context.textAlign = "left";
+    seamed(context, colours.card, colours.ink, 1.5, () => { context.moveTo(x, this.top - 18); context.lineTo(x, bottom); });
+    const wide = context.measureText(this.mark.text).width, from = x > width / 2 ? x - 6 - wide : x + 6;
+    context.fillStyle = colours.card;
+    context.fillRect(from - 3, this.top - 18, wide + 6, 16);
+    context.fillStyle = colours.ink;
+    context.fillText(this.mark.text, from, this.top - 10);
   }
 }

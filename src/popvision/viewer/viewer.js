@@ -92,7 +92,7 @@ function start() {
   page.render();
   window.addEventListener("popstate", () => { page.read(); page.render(); });
   const redraw = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
-  window.addEventListener("scroll", redraw, { passive: true }); // pictures draw what the window shows
+  for (const change of ["scroll", "resize"]) window.addEventListener(change, redraw, { passive: true }); // pictures draw what the window shows
   const drawAll = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.drawNow(); };
   window.addEventListener("beforeprint", drawAll);
   window.matchMedia("print").addEventListener("change", drawAll); // paper has colours of its own
