@@ -161,7 +161,9 @@ class OneIpu:
         """A device has memory of its own: what is offloaded is copied."""
         for key, state in self._worker.store.states.items():
             for name, value in state.items():
-                host = self._host.setdefault((key, name), value.clone())
+                if (key, name) not in self._host:
+                    self._host[key, name] = value.clone()
+                host = self._host[key, name]
                 (host if to_host else value).copy_(value if to_host else host)
 
     def close(self) -> None:

@@ -96,16 +96,18 @@ def _switched(machine: Machine, is_on: bool) -> Step | None:
         return None
     backward = list(step.backward)
     for stage, names in enumerate(known["again"]):
-        share = _share(profile, stage, "F" if is_on else "B", set(names)) if names else 0.0
-        if share is None:
+        first = step.forward[stage] * _share(profile, stage, "F", set(names))
+        # Shares were measured in one step. What is computed again takes no longer than the first time.
+        again = min(first, backward[stage] * _share(profile, stage, "B", set(names)))
+        if names and not (first if is_on else again):  # nobody knows the times of its operations
             return None
-        backward[stage] += step.forward[stage] * share if is_on else -backward[stage] * share
+        backward[stage] += first if is_on else -again
     return replace(step, backward=tuple(backward))
 
 
-def _share(profile: Profile, stage: int, phase: str, names: set[str]) -> float | None:
-    """What these operations take of a piece's time; None: its operations have no times."""
+def _share(profile: Profile, stage: int, phase: str, names: set[str]) -> float:
+    """What these operations take of a piece's time; 0: its operations have no times."""
     pieces = {i for i, piece in enumerate(profile.pieces) if (piece.phase, piece.stage) == (phase, stage)}
     own = [operation for operation in profile.operations if operation.piece in pieces]
     whole = sum(operation.ns for operation in own)
-    return sum(operation.ns for operation in own if operation.name in names) / whole if whole else None
+    return sum(operation.ns for operation in own if operation.name in names) / (whole or 1)

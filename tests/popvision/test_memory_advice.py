@@ -23,10 +23,15 @@ def stage(forward, backward, *, recomputes, capacity, kept=64 * KIB, **facts):
     profile = simulated(
         1, 4, cost=lambda phase, _: (forward if phase == "F" else backward) * MS, blocks=("A, B",)
     )
-    known = {"on": recomputes, "kept": [kept], "left": [KIB], "again": [[f"mm_{int(recomputes)}_0"]]}
+    known = {"on": recomputes, "kept": [kept], "left": [KIB], "again": [["mm_0_0"]]}
     limit = {"bytes": capacity, "of": "the capacity of an ipu", "shared": False}
+    backward = [operation for operation in profile.operations if operation.piece]
+    if recomputes:
+        backward[0] = backward[0]._replace(name="mm_0_0")
     return dataclasses.replace(
-        profile, facts={**profile.facts, "recomputation": known, "capacity": limit, **facts}
+        profile,
+        operations=(*profile.operations[:2], *backward),
+        facts={**profile.facts, "recomputation": known, "capacity": limit, **facts},
     )
 
 
@@ -35,18 +40,21 @@ def of_kind(found, kind):
 
 
 def test_recomputation_that_memory_does_not_need_is_advised_against_with_its_gain():
-    profile = stage(1, 4, recomputes=True, capacity=1 << 20)
+    profile = stage(4, 4, recomputes=True, capacity=1 << 20)
     found = figures(profile)
     change = of_kind(found.changes, "recomputation")
-    # Half of the backward is computed again: 1 + 4 a micro-batch become 1 + 2.
-    assert change.apart == pytest.approx(5 / 3)
+    # Half of the backward is computed again: 4 + 4 a micro-batch become 4 + 2.
+    assert change.apart == pytest.approx(8 / 6)
     assert change.setting == {"recompute": False}
     before = found.needs[0].total
     assert (
         memory.with_recomputation(profile, False)[0].total == before
     )  # kept for one micro-batch, or made there
     (text,) = [text for text in sentences(profile, found) if "autoRecomputation" in text]
-    assert 'options._Popart.set("autoRecomputation", 0) would make it at least 1.50 times as fast' in text
+    assert 'options._Popart.set("autoRecomputation", 0) would make it at least 1.25 times as fast' in text
+    # Where it seems to take longer there than half of the forward, that is not believed: 2 + 10 become 2 + 9.
+    slow = stage(2, 10, recomputes=True, capacity=1 << 20)
+    assert of_kind(figures(slow).changes, "recomputation").apart == pytest.approx(12 / 11)
 
 
 def test_recomputation_stays_where_memory_would_not_be_enough():
@@ -60,7 +68,7 @@ def test_recomputation_stays_where_memory_would_not_be_enough():
                 "on": True,
                 "kept": [64 * KIB] * 2,
                 "left": [KIB] * 2,
-                "again": [["mm_1_0"], []],
+                "again": [["mm_0_0"], []],
             },
         },
     )
