@@ -142,3 +142,25 @@ function stroked() {
   Object.assign(target, { stroke, fillRect });
   return [...used].map((colour) => [colour, between(colour, own('card'))]);
 }
+
+/** Texts that the window, their element or their picture cuts, where nothing scrolls them into sight. */
+function cut() {
+  const found = [], plain = CanvasRenderingContext2D.prototype.fillText;
+  for (const element of document.querySelectorAll('body *')) {
+    const text = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    if (!text || !element.getClientRects().length || element.closest('.scroll, .alive, #tabs, #tip')) continue;
+    const { left, right } = element.getBoundingClientRect();
+    const hidden = getComputedStyle(element).overflowX === 'hidden' && element.scrollWidth > element.clientWidth;
+    if (left < 0 || right > innerWidth || hidden) found.push(element.textContent);
+  }
+  for (const text of document.querySelectorAll('.diagram text')) {
+    const { x, y, width, height } = text.getBBox(), [, , wide, tall] = text.closest('svg').getAttribute('viewBox').split(' ');
+    if (x < 0 || y < 0 || x + width > wide || y + height > tall) found.push(text.textContent);
+  }
+  CanvasRenderingContext2D.prototype.fillText = function (text, x) {
+    if (x < 0 || x + this.measureText(text).width > this.canvas.clientWidth) found.push(text);
+  };
+  for (const canvas of document.querySelectorAll('canvas')) canvas.drawNow();
+  CanvasRenderingContext2D.prototype.fillText = plain;
+  return found;
+}

@@ -226,18 +226,6 @@ def test_convolutions_count_their_flops_backward_too_and_the_page_names_the_opti
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_no_view_is_wider_than_a_narrow_window(chromium, report, view):
-    wide(chromium, 420)
-    try:
-        chromium.open(report, view)
-        chromium.settle()
-        chromium.screenshot(SHOTS / f"{view}-420.png")
-        assert chromium.value("document.documentElement.scrollWidth") <= 420
-    finally:
-        wide(chromium, 1400)
-
-
-@pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_printed(chromium, report, view):
     emulate(chromium, theme="dark")
     chromium.open(report, view)

@@ -1,4 +1,4 @@
-"""All that the page shows can be told from what is behind it: WCAG's 4.5 for texts and 3 for all else.
+"""All that the page shows can be seen: nothing is cut, and contrasts are WCAG's 4.5 for texts and 3 for all else.
 
 In light, dark and on paper; from the colours that are used and from the pixels of the pictures.
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import test_runs
 from simulated import MS, simulated
-from test_page import VIEWS, write
-from test_page_asked import emulate
+from test_page import SHOTS, VIEWS, write
+from test_page_asked import emulate, wide
 
 from popengine.profile import HostEvent
 from popvision import html
@@ -140,3 +140,21 @@ def test_paper_is_white_whatever_the_screen_was(chromium, report):
     assert lane == [238, 238, 238, 255]
     assert chromium.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     emulate(chromium)
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+def test_no_view_is_wider_than_its_window_and_nothing_is_cut(chromium, tmp_path, width):
+    profile = simulated(4, 6, blocks=("A, B", "C", "D", "E"))
+    blocks = tuple(block._replace(ipu=block.stage % 3) for block in profile.blocks)
+    page = write(tmp_path, dataclasses.replace(profile, ipus=(0, 1, 2, 0), blocks=blocks))
+    wide(chromium, width)
+    try:
+        for view in VIEWS:
+            chromium.open(page, view)
+            chromium.settle()
+            chromium.screenshot(SHOTS / f"{view}-{width}.png")
+            assert chromium.value("document.documentElement.scrollWidth") <= width
+            assert asked(chromium, "cut") == [], view
+            assert view != "model" or chromium.value("document.querySelectorAll('.diagram text').length") > 9
+    finally:
+        wide(chromium, 1400)

@@ -181,6 +181,17 @@ def test_a_pinned_event_says_what_it_was_sent_and_how_long_that_took(chromium, f
     for track, part, micro_batch, _, end in events(raw):
         if (track["step"], micro_batch) == (step, batch) and part["kind"] in ("send", "receive"):
             moved[part["kind"], part["ipu"], part["peer"], part["phase"]] = (part["bytes"], end)
+    began = min(start for t, part, _, start, _ in events(raw) if part["kind"] == "compute" and t["step"] == 0)
+    (times,) = [line.removeprefix("from ").split(" to ") for line in lines if re.match(r"from \d", line)]
+    own = [
+        (start - began, end - began)
+        for t, part, micro_batch, start, end in events(raw)
+        if (t["step"], part["kind"], part["phase"], part["stage"], micro_batch)
+        == (step, "compute", "F", 1, batch)
+    ]
+    assert [tuple(map(number, times))] == [
+        pytest.approx(pair, rel=1e-4) for pair in own
+    ]  # on the axis's clock
     for source, target in ((0, 1), (1, 2)):
         size, sent = moved["send", source, target, "F"]
         received = moved["receive", target, source, "F"][1]

@@ -87,7 +87,7 @@ function pinnedOf(trace) {
   if (!trace.chosen) return [];
   const [first, ...lines] = trace.words(trace.chosen), [lane, i] = trace.chosen;
   const moved = trace.transfers().map(([from, k, to, j]) => `from ipu ${from.ipu} to ipu ${to.ipu}: ${units.bytes(trace.parts[from.part[k]].bytes)}, there ${units.time(to.end[j] - from.end[k])} after it was sent`);
-  return [make("h3", {}, first), make("ul", {}, [...lines, `from ${units.time(lane.start[i], 7)} to ${units.time(lane.end[i], 7)}`, ...moved].map((line) => make("li", {}, line))),
+  return [make("h3", {}, first), make("ul", {}, [...lines, `from ${units.time(lane.start[i] - trace.origin, 7)} to ${units.time(lane.end[i] - trace.origin, 7)}`, ...moved].map((line) => make("li", {}, line))),
     trace.parts[lane.part[i]].stage >= 0 ? make("button", { type: "button", class: "plain", onclick: () => trace.openOperations() }, "Its operations") : null,
     make("button", { type: "button", class: "plain", onclick: () => trace.choose(null) }, "Unpin")].filter(Boolean);
 }
@@ -132,7 +132,7 @@ function eventTable(trace) {
       for (let i = firstEndingAfter(lane, from); i < lane.size && lane.start[i] < to; i++) {
         if (trace.parts[lane.part[i]].kind === "receive" || (trace.wanted && !trace.wanted(lane, i))) continue;
         all += 1;
-        if (body.length < MOST_ROWS) body.push([laneName(trace, lane), trace.words([lane, i])[0], units.time(lane.start[i], 7), units.time(lane.end[i] - lane.start[i])]);
+        if (body.length < MOST_ROWS) body.push([laneName(trace, lane), trace.words([lane, i])[0], units.time(lane.start[i] - trace.origin, 7), units.time(lane.end[i] - lane.start[i])]);
       }
     }
     holder.replaceChildren(plainTable(["where", "what", "began", "lasted"], body, 2), make("p", { class: "hint" }, all > body.length ? `The first ${body.length} of ${all}; zoom in or search for fewer.` : `${all} events.`));

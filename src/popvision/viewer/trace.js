@@ -63,6 +63,8 @@ class TracePicture {
     this.show([this.view[0] + shift, this.view[1] + shift]);
   }
 
+  /** Where the clock of the axis begins. */
+  get origin() { return this.steps.length ? this.steps[0].start : this.all[0]; }
   get left() { return this.compact ? 58 : 84; }
   x(time, width) { return this.left + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (width - this.left); }
   time(x, width) { return this.view[0] + ((x - this.left) / (width - this.left)) * (this.view[1] - this.view[0]); }
@@ -109,7 +111,7 @@ class TracePicture {
 
   drawAxis(context, width, colours) {
     const step = niceStep(this.view[1] - this.view[0], Math.max(2, (width - this.left) / 130));
-    const origin = this.steps.length ? this.steps[0].start : this.all[0];
+    const { origin } = this;
     context.strokeStyle = colours.grid;
     context.fillStyle = colours.soft;
     for (let time = origin + Math.ceil((this.view[0] - origin) / step) * step; time < this.view[1]; time += step) {
