@@ -62,7 +62,7 @@ def main() -> None:
             for accumulation in args.accumulation:
                 print(f"{case}, {processes} processes, accumulation {accumulation}\n", flush=True)
                 contenders, rows = training(case, processes, accumulation)
-                measured = measure(contenders, args.rounds, tell, args.patience)
+                measured = measure(contenders, args.rounds, tell, args.patience, warm=3)
                 print(f"\n{table(measured, BASELINE, rows, 'rows')}\n\n{calm(measured)}")
                 print(
                     f"losses differ by at most {disagreement(measured):.1e} after the first unit\n",
