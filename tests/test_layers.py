@@ -55,13 +55,6 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     "poptorch.reporting.reporter": {"popvision.html"},
     "poptorch.reporting.overview": {"popvision.plan"},
-    "poptorch.reporting.report": {
-        "popvision.advice",
-        "popvision.analysis",
-        "popvision.find",
-        "popvision.html",
-        "popvision.text",
-    },
 }
 
 

@@ -1,5 +1,6 @@
 # The public names of `poptorch`, and where each is defined: read by type checkers, and by `__init__.py` at run time.
 from popengine.errors import Error, RecoverableError, UnrecoverableError
+from popvision.report import Report
 
 from . import (
     autocasting,
@@ -88,7 +89,6 @@ from .refused_names import (
     poptorchAtExit,
 )
 from .reporting.logs import logger, setLogLevel
-from .reporting.report import Report
 from .system import ipuHardwareIsAvailable, ipuHardwareVersion
 from .version import __version__
 

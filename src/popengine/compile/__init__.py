@@ -14,6 +14,7 @@ from . import schedule as schedules
 from .lower import lower
 from .partition import partition, used_visits
 from .placement import check_work, work
+from .replica_meetings import check_groups
 
 logger = logging.getLogger("poptorch::python")
 
@@ -63,6 +64,7 @@ def _without_collector() -> Iterator[None]:
 def _compile(graph: Graph, settings: Settings, done: Callable[[str], None]) -> Plan:
     counts, training = settings.counts, settings.training
     parts = partition(graph, settings.strategy, settings.recompute)
+    check_groups(parts, settings)
     done("partition")
     order = schedules.pipelined if settings.strategy.mode == "pipelined" else schedules.sharded
     actions = order(parts.ipus, counts.accumulation if training else counts.iterations, training)

@@ -33,7 +33,6 @@ from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
 from .memory_format import laid_out, weights_of
 from .overlap_rules import check_overlap
-from .replica_meetings import check_groups
 from .traced_functions import Traced
 
 
@@ -95,7 +94,8 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     check_overlap(graph, options)
     graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
-    anchors = replace(anchors, noted=tuple(anchor for note in tracing.notes for anchor in note.anchors))
+    notes = tuple(tracing.notes)
+    anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors.wanted)
     precision = options.Precision
     if settings.device == "cpu" and precision.half_kernels != "native":
@@ -112,20 +112,13 @@ def compile_model(
         settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
-    check_groups(plan, settings)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return Executable(
-        plan,
-        settings,
+    inputs, template, outputs = (
         CompiledInputs(call, settings.counts, wide),
         tracing.template,
         tracing.returned,
-        anchors,
-        tuple(tracing.notes),
-        graph,
-        memory_format,
-        hinted,
     )
+    return Executable(plan, settings, inputs, template, outputs, anchors, notes, graph, memory_format, hinted)
 
 
 class _Tracing:

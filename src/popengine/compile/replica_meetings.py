@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from popengine.errors import Error
-from popengine.ir import Plan
-from popengine.piece import GATHER
-from popengine.settings import Settings
+from ..errors import Error
+from ..ir import Partition
+from ..piece import GATHER
+from ..settings import Settings
 
 
-def check_groups(plan: Plan, settings: Settings) -> None:
+def check_groups(partition: Partition, settings: Settings) -> None:
     """Raises Error, where replicas don't make groups of the size that a layer asks for."""
     counts = settings.counts
     sizes = {
         line.arguments[1]: line.where
-        for piece in plan.partition.pieces
+        for piece in partition.pieces
         for line in piece.lines
         if line.call == GATHER
     }
@@ -28,7 +28,7 @@ def check_groups(plan: Plan, settings: Settings) -> None:
             continue
         elif not settings.training:
             why, fix = "instances meet in training only", "eval(), before the model is wrapped"
-        elif len(set(plan.partition.ipus)) > 1:
+        elif len(set(partition.ipus)) > 1:
             why = "replicas of several instances can meet only where a replica is on one ipu"
             fix = f"no blocks on other ipus, or groups of at most {here} replicas"
         else:

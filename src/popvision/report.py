@@ -5,10 +5,15 @@ from __future__ import annotations
 import html
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from popengine.profile import Profile
+from popengine.profile import Profile, load
+
+from .advice import sentences
+from .analysis import figures
+from .find import profiles_at
+from .html import entry, page
+from .text import summary
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -30,20 +35,14 @@ class Report:
         self.folder = Path(folder)
 
     def _profiles(self) -> dict[str, Profile]:
-        from popengine.profile import load
-        from popvision.find import profiles_at  # the viewer is loaded by who looks at something
-
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
         """A row for each profile, with all figures that are one value; `advice` is a list of sentences."""
-        from popvision.advice import sentences
-        from popvision.analysis import figures
-
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
-            values = {entry.name: getattr(found, entry.name) for entry in fields(found)}
+            values = {field.name: getattr(found, field.name) for field in fields(found)}
             plain = {name: value for name, value in values.items() if isinstance(value, _PLAIN)}
             rows.append({"profile": label, **plain, "advice": sentences(profile, found)})
         return rows
@@ -57,15 +56,10 @@ class Report:
         ]
 
     def __repr__(self) -> str:
-        from popvision.text import summary
-
         return "\n".join(summary(profile) for profile in self._profiles().values())
 
     def _repr_html_(self) -> str:
         """The whole page in a frame of its own."""
-        from popvision.find import profiles_at
-        from popvision.html import entry, page
-
         text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
