@@ -1,7 +1,5 @@
 """Two functions that integrations take from PopTorch's inside: a wrapped model as a plain one for a while."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

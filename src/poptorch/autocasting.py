@@ -3,8 +3,6 @@
 With the default policy torch.autocast decides; lists of operations of the user's are followed here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

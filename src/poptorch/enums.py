@@ -1,7 +1,5 @@
 """The words users choose between: one enum for each choice, with the integers that saved options hold."""
 
-from __future__ import annotations
-
 import enum
 
 

@@ -5,8 +5,6 @@ POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_
 `options/reporting.py`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Ranges of the host's own code in a trace. They cost next to nothing while no torch.profiler runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager

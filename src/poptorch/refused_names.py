@@ -1,7 +1,5 @@
 """Names of the original's insides. They can be imported; what they did has no meaning here, so a call is refused."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from popengine.errors import Error
@@ -26,9 +24,7 @@ def poptorchAtExit() -> NoReturn:
 
 def importPoptorchMetadataFromFile(filename: str) -> NoReturn:
     """Refused: executables of the original can't run here."""
-    raise _refusal(
-        "importPoptorchMetadataFromFile", "poptorch.load(filename) reads a file of PoplarExecutor.save"
-    )
+    raise _refusal("importPoptorchMetadataFromFile", "poptorch.load(filename) reads what save() wrote")
 
 
 def _refusal(name: str, instead: str) -> Error:

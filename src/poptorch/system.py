@@ -1,7 +1,5 @@
 """What programs ask about the machine. Ipus are logical devices here, so there is always one more."""
 
-from __future__ import annotations
-
 _GENERATION = 2  # programs ask for it to choose between the memory sizes of two generations
 
 

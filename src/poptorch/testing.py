@@ -1,7 +1,5 @@
 """Help for tests of models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Blocks: the marks in a model that say which part belongs together. On plain PyTorch they do nothing."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import itertools

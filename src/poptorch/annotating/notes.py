@@ -8,9 +8,7 @@ of the graph. It may note the value instead: each call then has it for every mic
     [("accuracy", tensor of shape [n])]
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +50,7 @@ class Note:
             results.anchored(anchor).reshape(n, *shape).to(dtype)
             for anchor, (shape, dtype) in zip(self.anchors, self.shapes, strict=True)
         )
-        tensors = [next(columns) if tensor.is_meta else tensor for tensor in tensors_of(self.template)]
-        return with_tensors(self.template, iter(tensors))
+        return filled(self.template, columns)
 
 
 def without_values(value: Any) -> tuple[Any, list[Tensor]]:
@@ -63,6 +60,11 @@ def without_values(value: Any) -> tuple[Any, list[Tensor]]:
     with paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
+
+
+def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
+    """The nested value again, with tensors in place of the marks."""
+    return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
 def kept(notes: Sequence[tuple[Any, Any]], outputs: list[Tensor]) -> tuple[Note, ...]:

@@ -1,7 +1,5 @@
 """Stages and phases: which blocks run together, as a user writes it down."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self
 

@@ -4,8 +4,6 @@ Builders that a user writes and may still change (`strategy.stage("A").ipu(2)`);
 the engine's value. Whether the model's blocks match is the engine's question, asked at compilation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

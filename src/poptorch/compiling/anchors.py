@@ -8,8 +8,6 @@ UpdatedVar___<name>   a parameter after each weight update                      
 finalLossScale        the loss scaling of the call's last weight update            (training)
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, replace
 

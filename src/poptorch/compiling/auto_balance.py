@@ -1,7 +1,5 @@
 """`AutoBalance`: measures the blocks of a captured model and turns the rule into explicit stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Functions that run before and after every compilation."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal

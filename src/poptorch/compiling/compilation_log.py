@@ -4,8 +4,6 @@ Passes and the schedule at DEBUG, the map at INFO. The rules of real hardware ab
 too, where somebody asks for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -20,13 +18,12 @@ from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
 from popengine.ir import Plan
 from popengine.settings import Settings
 
+from ..reporting.changed_options import counted
 from ..reporting.logs import logger
 
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that asks for them
 _LARGEST_SYSTEM = 64
 _DRAWN = 64  # micro-batches; a wider drawing is no use in a log
-
-
 _PASSES = ("capture", "partition", "schedule", "lower", "load")
 
 
@@ -66,14 +63,10 @@ def announce(plan: Plan, settings: Settings) -> None:
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
         logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
-    ipus = len(set(partition.ipus))
+    ipus, replicas = counted(len(set(partition.ipus)), "logical ipu"), counted(counts.replicas, "replica")
+    threads = f"{torch.get_num_threads()} threads of this process"
     logger.info(
-        "%d logical ipu%s × %d replica%s, run by %s",
-        ipus,
-        "" if ipus == 1 else "s",
-        counts.replicas,
-        "" if counts.replicas == 1 else "s",
-        f"{torch.get_num_threads()} threads of this process" if settings.device == "cpu" else settings.device,
+        "%s × %s, run by %s", ipus, replicas, threads if settings.device == "cpu" else settings.device
     )
     if not logger.isEnabledFor(logging.DEBUG):
         return

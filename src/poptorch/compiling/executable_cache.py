@@ -8,8 +8,6 @@ modules). Empty the folder when such a thing changes. A model with an attribute 
 is not cached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -36,6 +34,7 @@ _IRRELEVANT = {
     *("connection_type", "device_kind", "ipu_id", "log_dir", "max_repeat_logs", "model_name", "random_seed"),
 }
 _IRRELEVANT_POPART = {"cachePath", "enableEngineCaching", "engineOptions"}
+_unusable: set[Path] = set()  # folders of which that was told
 
 
 class Cache:
@@ -80,33 +79,31 @@ def _warn_unusable(folder: Path, error: Exception) -> None:
         )
 
 
-_unusable: set[Path] = set()
-
-
 @contextlib.contextmanager
 def cache(model: nn.Module, call: Call, options: Options, settings: Settings) -> Iterator[Cache]:
     """The cached model for these options and inputs. Where several processes train together, the first one
     in compiles, and the others wait for its file."""
+    path = _path(model, call, options, settings)
+    with _alone(path.parent) if path and settings.counts.instances > 1 else contextlib.nullcontext():
+        yield Cache(path)
+
+
+def _path(model: nn.Module, call: Call, options: Options, settings: Settings) -> Path | None:
+    """The file of this model; None: it is not cached."""
     popart = options._Popart.options
     if not popart.get("enableEngineCaching"):
-        yield Cache(None)
-        return
+        return None
     folder = Path(popart["cachePath"])
+    as_all_have = replace(settings, counts=replace(settings.counts, instance=0))
     try:
-        as_all_have = replace(settings, counts=replace(settings.counts, instance=0))
         key = fingerprint(model, call, _described(options), as_all_have)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{key}.poptorch"
     except Unstable as error:
         logger.warning("enableExecutableCaching: this model is not cached: %s", error)
-        yield Cache(None)
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _warn_unusable(folder, error)
-        yield Cache(None)
-        return
-    with _alone(folder) if settings.counts.instances > 1 else contextlib.nullcontext():
-        yield Cache(folder / f"{key}.poptorch")
+    return None
 
 
 def _described(options: Options) -> list[Any]:

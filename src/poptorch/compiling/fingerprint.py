@@ -1,7 +1,5 @@
 """One number for all that a capture reads: equal in every process for the same model, options and inputs."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import hashlib

@@ -4,8 +4,6 @@ many times as much several threads compute at the same time.
 Measured when a model is compiled for a profile, on the sample micro-batch; without a profile nothing is measured.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence

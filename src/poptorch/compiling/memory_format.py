@@ -1,7 +1,5 @@
 """`Options.memoryFormat`: in which memory layout the convolutions of a captured model run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The rules of overlapped input and output: where `set_overlap_for_input` and `set_overlap_for_output` may stand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -4,8 +4,6 @@ Some of torch's functions read values only to check them, or to choose how to co
 that give the same result without reading. What can't be replaced is refused in our own words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`AsynchronousDataAccessor`: the next batches are loaded by a worker process while the device computes."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -68,7 +66,7 @@ class AsynchronousDataAccessor:
         assert isinstance(ready, Ready)
         self._ring = ready.ring
         self._state, self._begun = ready.state, None  # of the loader that is read, pickled
-        self._skeleton = _opened(ready.skeleton)
+        self._skeleton = _with_lists(pickle.loads(ready.skeleton))
 
     def __len__(self) -> int:
         if self._length is None:
@@ -129,10 +127,11 @@ class AsynchronousDataAccessor:
             self._tell(self._held)
         self._held, self._inside = item.slot, True
         self._state, self._begun = item.state, item.begun or self._begun
-        skeleton = self._skeleton if item.skeleton is None else _opened(item.skeleton)
-        return (
-            skeleton if item.whole else with_tensors(skeleton, iter(self._ring.views(item.slot, item.rows)))
-        )
+        skeleton = self._skeleton
+        if item.skeleton is not None:
+            skeleton = _with_lists(pickle.loads(item.skeleton))
+        views = self._ring.views(item.slot, item.rows)
+        return skeleton if item.whole else with_tensors(skeleton, iter(views))
 
     def _receive(self, complaint: str) -> Any:
         """The worker's next message. Raises: an error that begins with `complaint`, if it failed or died."""
@@ -196,10 +195,6 @@ def _length(dataset: Any, rebatched_size: int | None) -> int | None:
         return len(rows) // rebatched_size
     except (TypeError, NotImplementedError):
         return None
-
-
-def _opened(skeleton: bytes) -> Any:
-    return _with_lists(pickle.loads(skeleton))
 
 
 def _with_lists(value: Any) -> Any:

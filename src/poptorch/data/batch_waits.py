@@ -1,21 +1,15 @@
 """Waits for batches, told to whoever profiles. A loader does not know for whom it loads, so all listeners are told."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Listener(Protocol):
-    def note(self, kind: str, start: int) -> None:
-        """Something of this kind began at `start` (nanoseconds, `time.perf_counter_ns`) and has ended now."""
-
-
-listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+# Objects with `note(kind, start)`: something began at `start` (`time.perf_counter_ns`), and has ended now.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def noting_waits(batches: Iterator[T]) -> Iterator[T]:

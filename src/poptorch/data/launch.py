@@ -6,8 +6,6 @@ SharedMemory   a new interpreter; the dataset is pickled, its tensors move to sh
 FileSystem     a new interpreter; the dataset is pickled to a temporary file
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

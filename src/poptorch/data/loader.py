@@ -4,8 +4,6 @@ The rows of a combined batch are in the order in which an executor reads them, s
 the micro-batch size. Which rows a process reads is in `dataset_shares.py`, reading ahead in `accessor.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -43,6 +41,9 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: yields the indices of a micro-batch; a combined batch takes as many as a call needs.
     """
 
+    options: Options
+    mode: DataLoaderMode
+
     def __init__(
         self,
         options: Options,
@@ -65,8 +66,7 @@ class DataLoader(torch.utils.data.DataLoader):
         options._freeze()
         # Who rebuilds a loader with another sampler, as Lightning does, takes these: batch_size is the combined one.
         self._remember({**locals(), **kwargs})
-        self._options, self._progress = options, Progress()
-        self._mode = DataLoaderMode(mode)
+        self.options, self.mode, self._progress = options, DataLoaderMode(mode), Progress()
         self._drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
         self._group = options._counts().product if batch_sampler is not None else 1
@@ -100,21 +100,13 @@ class DataLoader(torch.utils.data.DataLoader):
         )
         if not drop_last:
             warn_about_tail(self._rows(), combined, batch_sampler, self._group)
-        if self._mode != DataLoaderMode.Sync:
+        if self.mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
 
     @property
     def combinedBatchSize(self) -> int | None:
         """Rows of a combined batch; None where the loader can't know."""
         return self._combined_batch_size
-
-    @property
-    def options(self) -> Options:
-        return self._options
-
-    @property
-    def mode(self) -> DataLoaderMode:
-        return self._mode
 
     @property
     def drops_last(self) -> bool:
@@ -149,10 +141,11 @@ class DataLoader(torch.utils.data.DataLoader):
         Raises:
             DataError: the state is not a loader's
         """
+        state = checked(state_dict)
         if self._accessor is None:
-            self._progress.resume(state_dict)
+            self._progress.wanted = state
         else:
-            self._accessor._resume(checked(state_dict))
+            self._accessor._resume(state)
 
     def __len__(self) -> int:
         if self._group > 1:
@@ -210,8 +203,8 @@ class DataLoader(torch.utils.data.DataLoader):
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
         )
-        ragged = self._mode == DataLoaderMode.Async and not self._drops_last
-        if batch_sampler is not None or not (ragged or self._mode == DataLoaderMode.AsyncRebatched):
+        ragged = self.mode == DataLoaderMode.Async and not self._drops_last
+        if batch_sampler is not None or not (ragged or self.mode == DataLoaderMode.AsyncRebatched):
             return None
         if combined is None or combined == 1:  # complete batches, or rows: nothing to regroup
             return None
@@ -220,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader):
     def _go_asynchronous(self, async_options: dict[str, Any]) -> None:
         if self.pin_memory:
             logger.warning(
-                "pin_memory=True has no effect in mode %s: batches arrive in shared memory", self._mode.name
+                "pin_memory=True has no effect in mode %s: batches arrive in shared memory", self.mode.name
             )
             self.pin_memory = False
         rebatched_size = None if self._worker_size is None else self._combined_batch_size

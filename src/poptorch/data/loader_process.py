@@ -12,8 +12,6 @@ A slot belongs to the side that was last told its number. Generations count rest
 can tell what was sent before the worker heard of one.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Warnings about arguments that do what they say, which may not be what was meant."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ they were then, and as they are now: the epoch is begun again with the first, wh
 being loaded, and the second are put in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +34,6 @@ class Progress:
             return self.wanted
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, "begun": self.begun, "now": _generators(loader)}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        self.wanted = checked(state)
 
     def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
         """Begin an epoch, or the rest of the one that was wanted.

@@ -1,7 +1,5 @@
 """The global generators of torch, numpy and Python, as a value of plain types."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

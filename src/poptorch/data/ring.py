@@ -46,10 +46,6 @@ class Ring:
             end += -(-region.bytes // _ALIGNMENT) * _ALIGNMENT
         return cls(torch.empty(slots, max(end, 1), dtype=torch.uint8).share_memory_(), tuple(regions))
 
-    @property
-    def slots(self) -> int:
-        return len(self.memory)
-
     def views(self, slot: int, rows: Sequence[int] | None = None) -> list[torch.Tensor]:
         """The tensors in a slot; only the first `rows` of each where the batch was smaller than the slot."""
         memory = self.memory[slot]
@@ -58,18 +54,15 @@ class Ring:
 
     def has_the_shapes_but_not_the_types_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a batch has the shapes of the first one, but other dtypes: slots can't hold such a one."""
-        if [tuple(tensor.shape) for tensor in tensors] != [region.shape for region in self.regions]:
-            return False
-        return [tensor.dtype for tensor in tensors] != [region.dtype for region in self.regions]
+        found, expected = _kinds(tensors), _kinds(self.regions)
+        return found != expected and [shape for shape, _ in found] == [shape for shape, _ in expected]
 
     def fill(self, slot: int, tensors: Sequence[torch.Tensor], short: bool) -> tuple[int, ...] | None:
         """Copy a batch in. Returns: the rows of each tensor, if it is `short` of rows; None for a full slot.
 
         Raises: DataError, if it is not like the first batch (`short` allows fewer rows).
         """
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        expected = [(region.shape, region.dtype) for region in self.regions]
-        rows = None
+        found, expected, rows = _kinds(tensors), _kinds(self.regions), None
         if found != expected:
             if not (short and _fits(found, expected)):
                 raise DataError(
@@ -85,6 +78,10 @@ class Ring:
 
 
 _Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def _kinds(tensors: Sequence[torch.Tensor | Region]) -> list[_Kind]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
 def _fits(found: list[_Kind], expected: list[_Kind]) -> bool:

@@ -1,7 +1,5 @@
 """Rows: batches put together, or cut, along dimension 0 of every tensor in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any

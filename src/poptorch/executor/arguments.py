@@ -1,7 +1,5 @@
 """What a model is called with: bound to its forward's signature, checked, and as the engine takes it."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -85,21 +83,17 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
 
 def check_kinds(call: Call) -> None:
     """Raises Error for an input whose values do not lie in memory one beside the other."""
-    if not any(t.is_meta or t.is_nested or t.layout is not torch.strided for t in call.tensors):
-        return
-    for tensor, path in zip(call.tensors, call.paths, strict=True):
+    for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
-            kind, fix = (
-                "on the meta device, and has no values",
-                f"torch.empty_like({path}, device='cpu'), filled",
-            )
+            kind, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
         elif tensor.is_nested:
-            kind, fix = "a nested tensor", f"pad it: {path}.to_padded_tensor(0)"
+            kind, fix = "a nested tensor", "pad it: {}.to_padded_tensor(0)"
         elif tensor.layout is not torch.strided:
-            kind, fix = f"sparse ({tensor.layout})", f"pass {path}.to_dense()"
+            kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
         else:
             continue
-        raise Error(f"input {path} is {kind}\n  why: the device's inputs are dense tensors\n  fix: {fix}")
+        path, why = call.paths[index], "the device's inputs are dense tensors"
+        raise Error(f"input {path} is {kind}\n  why: {why}\n  fix: {fix.format(path)}")
 
 
 @contextlib.contextmanager

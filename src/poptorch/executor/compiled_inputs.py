@@ -1,7 +1,5 @@
 """What an executor was compiled for, to which later calls are held."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

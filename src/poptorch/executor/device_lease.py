@@ -1,7 +1,5 @@
 """The lease of devices: what is compiled, the engine that it is loaded into, and what stays when that is let go."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

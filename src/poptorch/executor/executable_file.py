@@ -4,8 +4,6 @@ A pickle runs code when it is read, so a file is to be trusted like a program. I
 that wrote it. Weights are for `torch.save(model.state_dict(), ...)`: here they are inside the pickled model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -124,9 +122,7 @@ def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
             f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
             f" {kinds[model.training]}"
         )
-    groups = saved.executable.settings.replica_groups
-    with torch._C.DisableTorchFunctionSubclass():
-        shapes = {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in model.weights().items()}
+    shapes = model.shapes(saved.executable.settings.replica_groups)
     slots = saved.executable.plan.partition.signature.slots
     other = [
         f"{slot.key} {list(slot.shape)}"

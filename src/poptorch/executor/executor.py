@@ -4,8 +4,6 @@ It turns arguments into batches for the engine and results into outputs. What it
 lease of its devices, its weights, its optimizer, its latest call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

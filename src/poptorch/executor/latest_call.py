@@ -1,7 +1,5 @@
 """What an executor keeps of its latest call, for whoever asks: its times, its anchors and its notes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

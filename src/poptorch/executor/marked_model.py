@@ -4,27 +4,18 @@ The model's class becomes a subclass, and so do its parameters and buffers. What
 first asks the executor to copy the weights over, if they are stale. Copies and pickles are plain objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import copyreg
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
-
-
-class Owner(Protocol):
-    """An executor, as a marked model sees it."""
-
-    def copyWeightsToHostIfNeeded(self) -> bool: ...
-    def destroy(self) -> None: ...
 
 
 def _ask(owner: weakref.ref[Any] | None) -> Any:
@@ -171,7 +162,7 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def mark(model: nn.Module, owner: Owner) -> None:
+def mark(model: nn.Module, owner: Any) -> None:
     """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
     unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)

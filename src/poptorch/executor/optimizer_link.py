@@ -1,7 +1,5 @@
 """The executor's side of an optimizer: takes its rates at `setOptimizer`, keeps its state on the devices."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn

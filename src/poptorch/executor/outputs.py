@@ -1,15 +1,13 @@
 """What a forward returned: its structure, and a call's outputs in it, of which nobody can go backward."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 from torch import Tensor
 
 from popengine.errors import Error
-from poptorch.annotating.notes import without_values
-from poptorch.nested_values import tensors_of, with_tensors
+from poptorch.annotating.notes import filled, without_values
+from poptorch.nested_values import tensors_of
 
 
 def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
@@ -27,9 +25,7 @@ def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
 
 def returned(template: Any, outputs: list[Tensor]) -> Any:
     """The forward's output structure with these tensors."""
-    values = map(_marked_as_output, outputs)
-    filled = [next(values) if tensor.is_meta else tensor for tensor in tensors_of(template)]
-    return with_tensors(template, iter(filled))
+    return filled(template, map(_marked_as_output, outputs))
 
 
 def _marked_as_output(value: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """All that a training executor has to remember, as one value that `popdist.Checkpoint` writes and restores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

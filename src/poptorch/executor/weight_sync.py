@@ -4,8 +4,6 @@ Training makes the host's copy stale. Whoever looks at it there first causes one
 there reaches the devices only when asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -97,7 +95,7 @@ class WeightSync:
         engine = self._lease.need_engine()
         with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             weights = self.on_host()
-            self._check_shapes(weights)
+            self._check_shapes()
             engine.write(weights)
         self._writes = self._count_writes()
 
@@ -111,17 +109,15 @@ class WeightSync:
         """
         self._lease.need_engine().average_buffers()
 
-    def _check_shapes(self, weights: dict[str, Tensor]) -> None:
+    def _check_shapes(self) -> None:
         """Raises Error, where the user has given a weight another shape since the compilation."""
         executable = self._lease.need_executable()
+        shapes = self._model.shapes(executable.settings.replica_groups)
         for slot in executable.plan.partition.signature.slots:
-            weight = weights.get(slot.key) if slot.role in ("parameter", "buffer") else None
-            if weight is None:
-                continue
-            shape = weight.shape[1:] if slot.key in executable.settings.replica_groups else weight.shape
-            if tuple(shape) != slot.shape:
+            shape = shapes.get(slot.key) if slot.role in ("parameter", "buffer") else None
+            if shape is not None and shape != slot.shape:
                 raise Error(
-                    f"{slot.role} {slot.key} has the shape {list(weight.shape)} now, and the model is compiled for"
+                    f"{slot.role} {slot.key} has the shape {list(shape)} now, and the model is compiled for"
                     f" {list(slot.shape)}\n"
                     "  fix: give it values of its shape, or call destroy() and compile the model again"
                 )

@@ -1,10 +1,9 @@
 """What was wrapped: the user's model, how its forward is called, its options, and whether it trains."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
@@ -34,6 +33,11 @@ class WrappedModel:
     def weights(self) -> dict[str, Tensor]:
         """The user's parameters and buffers, by canonical name, without asking for newer values."""
         return weights_of(self.traced)
+
+    def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
+        """Of the weights, as a replica has them; `groups`: the names of those with a row for each group of replicas."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
 
     def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.

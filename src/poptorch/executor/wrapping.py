@@ -1,7 +1,5 @@
 """How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`, and `describe`, which only looks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

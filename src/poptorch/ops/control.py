@@ -1,7 +1,5 @@
 """Control flow decided while the model runs: `cond` and `for_loop`. In inference only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +8,9 @@ from torch import Tensor
 
 from popengine.compile.recording.branches_and_loops import trace
 from popengine.compile.recording.current_capture import Capture, current
-from popengine.control_flow import Body
 from popengine.errors import Error
+
+from .library import listed
 
 
 def cond(
@@ -48,7 +47,7 @@ def cond(
     if bodies[0].outputs != bodies[1].outputs:
         raise Error(
             "the bodies of poptorch.cond() must return the same number of tensors, of the same shapes and types\n"
-            f"  then_body returns {_listed(bodies[0])}\n  else_body returns {_listed(bodies[1])}"
+            f"  then_body returns {listed(bodies[0].outputs)}\n  else_body returns {listed(bodies[1].outputs)}"
         )
     library = torch.ops.popengine
     run = library.cond_that_draws if any(body.draws for body in bodies) else library.cond
@@ -90,7 +89,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     if traced.outputs != expected:
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
-            f" fed to the next turn\n  it takes {_listed(expected)}\n  it returns {_listed(traced)}"
+            f" fed to the next turn\n  it takes {listed(expected)}\n  it returns {listed(traced.outputs)}"
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
     return list(run(count, traced.packed(), list(inputs), outer))
@@ -127,8 +126,3 @@ def _outputs(name: str, result: Any) -> list[Tensor]:
             f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors; found {result!r}"
         )
     return values
-
-
-def _listed(outputs: Body | Sequence[Any]) -> str:
-    pairs = outputs.outputs if isinstance(outputs, Body) else outputs
-    return ", ".join(f"{dtype} {shape}" for shape, dtype in pairs) or "nothing"

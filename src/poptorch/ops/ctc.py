@@ -1,7 +1,5 @@
 """The CTC loss as operations of a graph. torch's own reads the lengths, which have no values in one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,11 +86,8 @@ def _run_backward(
     zero_infinity: bool,
 ) -> Tensor:
     alpha = alpha[..., : 2 * int(labels.max()) + 1].contiguous()
-    wide = (gradient.float(), log_probs.float())
-    made = aten._ctc_loss_backward(
-        *wide, targets, inputs, labels, losses.float(), alpha, blank, zero_infinity
-    )
-    return made.to(log_probs.dtype)
+    values = (gradient.float(), log_probs.float(), targets, inputs, labels, losses.float(), alpha)
+    return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
 
 
 def _shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,6 @@ A library of C++ operators for IPUs has nothing to run here, so the name is look
 `registerCustomOp` was told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Batch norm over the micro-batches of several replicas: one meeting in forward, one in backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -73,11 +71,8 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.eps, ctx.group, ctx.types = (
-            eps,
-            group,
-            [None if v is None else v.dtype for v in (x, weight, bias)],
-        )
+        ctx.eps, ctx.group = eps, group
+        ctx.types = [None if v is None else v.dtype for v in (x, weight, bias)]
         x, weight, bias = _wide(x), _wide(weight), _wide(bias)
         mine = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
         means, variances = gather_over_replicas(mine, group).unbind(1)

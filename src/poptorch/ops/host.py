@@ -3,8 +3,6 @@
 A function can't be a part of a graph, nor be saved with one; the graph holds a number.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import weakref
@@ -20,7 +18,7 @@ from popengine.control_flow import calls_within
 from popengine.errors import Error
 from popengine.ir import Plan
 
-from .library import computed
+from .library import computed, listed
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,8 @@ def host_call(
 
     shapes = tuple((tuple(value.shape), value.dtype) for value in (*like, *changed))
     capture = current()
-    weights = (
-        tuple((key, weakref.ref(value)) for key, value in capture.members) if capture is not None else ()
-    )
+    members = () if capture is None else capture.members
+    weights = tuple((key, weakref.ref(value)) for key, value in members)
     _calls[handle] = HostCall(name, run if changed else function, shapes, read_only, fix, weights)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
@@ -111,7 +108,7 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     found = tuple((tuple(value.shape), value.dtype) for value in made)
     if found != call.outputs:
         raise Error(
-            f"{call.name} returned {_listed(found)}; the graph was compiled for {_listed(call.outputs)}\n"
+            f"{call.name} returned {listed(found)}; the graph was compiled for {listed(call.outputs)}\n"
             "  fix: return the same shapes and types at every call"
         )
     return [value.contiguous() for value in made]
@@ -127,10 +124,6 @@ def _same(value: Tensor, before: Tensor) -> bool:
     """Whether two tensors hold the same bits: numpy writes without telling torch."""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
-
-
-def _listed(outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> str:
-    return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 
 def _pretend(inputs: list[Tensor], handle: int) -> list[Tensor]:

@@ -6,8 +6,6 @@ title: {
 }
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,10 +46,8 @@ class Layout:
             return self._row(values, indent)
         lines = [indent + self.open_bracket]
         for i in shown:
-            inside = (
-                [indent + " " + _LEFT_OUT] if i is None else self._lines(part[i], depth + 1, short, write)
-            )
-            lines += inside
+            left_out = [f"{indent} {_LEFT_OUT}"]
+            lines += left_out if i is None else self._lines(part[i], depth + 1, short, write)
         return [*lines, indent + self.close_bracket]
 
     def _shown(self, length: int, short: bool) -> list[int | None]:

@@ -4,9 +4,7 @@ Three kinds: a mark is the identity and stays in the graph under its name; a com
 too, and is opaque; a shorthand is traced through, so that the graph holds what it calls.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,6 +69,11 @@ def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., A
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
+
+
+def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """Shapes and types of tensors, in words."""
+    return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 
 def shorthand(schema: str, function: Callable[..., Any]) -> None:

@@ -1,7 +1,5 @@
 """Operations that mark tensors for the compiler; outside compilation they compute what their name says."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from popengine.compile.recording.current_capture import current

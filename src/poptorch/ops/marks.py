@@ -1,7 +1,5 @@
 """Identities that stay in the compiled graph under their own name: `nop`, checkpoints, memory proportions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

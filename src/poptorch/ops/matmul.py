@@ -1,7 +1,5 @@
 """A matrix product in pieces: less memory at a time, the same values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -47,26 +47,23 @@ class MultiConv:
 
     def planType(self, value: MultiConvPlanType | None) -> MultiConv:
         """Parallel or serial."""
-        valid = value is None or isinstance(value, MultiConvPlanType)
+        valid = isinstance(value, MultiConvPlanType | None)
         assert valid, f"Invalid plan type! One of poptorch.MultiConvPlanType's; found {value!r}"
         return self._with("plan_type", value)
 
     def perConvReservedTiles(self, value: int | None) -> MultiConv:
         """Tiles that each convolution is sure to get."""
-        valid = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        valid = isinstance(value, int | None) and not isinstance(value, bool)
         assert valid, f"Invalid reserved tiles! An integer; found {value!r}"
         return self._with("per_conv_reserved_tiles", value)
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
         """The share of cycles that a plan may lose to the best."""
-        assert value is None or isinstance(value, float), f"Invalid cycle back-off! A float; found {value!r}"
+        assert isinstance(value, float | None), f"Invalid cycle back-off! A float; found {value!r}"
         return self._with("cycle_back_off", value)
 
     def _with(self, name: str, value: Any) -> MultiConv:
-        if value is None:
-            self._properties.pop(name, None)
-        else:
-            self._properties[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+        self._properties[name] = tuple(value) if isinstance(value, list) else value
         return self
 
     def __enter__(self) -> None:
@@ -78,7 +75,7 @@ class MultiConv:
                 "Nested poptorch.MultiConv is not supported: a convolution is in one group\n"
                 "  fix: end the outer `with` before the inner begins"
             )
-        capture.group = Group(dict(self._properties))
+        capture.group = Group({name: value for name, value in self._properties.items() if value is not None})
 
     def __exit__(self, kind: Any, *_: object) -> None:
         capture = current()

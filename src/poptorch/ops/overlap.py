@@ -1,7 +1,5 @@
 """Asks for inputs and outputs to move while the model computes. Recorded: results are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

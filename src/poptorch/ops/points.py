@@ -1,7 +1,5 @@
 """Point clouds: farthest point sampling, and the nearest neighbour."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

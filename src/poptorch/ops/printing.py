@@ -1,7 +1,5 @@
 """`ipu_print_tensor`: prints a tensor's values each time the graph computes it, and its gradient's."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """Scopes that name and annotate the operations in them. On plain PyTorch they do nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from popengine.compile.recording.current_capture import current

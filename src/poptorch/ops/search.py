@@ -1,7 +1,5 @@
 """`ctc_beam_search_decoder`: the most probable label sequences of a CTC model's output."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -48,11 +46,7 @@ def _shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
     counts = probs.new_empty((batch, top_paths), dtype=torch.int32)
-    return (
-        torch.empty_like(counts, dtype=probs.dtype),
-        counts,
-        counts.new_empty((batch, top_paths, steps)),
-    )
+    return probs.new_empty(counts.shape), counts, counts.new_empty((batch, top_paths, steps))
 
 
 def _decode(

@@ -1,7 +1,5 @@
 """Slices whose start is a tensor, so that it may depend on data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

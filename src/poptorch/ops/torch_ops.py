@@ -3,8 +3,6 @@
 Marks and computed operations are registered where they are defined.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch

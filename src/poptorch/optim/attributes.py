@@ -1,7 +1,5 @@
 """Which attributes of an optimizer may change after compilation, as its user marked them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 
@@ -42,7 +40,5 @@ class VariableAttributes:
         self._variable.add(name)
 
     def _check(self, name: str) -> None:
-        if name not in self._allowed:
-            raise AssertionError(
-                f"Unknown attribute {name}, allowed values: {', '.join(sorted(self._allowed))}"
-            )
+        known = ", ".join(sorted(self._allowed))
+        assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"

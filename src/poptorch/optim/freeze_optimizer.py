@@ -1,10 +1,8 @@
 """Optimizer -> settings: the rule and its rates as the engine knows them, read once and checked."""
 
-from __future__ import annotations
-
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,7 +63,10 @@ def freeze_optimizer(
         centered=_is_centered(optimizer, rule),
         tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
         bias_correction=bool(getattr(optimizer, "bias_correction", True)),
-        torch_dampening=kind == "sgd" and _is_dampened_as_torch_does(optimizer),
+        # torch's own SGD does not dampen the first step; poptorch's does.
+        torch_dampening=kind == "sgd"
+        and not isinstance(optimizer, Optimizer)
+        and any(group["dampening"] for group in optimizer.param_groups),
     )
     scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
     return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
@@ -177,12 +178,6 @@ def _state_types(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[str, torc
     }
 
 
-def _is_dampened_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the first step is not dampened: so in torch's own SGD, which poptorch's is not in this."""
-    dampened = any(group["dampening"] for group in optimizer.param_groups)
-    return dampened and not isinstance(optimizer, Optimizer)
-
-
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there is momentum, or can be one day."""
     marks = getattr(optimizer, "variable_attrs", None)
@@ -203,16 +198,11 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
         if id(parameter) not in names
     ]
     if unknown:
+        shown = [*unknown[:8], f"... and {len(unknown) - 8} more"] if len(unknown) > 8 else unknown
         raise UnknownParameterError(
             "the optimizer holds parameters that aren't parameters of the model:\n"
-            f"{_lines(unknown)}\n"
-            "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
+            + "".join(f"  {each}\n" for each in shown)
+            + "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
             "change of its layers"
         )
     return {names[id(parameter)]: index for parameter, index, _ in members}
-
-
-def _lines(texts: Iterable[str], limit: int = 8) -> str:
-    texts = list(texts)
-    more = [f"... and {len(texts) - limit} more"] if len(texts) > limit else []
-    return "\n".join(f"  {text}" for text in [*texts[:limit], *more])

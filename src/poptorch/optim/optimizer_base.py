@@ -1,7 +1,5 @@
 """What poptorch's optimizers add to torch's: attributes of their own, and state that lives on devices."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What `setOptimizer` may change: rates; not what is compiled in; what nobody reads, with a warning."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 update is torch's one kernel then, as it is in plain PyTorch, and not the formula that torch takes by default.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """LAMB and LARS, which torch hasn't got: on the host they step by the rule that executors run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

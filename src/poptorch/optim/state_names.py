@@ -7,8 +7,6 @@ ipu_state   Accl1___<parameter>   SGD, LARS: velocity; Adam, AdamW, LAMB: first 
 ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -21,15 +19,8 @@ from popengine.update.optimizer_rules import RULES
 State = dict[str, Tensor]
 
 _RATES = {
-    "lr": "learningRate",
-    "weight_decay": "weightDecay",
-    "momentum": "momentum",
-    "dampening": "dampening",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "eps": "eps",
-    "alpha": "alpha",
-    "max_weight_norm": "maxWeightNorm",
+    **{name: name for name in ("momentum", "dampening", "beta1", "beta2", "eps", "alpha")},
+    **{"lr": "learningRate", "weight_decay": "weightDecay", "max_weight_norm": "maxWeightNorm"},
 }
 
 

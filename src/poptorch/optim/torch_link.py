@@ -5,8 +5,6 @@ it from there; what `load_state_dict()` brings is uploaded before the next call.
 plain PyTorch, and back. (poptorch's optimizers have a format of their own: `state_names.py`.)
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Mapping

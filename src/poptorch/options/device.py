@@ -1,7 +1,5 @@
 """The options of the device: which one, when it is taken, and how much of its memory is used."""
 
-from __future__ import annotations
-
 from numbers import Real
 from typing import Self
 

@@ -4,8 +4,6 @@ MPI's names are the contract's. Others count too (torchrun, srun), since process
 train alone, and say nothing.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Self
 

@@ -1,7 +1,5 @@
 """The options of a step: how much one call computes, on how many replicas, and what comes back."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 import torch
@@ -9,7 +7,6 @@ import torch
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, OutputMode
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded
-from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
 BACKENDS = ("eager", "inductor")
@@ -18,7 +15,6 @@ _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 
 
 class ExecutionOptions(OptionsDict):
-    _popart: Popart
     _execution_strategy: ExecutionStrategy
 
     anchored_tensors: Value[dict[str, list[Any]]] = Value({})  # [long name, use default, mode, period]
@@ -114,8 +110,7 @@ class ExecutionOptions(OptionsDict):
         assert isinstance(enabled, int), f"enableSyntheticData takes a bool; found {enabled!r}"
         mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
         assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
-        self._popart.set("syntheticDataMode", mode)
-        return self
+        return self._set_popart("syntheticDataMode", mode)
 
     def compiler(self, backend: str) -> Self:
         """*Ours*: what runs the model's operations, "eager" (one by one) or "inductor" (compiled to fused kernels).
@@ -138,16 +133,14 @@ class ExecutionOptions(OptionsDict):
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:
-        self._popart.set("enableStableNorm", expect("enableStableNorm", enabled, bool))
-        return self
+        return self._set_popart("enableStableNorm", expect("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
         """The buffers that `copyNamedBuffersToDevice` uploads."""
         assert isinstance(buffers, list) and all(isinstance(name, str) for name in buffers), (
             f"updatableNamedBuffers takes a list of buffer names; found {buffers!r}"
         )
-        self._popart.set("updatableNamedBuffers", list(buffers))
-        return self
+        return self._set_popart("updatableNamedBuffers", list(buffers))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
         """Tell of unexpected attributes of optimizers at DEBUG, not in warnings."""

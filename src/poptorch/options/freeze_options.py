@@ -1,7 +1,5 @@
 """Options -> Settings: the user's words become the engine's values; words that clash are refused here."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any, Literal

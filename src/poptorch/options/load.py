@@ -4,8 +4,6 @@ Text is read, never executed: a line may call the methods of options, with liter
 strategies and location settings as arguments. That is all it can reach.
 """
 
-from __future__ import annotations
-
 import ast
 import enum
 import json

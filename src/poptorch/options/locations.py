@@ -1,7 +1,5 @@
 """`Options.TensorLocations`: where activations, weights and optimizer state live. Never changes a result."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded

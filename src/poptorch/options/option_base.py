@@ -130,12 +130,14 @@ class OptionsDict(Freezable):
     """Named values, which `Options` and all its parts are made of."""
 
     _values: dict[str, Any]
+    _popart: Any  # settings of the original's compiler, where setters write to them
     _renamed: ClassVar[dict[str, str]] = {}  # old name -> its new name, which means the same
 
-    def __init__(self) -> None:
+    def __init__(self, popart: Any = None) -> None:
         super().__init__()
         declared = self._declared().items()
-        self._declare(_values={n: copy.copy(v.default) for n, v in declared if v.default is not NOTHING})
+        values = {n: copy.copy(v.default) for n, v in declared if v.default is not NOTHING}
+        self._declare(_values=values, _popart=popart)
 
     @classmethod
     def _declared(cls) -> dict[str, Value[Any]]:
@@ -206,6 +208,10 @@ class OptionsDict(Freezable):
 
     def _printed(self) -> list[str]:
         return [f"{name}={printed(self._values[name])}" for name in sorted(self._values)]
+
+    def _set_popart(self, name: str, value: Any) -> Self:
+        self._popart.set(name, value)
+        return self
 
     def _check_known(self, name: str) -> None:
         assert name in self._values, (

@@ -4,8 +4,6 @@ Setters check, store and return the object, so they chain. The first model or da
 options freezes them; `clone()` gives a copy that can be changed.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, Self
 
@@ -49,10 +47,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     _training: training.Training
 
     def __init__(self) -> None:
-        super().__init__()
         popart = Popart()
+        super().__init__(popart)
         self._declare(
-            _popart=popart,
             _distributed=Distributed(),
             _jit=Jit(),
             _precision=Precision(popart),

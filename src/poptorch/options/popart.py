@@ -5,8 +5,6 @@ write here too. Names and value types are checked at compilation only (`check_na
 that merely builds options never fails.
 """
 
-from __future__ import annotations
-
 import difflib
 import enum
 from typing import Any, Self

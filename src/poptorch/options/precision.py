@@ -1,7 +1,5 @@
 """`Options.Precision` and `Options.Jit`: number formats, and a deprecated switch of tracing."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 import torch
@@ -9,7 +7,6 @@ import torch
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded, refused
-from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
 HALF_KERNELS = ("auto", "native", "float32")
@@ -19,7 +16,6 @@ _PARTIALS = {torch.float: "float", torch.half: "half"}
 class Precision(OptionsDict):
     """Number formats."""
 
-    _popart: Popart
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
 
     autocast_enabled = Value(True)
@@ -27,10 +23,6 @@ class Precision(OptionsDict):
     half_kernels = Value("auto")
     half_float_casting: Value[int] = Value()
     running_statistics_always_float: Value[bool] = Value()
-
-    def __init__(self, popart: Popart) -> None:
-        super().__init__()
-        self._declare(_popart=popart)
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
         """False: `poptorch.autocast` casts nothing in this model.
@@ -49,13 +41,13 @@ class Precision(OptionsDict):
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
         """Round weight updates in half precision at random, without bias."""
-        self._popart.set("enableStochasticRounding", bool(expect("enableStochasticRounding", enabled, int)))
-        return self
+        expect("enableStochasticRounding", enabled, int)
+        return self._set_popart("enableStochasticRounding", bool(enabled))
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
         """Raise an Error at run time where a computation overflows or yields no number."""
-        self._popart.set("enableFloatingPointChecks", expect("enableFloatingPointExceptions", enabled, bool))
-        return self
+        expect("enableFloatingPointExceptions", enabled, bool)
+        return self._set_popart("enableFloatingPointChecks", enabled)
 
     @recorded("products are summed as PyTorch sums them")
     def setPartialsType(self, dtype: torch.dtype) -> Self:

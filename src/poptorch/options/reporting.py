@@ -1,21 +1,17 @@
 """The options of what is kept beside the results: executables, logs, profiles, places in the source."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from typing import Any, Self
 
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded
-from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
 _NO_LIMIT = 2**64 - 1
 
 
 class ReportingOptions(OptionsDict):
-    _popart: Popart
     _source_location_excludes: list[str]
 
     log_dir = Value(".")
@@ -25,8 +21,7 @@ class ReportingOptions(OptionsDict):
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Keep compiled models in this folder and load them from it. None: do not."""
         self._popart.set("enableEngineCaching", path is not None)
-        self._popart.set("cachePath", "" if path is None else os.fspath(path))
-        return self
+        return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
     @recorded("there are no log files but POPTORCH_LOG_DEST")
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
@@ -43,8 +38,7 @@ class ReportingOptions(OptionsDict):
     @recorded("only an IPU counts cycles; `getPerfCounters` has seconds")
     def logCycleCount(self, log_cycle_count: bool) -> Self:
         expect("logCycleCount", log_cycle_count, bool)
-        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
-        return self
+        return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
         """Write a profile and a page, in formats of ours.

@@ -1,19 +1,15 @@
 """`Options.Training`: how gradients become a weight update."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded
-from poptorch.options.popart import Popart
 from poptorch.reporting.logs import logger
 
 
 class Training(OptionsDict):
     """How gradients become a weight update."""
 
-    _popart: Popart
     _renamed = {
         "accumulationReductionType": "accumulationAndReplicationReductionType",
         "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
@@ -22,10 +18,6 @@ class Training(OptionsDict):
     accumulation_and_replication_reduction_type = Value(ReductionType.Mean.value)
     gradient_accumulation = Value(1, positive=True)
     mean_accumulation_and_replication_reduction_strategy = Value(MeanReductionStrategy.Post.value)
-
-    def __init__(self, popart: Popart) -> None:
-        super().__init__()
-        self._declare(_popart=popart)
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
         """Micro-batches for each weight update, on each replica."""
@@ -54,8 +46,7 @@ class Training(OptionsDict):
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Adapt the loss scale to the largest gradients after each weight update."""
         expect("setAutomaticLossScaling", enabled, bool)
-        self._popart.set("automaticLossScalingSettings.enabled", enabled)
-        return self
+        return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
     @recorded("there are no tiles to spread convolutions over")
     def setConvolutionDithering(self, enabled: bool) -> Self:

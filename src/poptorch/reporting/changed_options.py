@@ -1,7 +1,5 @@
 """Which options differ from their defaults, and with which strategy and optimizer a model runs, for profiles."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -4,8 +4,6 @@
 are read at import; `setLogLevel` changes the level later.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a compiled model will run, for people: its stages, what goes between them, the schedule and the code."""
 
-from __future__ import annotations
-
 import html
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plan in the words of a profile, before anything has run: no times, and memory as it will be."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a recorder has kept, as rows of a profile: tracks, and the operations' times."""
 
-from __future__ import annotations
-
 from popengine import profile
 from popengine.compile.describe import Description
 from popengine.run.measure.recorder import Recorder, Times

@@ -3,8 +3,6 @@
 With POPTORCH_LOG_LEVEL=DEBUG nothing is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
