@@ -8,6 +8,7 @@ sequence of operations, so that the results are torch's to the last bit. `optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +17,35 @@ from popengine.settings import Optimizer
 from popengine.update.chunks import State
 
 Rates = Mapping[str, float]
-Formula = Callable[[Optimizer, Rates, list[Tensor], list[Tensor], list[State]], None]
+
+
+class Step(NamedTuple):
+    """What a formula works on."""
+
+    optimizer: Optimizer
+    group: Rates
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    states: list[State]
+
+
+Formula = Callable[[Step], None]
 
 
 def _column(states: list[State], name: str) -> list[Tensor]:
     return [state[name] for state in states]
 
 
-def _signed(group: Rates, gradients: list[Tensor]) -> None:
-    if group.get("maximize"):
-        torch._foreach_neg_(gradients)
+def signed(step: Step) -> None:
+    """The gradients as they are, or turned round where the loss is to grow."""
+    if step.group.get("maximize"):
+        torch._foreach_neg_(step.gradients)
 
 
-def _decay_gradients(group: Rates, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+def _decay_gradients(step: Step) -> None:
     """The L2 penalty, as a part of the gradient."""
-    if group["weight_decay"] != 0:
-        torch._foreach_add_(gradients, parameters, alpha=group["weight_decay"])
+    if step.group["weight_decay"] != 0:
+        torch._foreach_add_(step.gradients, step.parameters, alpha=step.group["weight_decay"])
 
 
 def _counts(states: list[State]) -> list[float]:
@@ -39,24 +53,19 @@ def _counts(states: list[State]) -> list[float]:
     return [step.item() for step in _column(states, "step")]
 
 
-def sgd(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def sgd(step: Step) -> None:
     """v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v,  nesterov: w ← w − lr·(g + λ·w + μ·v)."""
+    optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
-    _signed(group, gradients)
-    _decay_gradients(group, parameters, gradients)
+    signed(step)
+    _decay_gradients(step)
     if momentum != 0:
         velocities = _column(states, "velocity")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.torch_dampening:
-            for state, gradient, step in zip(states, gradients, _counts(states), strict=True):
-                if step == 1:
+            for state, gradient, count in zip(states, gradients, _counts(states), strict=True):
+                if count == 1:
                     state["velocity"].copy_(gradient)
         if group.get("nesterov"):
             torch._foreach_add_(gradients, velocities, alpha=momentum)
@@ -68,41 +77,24 @@ def sgd(
     torch._foreach_add_(parameters, gradients, alpha=-lr)
 
 
-def adam(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def adam(step: Step) -> None:
     """w ← w − lr·m̂ / (√v̂ + eps); the weight decay is a part of the gradient."""
-    _signed(group, gradients)
-    _decay_gradients(group, parameters, gradients)
-    _step_by_moments(optimizer, group, parameters, gradients, states)
+    signed(step)
+    _decay_gradients(step)
+    _step_by_moments(step)
 
 
-def adamw(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def adamw(step: Step) -> None:
     """w ← (1 − lr·λ)·w − lr·m̂ / (√v̂ + eps)."""
-    _signed(group, gradients)
-    if group["weight_decay"] != 0:
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    _step_by_moments(optimizer, group, parameters, gradients, states)
+    signed(step)
+    if step.group["weight_decay"] != 0:
+        torch._foreach_mul_(step.parameters, 1 - step.group["lr"] * step.group["weight_decay"])
+    _step_by_moments(step)
 
 
-def _step_by_moments(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
+def _step_by_moments(step: Step) -> None:
+    _, group, parameters, gradients, states = step
+    corrections1, corrections2 = _moments(step)
     roots = gradients  # they are not needed any more, and new memory would cost more than the computation
     if all(root.is_cpu for root in roots):
         for root, square in zip(roots, _column(states, "exp_avg_sq"), strict=True):
@@ -116,10 +108,9 @@ def _step_by_moments(
     torch._foreach_addcdiv_(parameters, _column(states, "exp_avg"), roots, sizes)
 
 
-def _moments(
-    optimizer: Optimizer, group: Rates, gradients: list[Tensor], states: list[State]
-) -> tuple[list[float], list[float]]:
+def _moments(step: Step) -> tuple[list[float], list[float]]:
     """Advance both moments; returns what each is to be divided by, all ones without bias correction."""
+    optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_column(states, "exp_avg"), gradients, 1 - beta1)
     squares = _column(states, "exp_avg_sq")
@@ -127,21 +118,16 @@ def _moments(
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     if not optimizer.bias_correction:
         return [1.0] * len(states), [1.0] * len(states)
-    steps = _counts(states)
-    return [1 - beta1**step for step in steps], [1 - beta2**step for step in steps]
+    counts = _counts(states)
+    return [1 - beta1**count for count in counts], [1 - beta2**count for count in counts]
 
 
-def rmsprop(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def rmsprop(step: Step) -> None:
     """b ← μ·b + g / (√s + eps);  w ← w − lr·b.  TensorFlow: b ← μ·b + lr·g / √(s + eps);  w ← w − b."""
+    optimizer, group, parameters, gradients, states = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
-    _signed(group, gradients)
-    _decay_gradients(group, parameters, gradients)
+    signed(step)
+    _decay_gradients(step)
     squares = _column(states, "square_avg")
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
@@ -163,23 +149,18 @@ def rmsprop(
         torch._foreach_addcdiv_(parameters, gradients, roots, -lr)
 
 
-def lamb_steps(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def lamb_steps(step: Step) -> None:
     """u = m̂ / (√v̂ + eps) + λ·w, in the place of the gradients."""
-    _signed(group, gradients)
-    corrections1, corrections2 = _moments(optimizer, group, gradients, states)
+    _, group, _, gradients, states = step
+    signed(step)
+    corrections1, corrections2 = _moments(step)
     roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
     torch._foreach_copy_(gradients, _column(states, "exp_avg"))
     torch._foreach_div_(gradients, corrections1)
     torch._foreach_div_(gradients, roots)
-    _decay_gradients(group, parameters, gradients)
+    _decay_gradients(step)
 
 
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
@@ -188,27 +169,10 @@ def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     return _or_one(sizes / lengths, sizes, lengths)
 
 
-def lamb(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def lamb(step: Step) -> None:
     """w ← w − lr·trust·u"""
-    torch._foreach_mul_(gradients, _column(states, "trust"))
-    torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
-
-
-def lars_steps(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
-    """The gradients as they are."""
-    _signed(group, gradients)
+    torch._foreach_mul_(step.gradients, _column(step.states, "trust"))
+    torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
 def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
@@ -222,18 +186,13 @@ def _or_one(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 
-def lars(
-    optimizer: Optimizer,
-    group: Rates,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[State],
-) -> None:
+def lars(step: Step) -> None:
     """v ← μ·v + lr·trust·(g + β·w);  w ← w − v;  without a trust ratio v ← μ·v + lr·g."""
+    _, group, parameters, gradients, states = step
     layers = [place for place, state in enumerate(states) if "trust" in state]
     steps = [gradients[place] for place in layers]
     if layers:
-        _decay_gradients(group, [parameters[place] for place in layers], steps)
+        _decay_gradients(step._replace(parameters=[parameters[place] for place in layers], gradients=steps))
         torch._foreach_mul_(steps, [states[place]["trust"] for place in layers])
     velocities = _column(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])

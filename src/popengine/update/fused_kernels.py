@@ -8,6 +8,7 @@ already.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,37 +18,15 @@ Group = Mapping[str, Any]
 Kernel = Callable[[Group, "Tensor | float", list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
 
 
-def adam(
-    group: Group,
-    rate: Tensor | float,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-) -> None:
-    """One step of `formulas.adam`, in place."""
-    _by_moments(torch._fused_adam_, group, rate, parameters, gradients, states)
-
-
-def adamw(
-    group: Group,
-    rate: Tensor | float,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-) -> None:
-    """One step of `formulas.adamw`, in place."""
-    _by_moments(torch._fused_adamw_, group, rate, parameters, gradients, states)
-
-
 def _by_moments(
-    kernel: Callable[..., None],
+    kernel: str,
     group: Group,
     rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
 ) -> None:
-    kernel(
+    getattr(torch, kernel)(
         parameters,
         gradients,
         [state["exp_avg"] for state in states],
@@ -62,6 +41,10 @@ def _by_moments(
         amsgrad=False,
         maximize=bool(group.get("maximize")),
     )
+
+
+# One step of `formulas.adam`, and of `formulas.adamw`, in place.
+adam, adamw = partial(_by_moments, "_fused_adam_"), partial(_by_moments, "_fused_adamw_")
 
 
 def sgd(

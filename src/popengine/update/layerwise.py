@@ -14,7 +14,7 @@ from torch import Tensor
 
 from popengine.settings import Optimizer
 from popengine.update.chunks import Chunk, Part, Task, chunks
-from popengine.update.formulas import Rates
+from popengine.update.formulas import Rates, Step
 from popengine.update.one_chunk import Begin, begin_chunk, each, update_in_float, wide_state, write_back
 from popengine.update.optimizer_rules import Layers, Rule
 
@@ -65,7 +65,7 @@ def _measure(layers: Layers, optimizer: Optimizer, group: Rates, begin: Begin, c
             step.copy_(part.gradient)
     weights = [part.parameter.to(step.dtype) for part, step in zip(parts, steps, strict=True)]
     wide = [wide_state(part.state, step.dtype) for part, step in zip(parts, steps, strict=True)]
-    layers.steps(optimizer, group, weights, steps, wide)
+    layers.steps(Step(optimizer, group, weights, steps, wide))
     for part, results in zip(parts, wide, strict=True):
         write_back(part.state, results)
     chosen = [place for place, span in enumerate(chunk) if span.part.parameter.dim() >= layers.least]

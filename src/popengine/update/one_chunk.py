@@ -13,7 +13,7 @@ from torch import Tensor
 
 from popengine.settings import Optimizer
 from popengine.update.chunks import SCALARS, Chunk, Part, State
-from popengine.update.formulas import Formula, Rates
+from popengine.update.formulas import Formula, Rates, Step
 from popengine.update.optimizer_rules import Rule
 from popengine.update.stochastic_rounding import stochastic_round_
 
@@ -66,7 +66,7 @@ def update_in_float(
     floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
     wide = [wide_state(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
     gradients = [part.gradient.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-    formula(optimizer, group, floats, gradients, wide)
+    formula(Step(optimizer, group, floats, gradients, wide))
     for part, result, results in zip(parts, floats, wide, strict=True):
         if result is not part.parameter:
             if part.generator is None:

@@ -127,7 +127,7 @@ RULES: dict[str, Rule] = {
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
-        layers=Layers(formulas.lars_steps, formulas.lars_trust, least=2),  # biases and norms have none
+        layers=Layers(formulas.signed, formulas.lars_trust, least=2),  # biases and norms have none
     ),
 }
 
