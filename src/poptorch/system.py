@@ -1,7 +1,5 @@
 """What programs ask about the machine. Ipus are logical devices here, so there is always one more."""
 
-_GENERATION = 2  # programs ask for it to choose between the memory sizes of two generations
-
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """True: emulated ipus count, and as many as a model names can be had."""
@@ -10,4 +8,4 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 def ipuHardwareVersion() -> int:
     """The generation of ipus that programs should prepare for: 2."""
-    return _GENERATION
+    return 2  # programs ask for it to choose between the memory sizes of two generations

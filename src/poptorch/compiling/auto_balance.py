@@ -35,9 +35,8 @@ def balanced(
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
-    return replace(
-        settings, strategy=Strategy("pipelined", None, stages, capacity=settings.strategy.capacity)
-    )
+    strategy = Strategy("pipelined", None, stages, capacity=settings.strategy.capacity)
+    return replace(settings, strategy=strategy)
 
 
 def block_costs(

@@ -42,7 +42,8 @@ def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0)
         head = 0
         while start < rows:
             taken = min(rows - start, missing)
-            parts.append(_cut(batch, start, taken) if taken < rows else batch)
+            cut = (tensor.narrow(0, start, taken) for tensor in tensors_of(batch))
+            parts.append(with_tensors(batch, cut) if taken < rows else batch)
             start, missing = start + taken, missing - taken
             if not missing:
                 yield concatenated(parts)
@@ -61,7 +62,3 @@ def rows_of(batch: Any) -> int:
             f"  fix: give every tensor a batch dimension, or load without AsyncRebatched / rebatched_size"
         )
     return counts.pop()  # type: ignore[return-value]
-
-
-def _cut(batch: Any, start: int, rows: int) -> Any:
-    return with_tensors(batch, (tensor.narrow(0, start, rows) for tensor in tensors_of(batch)))

@@ -36,20 +36,15 @@ def _custom_operation(
     return custom.custom_op(inputs, name, domain, version, outputs, given)
 
 
-def _optimizer_group(group: int, tensors: list[Tensor]) -> None:
-    """Nothing to do: which group a parameter is in comes from the optimizer."""
-
-
-def _begin_block(stage: int, phase: int, ipu: int) -> None:
-    Block.start(str(stage), ipu)
-
-
 shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
 shorthand("push_name_scope(str name) -> ()", scopes.push_name_scope)
 shorthand("pop_name_scope() -> ()", scopes.pop_name_scope)
 shorthand("set_attribute(str attribute, str key, str value) -> ()", scopes.set_attribute)
 shorthand("clear_attribute(str attribute, str key) -> ()", scopes.clear_attribute)
-shorthand("begin_ipu_block(int stage, int phase, int ipu) -> ()", _begin_block)
+shorthand(
+    "begin_ipu_block(int stage, int phase, int ipu) -> ()",
+    lambda stage, phase, ipu: Block.start(str(stage), ipu),
+)
 shorthand("end_ipu_block() -> ()", Block.end)
 shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
 shorthand(
@@ -64,4 +59,5 @@ shorthand(
     " Tensor[]",
     _custom_operation,
 )
-shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", _optimizer_group)
+# Nothing to do: which group a parameter is in comes from the optimizer.
+shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", lambda group, tensors: None)

@@ -10,9 +10,6 @@ from typing import Self
 from popdist.environment import is_set, read
 from poptorch.options.option_base import OptionsDict, Value
 
-_NUM_PROCESSES_VARIABLE = "OMPI_COMM_WORLD_SIZE"
-_PROCESS_ID_VARIABLE = "OMPI_COMM_WORLD_RANK"
-
 
 class Distributed(OptionsDict):
     """Which of how many processes this is."""
@@ -22,7 +19,7 @@ class Distributed(OptionsDict):
 
     def __init__(self) -> None:
         super().__init__()
-        self._read(_NUM_PROCESSES_VARIABLE, _PROCESS_ID_VARIABLE)
+        self._read("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
         if self.numProcesses == 1 and is_set():
             launch = read()
             self._place(launch.instance, launch.instances)

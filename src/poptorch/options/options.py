@@ -135,10 +135,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         )
 
     def _printed(self) -> list[str]:
-        fields = sorted(vars(self).items())
         private = [
             f"{name}={printed(value)}"
-            for name, value in fields
+            for name, value in sorted(vars(self).items())
             if name not in ("_is_frozen", "_values") and not isinstance(value, Freezable)
         ]
         return [*super()._printed(), *private, *sorted(map(repr, self._nested()))]

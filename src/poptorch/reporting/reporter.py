@@ -23,6 +23,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
+from popengine.compile.other_plan import recomputation
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
@@ -35,7 +36,6 @@ from ..options import Options
 from ..version import __version__
 from .changed_options import changed_options, optimizer_in_words, strategy_in_words
 from .logs import logger
-from .other_plan import recomputation
 from .planned import tables
 from .recorded_rows import detailed_step, timed, tracks
 

@@ -1,13 +1,11 @@
 """What a plan would be with the other choice of recomputation, for advice about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from popengine.compile.partition import partition
-from popengine.compile.stage_memory import held_bytes
-from popengine.ir import Graph, Partition
-from popengine.settings import Settings
+from ..ir import Graph, Partition
+from ..settings import Settings
+from .partition import partition
+from .stage_memory import held_bytes
 
 
 def recomputation(graph: Graph, chosen: Partition, settings: Settings) -> dict[str, Any]:
