@@ -153,3 +153,16 @@ def test_leaving_the_devices_and_coming_back_loses_no_state_wherever_it_is_inter
     come_back()
     executor(X)
     assert same(state(executor), after(2))
+
+
+def test_an_interrupt_that_keeps_no_grad_from_its_end_leaves_gradients_on(monkeypatch):
+    class Interrupted(torch.no_grad):
+        def __exit__(self, *error):
+            raise KeyboardInterrupt
+
+    one = trainer()
+    one(X)
+    monkeypatch.setattr(torch, "no_grad", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one(X)
+    assert torch.is_grad_enabled()

@@ -40,8 +40,13 @@ def shown_at_the_users_lines(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        takes_gradients = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            # One that comes just before the end of a `with torch.no_grad()` keeps it from its end.
+            torch.set_grad_enabled(takes_gradients)
+            raise
         except (Error, AssertionError) as error:
             if not _is_for_the_user(error) or logger.isEnabledFor(logging.DEBUG):
                 raise
