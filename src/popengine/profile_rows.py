@@ -50,9 +50,7 @@ class Operation(NamedTuple):
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
     live: int = 0  # bytes alive in the piece after it
-    module: str = (
-        "?"  # of the user's model, as `named_modules` names it ("": the model's own forward); ?: not known
-    )
+    module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 
 class Part(NamedTuple):

@@ -110,7 +110,7 @@ class Updater:
         by_bucket = self.exchange.is_under_way and commit is None and not self._looks_at_gradients(scale)
         if not by_bucket:
             yield from self._reduce(keys, give)
-        prepare, is_finite = yield from self._gradients(keys, hyper, give, share)
+        prepare, is_finite = yield from self._gradients(keys, scale, give, share)
         updates: Iterable[Iterator[list[Task]]] = ()
         if prepare is not None:
             self._renew(keys)
@@ -126,7 +126,7 @@ class Updater:
         return is_finite
 
     def _gradients(
-        self, keys: Sequence[str], hyper: Hyper, give: Give, share: Share | None
+        self, keys: Sequence[str], scale: float, give: Give, share: Share | None
     ) -> Generator[Any, Any, tuple[list[Prepare] | None, bool]]:
         """Let the sums over all replicas be gradients, as far as all of them have to be looked at.
 
@@ -134,7 +134,6 @@ class Updater:
         """
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
-        scale = hyper.loss_scaling * store.loss_factor
         here = [name for name in keys if self._shared.is_here(name)]
         sums = [store.sums[name] for name in here]
         prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
@@ -160,11 +159,10 @@ class Updater:
         """What there is to do for each group of parameters, phase by phase."""
         optimizer, store = self.settings.optimizer, self.store
         assert optimizer is not None
-        trained = [name for name in keys if name in optimizer.group_of]
-        mine = [name for name in trained if store.owner.get(name, self._me) == self._me]
+        mine = [name for name in keys if store.owner.get(name, self._me) == self._me]
         found: list[Iterator[list[Task]]] = []
         for group, rates in enumerate(hyper.groups):
-            names = [name for name in mine if optimizer.group_of[name] == group]
+            names = [name for name in mine if optimizer.group_of.get(name) == group]
             if names:
                 given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
                 found.append(self._phases(names, given, key, prepare))
