@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from timeit import repeat
 from typing import NamedTuple
 
 import torch
@@ -122,13 +123,7 @@ def _fused(optimizer: Optimizer | None, hyper: Hyper | None, model: nn.Module) -
 def _copying(model: nn.Module) -> float:
     count = min(_MANY, max(1, sum(weight.numel() for weight in model.parameters())))
     source, target = torch.ones(count), torch.ones(count)
-
-    def once() -> float:
-        start = perf_counter()
-        target.copy_(source)
-        return perf_counter() - start
-
-    return source.nbytes / min(once() for _ in range(2 * _ROUNDS))
+    return source.nbytes / min(repeat(lambda: target.copy_(source), number=1, repeat=2 * _ROUNDS))
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -101,9 +101,4 @@ def _measured(name: str, dtype: torch.dtype) -> bool:
 def _best(work: Callable[[], None]) -> float:
     """Seconds of the fastest of some rounds, after one that warms up."""
     work()
-    found = []
-    for _ in range(_ROUNDS):
-        started = perf_counter()
-        work()
-        found.append(perf_counter() - started)
-    return min(found)
+    return min(repeat(work, number=1, repeat=_ROUNDS))

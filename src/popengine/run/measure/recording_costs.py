@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from statistics import median
-from time import perf_counter_ns
+from timeit import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ def _of_tasks() -> tuple[float, float]:
     return instruction, max(0.0, few - _FEW * instruction)
 
 
-def _taken(length: int) -> int:
+def _taken(length: int) -> float:
     """ns that a task of so many instructions takes longer when it is recorded."""
     recorder = Recorder()
     worker: Any = SimpleNamespace(replica=1, ipu=0)
@@ -43,16 +44,11 @@ def _taken(length: int) -> int:
         for handle, instruction in body:
             handle(instruction)
 
-    return max(0, _fastest(recorded) - _fastest(plain))
+    return max(0.0, _fastest(recorded) - _fastest(plain))
 
 
-def _fastest(work: Any) -> int:
-    found = []
-    for _ in range(_ROUNDS):
-        start = perf_counter_ns()
-        work()
-        found.append(perf_counter_ns() - start)
-    return min(found)
+def _fastest(work: Callable[[], None]) -> float:
+    return 1e9 * min(repeat(work, number=1, repeat=_ROUNDS))
 
 
 def _nothing(*_: Any) -> None:
