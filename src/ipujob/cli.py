@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster."
     )
+    parser.add_argument("--version", action="version", version=f"ipujob of Pando {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, module: str, says: str, more: str | None = None) -> argparse.ArgumentParser:
@@ -100,6 +101,15 @@ def _parser() -> argparse.ArgumentParser:
     manifest.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
     _add_cluster_commands(command)
     return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pando-torch")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

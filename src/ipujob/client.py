@@ -48,7 +48,7 @@ class Cluster:
             from lightkube.core.exceptions import ConfigError
         except ImportError:
             raise Unreachable(
-                "lightkube is not installed\n  fix: pip install pando-torch[kubernetes]"
+                'lightkube is not installed\n  fix: pip install ".[kubernetes]" in the folder of Pando\'s source'
             ) from None
         try:
             config = KubeConfig.from_env().get()

@@ -144,7 +144,7 @@ def parse(text: str) -> Profile:
     version = data.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise ProfileError(
-            f"has version {version}, and this program reads up to {VERSION}\n  fix: upgrade pando-torch"
+            f"has version {version}, and this program reads up to {VERSION}\n  fix: update this installation of Pando"
         )
     try:
         profile = Profile(**{entry.name: _value(entry.name, data) for entry in fields(Profile)})

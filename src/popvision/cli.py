@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("popvision", usage=_USAGE, description="Shows profiles of Pando's runs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"popvision of Pando {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="popvision")
     for name, text in (("open", "open in a browser"), ("summary", "print the headline")):
         command = commands.add_parser(name, help=text)
         command.add_argument("report", type=Path, help="a folder with profiles, or one profile.pop")
@@ -62,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
     command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
     return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pando-torch")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _open(args: argparse.Namespace) -> None:

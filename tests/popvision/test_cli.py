@@ -76,6 +76,14 @@ def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path
         assert any(call.start <= event["ts"] * 1e3 <= call.end and event["args"]["bytes"] for event in held)
 
 
+@pytest.mark.parametrize("command", ["open", "summary", "compare", "export", "plan"])
+def test_the_help_of_a_command_names_that_command_alone(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: popvision {command} [-h]")
+
+
 @pytest.mark.parametrize("command", [["summary"], [], ["export"]])
 def test_a_damaged_profile_is_an_error_in_words(command, report, tmp_path, capsys):
     path = report / "training" / "profile.pop"

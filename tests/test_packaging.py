@@ -1,0 +1,73 @@
+"""The package and its environment: pins of constraints.txt, the programs of pyproject.toml, advice to install."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+LINES = (ROOT / "constraints.txt").read_text().splitlines()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = [Requirement(line) for line in LINES if line and not line.startswith("#")]
+
+
+def installed() -> dict[str, metadata.Distribution]:
+    return {canonicalize_name(found.name): found for found in metadata.distributions()}
+
+
+def asked_for() -> set[str]:
+    """The packages that pyproject.toml and the Makefile name, and those that these depend on."""
+    named = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    named += re.findall(r'pip install [^\n]*"([\w-]+==[\w.]+)"', (ROOT / "Makefile").read_text())
+    left, found, here = [canonicalize_name(Requirement(text).name) for text in named], set(), installed()
+    while left:
+        name = left.pop()
+        if name not in found and name in here:
+            left += [canonicalize_name(Requirement(text).name) for text in here[name].requires or ()]
+        found.add(name)
+    return found
+
+
+def test_no_package_is_pinned_twice():
+    counts = Counter(canonicalize_name(pin.name) for pin in PINS)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_every_pin_is_of_a_package_that_the_project_or_a_dependency_asks_for():
+    wanted = asked_for()
+    assert [pin.name for pin in PINS if canonicalize_name(pin.name) not in wanted] == []
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_a_pin_is_the_version_that_is_installed(pin):
+    found = installed().get(canonicalize_name(pin.name))
+    if found is None:
+        pytest.skip(f"{pin.name} is not installed here")
+    assert pin.specifier.contains(Version(found.version).public), found.version
+
+
+@pytest.mark.parametrize("program", PROJECT["scripts"])
+def test_a_program_prints_its_version(program):
+    module = PROJECT["scripts"][program].partition(".")[0]
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{program} of Pando {metadata.version('pando-torch')}\n"
+
+
+def test_no_text_advises_to_install_the_package_from_an_index():
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    texts += [path for top in ("docs", "examples") for path in (ROOT / top).rglob("*.md")]
+    texts += (ROOT / "src").rglob("*.py")
+    # The package is on no index: a checkout's folder is what can be installed.
+    assert [
+        str(path) for path in texts if re.search(r"(install|upgrade) pando-torch", path.read_text())
+    ] == []
