@@ -64,6 +64,13 @@ class Part(NamedTuple):
     bytes: int = 0  # moved by a load, send, receive, store; read by an update
     channel: str = ""  # of a send or receive: the same name at both ends
 
+    @property
+    def often_and_when(self) -> tuple[str, str]:
+        """How often a transfer happens, a "micro-batch" or a "step", and when."""
+        if self.phase:
+            return "micro-batch", f"after {self.phase}{self.stage}"
+        return "step", "at its start (shared weights)"
+
 
 class Track(NamedTuple):
     """One step of one ipu: when it began, how long each instruction of its program took, the time before each in

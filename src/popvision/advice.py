@@ -9,7 +9,7 @@ from .analysis import Figures
 from .gains import Change, at_most, least, promised
 from .memory_changes import Saving
 from .trace import cut_off, whole_steps
-from .units import size
+from .units import cores_in_words, size
 
 _WORTH = 1.05  # of what was measured a few times
 
@@ -120,12 +120,12 @@ def _uneven(change: Change, figures: Figures) -> str:
 
 
 def _shared_cores(profile: Profile, figures: Figures) -> str:
-    ipus, cores = len(profile.devices) * profile.counts.get("replicas", 1), profile.facts.get("threads", 0)
+    ipus = len(profile.devices) * profile.counts.get("replicas", 1)
     if figures.step_here is None or not figures.calls or ipus < 2:
         return ""
     return (
         f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do. Without a"
-        f" recorder {cores} core(s) share all of them, and the layout hardly matters."
+        f" recorder {cores_in_words(profile)} all of them, and the layout hardly matters."
     )
 
 

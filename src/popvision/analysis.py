@@ -12,6 +12,7 @@ from . import costs, memory, trace, virtual
 from .changes import changes
 from .gains import Change, Machine
 from .memory_changes import Saving, savings
+from .units import cores_in_words
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def figures(profile: Profile) -> Figures:
         step_spread=_step_spread(profile),
         step_apart=virtual.apart(step) / 1e9 if computed else None,
         step_here=None if here is None else here / 1e9,
-        here_is=f"here, where {cores} core{'s' * (cores != 1)} share all ipus",
+        here_is=f"here, where {cores_in_words(profile)} all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=trace.ideal_bubble(profile),
         bubble_measured=trace.measured_bubble(usages),

@@ -121,7 +121,7 @@ def page(profile: Profile) -> str:
     ]
     memory = [(ipu, *map(size, rest)) for ipu, *rest in memory_rows(profile)]
     sends = [
-        (part.ipu, part.peer, size(part.bytes), f"{part.phase}{part.stage}" if part.phase else part.channel)
+        (part.ipu, part.peer, size(part.bytes), *part.often_and_when)
         for part in profile.parts
         if part.kind == "send"
     ]
@@ -150,8 +150,8 @@ def page(profile: Profile) -> str:
         _table(head, stages),
         "<h2>Memory of an ipu, at the most</h2>",
         _table(("ipu", "weights", "gradients", "optimizer", "activations", "in all"), memory),
-        "<h2>Between ipus, for a micro-batch</h2>" if sends else "",
-        _table(("from ipu", "to ipu", "bytes", "after"), sends) if sends else "",
+        "<h2>Between ipus</h2>" if sends else "",
+        _table(("from ipu", "to ipu", "bytes", "each", "when"), sends) if sends else "",
     ]
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
@@ -195,7 +195,12 @@ def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     def line(cells: Iterable[Any], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
-    return "<table>" + line(head, "th") + "".join(line(row, "td") for row in rows) + "</table>"
+    return (
+        "<div class=wide><table>"
+        + line(head, "th")
+        + "".join(line(row, "td") for row in rows)
+        + "</table></div>"
+    )
 
 
 _PAGE = """<!doctype html>
@@ -206,6 +211,7 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 16px; }}
 h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }}
 svg {{ width: 100%; }} svg text {{ font-size: 12px; fill: currentColor; }}
+.wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
 th, td {{ text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
 .say {{ border-left: 4px solid #e69f00; padding-left: 12px; }}

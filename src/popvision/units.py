@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from popengine.profile import Profile
+
 
 def size(count: float) -> str:
     """Bytes."""
@@ -28,3 +30,10 @@ def rate(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
+
+
+def cores_in_words(profile: Profile) -> str:
+    """The cores that share all ipus without a recorder, and the verb: "2 cores share", "1 of 2 cores runs"."""
+    count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
+    of_all = f" of {machine}" if count < machine else ""
+    return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"

@@ -103,7 +103,10 @@ def test_an_advice_says_for_which_machine_it_holds():
         1
     )  # both cores have work all the time, whatever the cut
     (text,) = [text for text in sentences(profile, found) if "moving block C" in text]
-    assert "times as fast on separate devices; nothing is promised here, where 2 cores share all ipus" in text
+    assert (
+        "times as fast on separate devices; nothing is promised here, where 2 of 64 cores share all ipus"
+        in text
+    )
 
 
 def shared(profile, *sharing, **more):
@@ -114,6 +117,19 @@ def shared(profile, *sharing, **more):
 
 def of_kind(profile, kind):
     return next((change for change in figures(profile).changes if change.kind == kind), None)
+
+
+def test_the_cores_that_share_all_ipus_are_said_of_those_of_the_machine():
+    profile = simulated(2, 4)
+
+    def words(threads, cores):
+        return figures(
+            dataclasses.replace(profile, facts={**profile.facts, "threads": threads, "cores": cores})
+        ).here_is
+
+    assert words(1, 2) == "here, where 1 of 2 cores runs all ipus"
+    assert words(1, 1) == "here, where 1 core runs all ipus"
+    assert words(2, 2) == "here, where 2 cores share all ipus"
 
 
 def test_what_more_cores_give_is_what_they_were_measured_to_share():

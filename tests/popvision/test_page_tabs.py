@@ -108,8 +108,13 @@ def test_the_memory_cursor_lists_the_tensors_that_are_held_then(chromium, folder
         rows = chromium.value(
             "[...document.querySelectorAll('.alive tbody tr')].map(row => [...row.cells].map(c => c.innerText))"
         )
-        shown = [(name, batch, size) for name, kind, batch, size in rows if kind != "always live"]
+        shown = [(name, batch, size) for name, kind, batch, size, *_ in rows if kind != "always live"]
         assert sorted((name, batch) for name, batch, _ in shown) == sorted(row[:2] for row in held)
+        made = {row["name"]: (row["module"], row["where"].split("/")[-1]) for row in raw["operations"]}
+        told = {row[0]: (row[4], row[5].split("/")[-1]) for row in rows if row[0] in made}
+        assert told and all(
+            told[name] == (made[name][0] or "the model itself", made[name][1]) for name in told
+        )
         assert sum(number(size) for *_, size in shown) == pytest.approx(sum(row[2] for row in held), rel=0.05)
 
 

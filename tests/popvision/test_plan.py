@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from simulated import MS, simulated
+from test_page_asked import wide
 from test_runs import ROWS, WIDTH, Model, train
 
 import poptorch
@@ -68,6 +69,16 @@ def test_the_page_shows_stages_the_timeline_and_what_bounds_it(tmp_path):
     linear = 2 * ROWS * WIDTH * WIDTH
     assert f"<td>{linear:,}</td>" in page
     assert "of 3 ipu" not in page and "http" not in page
+
+
+def test_the_page_is_no_wider_than_a_narrow_window(chromium, tmp_path):
+    planned().save(tmp_path / "plan.html")
+    chromium.open(tmp_path / "plan.html")
+    wide(chromium, 420)
+    try:
+        assert chromium.value("document.documentElement.scrollWidth") <= 420
+    finally:
+        wide(chromium, 1400)
 
 
 def test_the_bottleneck_is_the_ipu_with_the_most_to_do():

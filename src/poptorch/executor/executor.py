@@ -158,7 +158,8 @@ class PoplarExecutor:
         if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
             marked_model.check_not_wrapped(self._user_model)
             marked_model.mark(self._user_model, self)
-        options, settings, model = self.options, self._settings_for(call), self._wrapped.traced
+        options, model = self.options, self._wrapped.traced
+        settings = self._settings_for(call, options)
         started = time.perf_counter()
         if self._reporter is not None:
             self._reporter.compiling()
@@ -183,9 +184,9 @@ class PoplarExecutor:
             done("load")
         self._compilation_seconds = time.perf_counter() - started
 
-    def _settings_for(self, call: arguments.Call) -> Settings:
+    def _settings_for(self, call: arguments.Call, options: Options) -> Settings:
         """What to compile with. Raises: Error or AssertionError, where arguments or options do not fit."""
-        model, options, training = self._wrapped.traced, self.options, self._wrapped.training
+        model, training = self._wrapped.traced, self._wrapped.training
         groups = groups_of(model, self.per_replica_params, options.replication_factor)
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
         arguments.check_kinds(call)
@@ -203,11 +204,13 @@ class PoplarExecutor:
         executable = self._lease.need_executable()
         return overview(executable.plan, executable.settings, executable.graph)
 
-    def _described(self, *args: Any, **kwargs: Any) -> Overview:
-        """What `plan` would be after a call with these arguments; nothing is kept of the compilation."""
+    def _described(self, options: Options | None, *args: Any, **kwargs: Any) -> Overview:
+        """Return what `plan` would be after a call with these arguments, and with these options in place of the
+        executor's own, if there are any; nothing is kept of the compilation."""
+        options = self.options if options is None else resolved(options, self._wrapped.training)
         call = arguments.bind(self._signature, args, kwargs)
-        settings = self._settings_for(call)
-        found = compile_model(self._wrapped.traced, call, self.options, settings, lambda name: None)
+        settings = self._settings_for(call, options)
+        found = compile_model(self._wrapped.traced, call, options, settings, lambda name: None)
         return overview(found.plan, found.settings, found.graph)
 
     # ---- devices -----------------------------------------------------------------------------------------

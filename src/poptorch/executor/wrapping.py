@@ -74,7 +74,8 @@ def describe(
     >>> print(poptorch.describe(model, options, (images, labels)))
 
     Args:
-        model:    a module, or an executor, which has its own options and whether it trains
+        model:    a module, or an executor, which knows whether it trains
+        options:  by default those of the executor, if the model is wrapped already
         batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
         training: for a module: compile what `trainingModel` would, else what `inferenceModel` would
     Raises:
@@ -88,7 +89,7 @@ def describe(
     kwargs = batch if isinstance(batch, dict) else {}
     args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
     try:
-        return owner._described(*args, **kwargs)
+        return owner._described(options, *args, **kwargs)
     finally:
         if made is not None:
             made._release()

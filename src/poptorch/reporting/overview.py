@@ -24,13 +24,13 @@ _DRAWN = 64  # micro-batches; a wider drawing shows nothing
 class Overview:
     """Prints as text, and displays as a table with folded code in a notebook.
 
-    `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes a micro-batch, after which
-    piece), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
+    `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
+    when), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
     """
 
     title: str
     stages: tuple[tuple[int, int, str, int], ...]
-    transfers: tuple[tuple[int, int, int | None, str], ...]
+    transfers: tuple[tuple[int, int, int | None, str, str], ...]
     schedule: str
     pieces: tuple[tuple[str, int, str], ...]
     planned: Profile = field(repr=False, compare=False)
@@ -47,7 +47,9 @@ class Overview:
             f"stage {s} on ipu {i}: {blocks}; {size:,} parameters" for s, i, blocks, size in self.stages
         ]
         lines += [""] if self.transfers else []
-        lines += [f"ipu {a} -> ipu {b}: {_bytes(size)} after {after}" for a, b, size, after in self.transfers]
+        lines += [
+            f"ipu {a} -> ipu {b}: {_bytes(size)} a {per} {when}" for a, b, size, per, when in self.transfers
+        ]
         lines += ["", "schedule of a step:", self.schedule, ""]
         lines += [
             f"piece {name} on ipu {ipu}:\n{indent(source, '    ')}" for name, ipu, source in self.pieces
@@ -58,7 +60,7 @@ class Overview:
 
     def _repr_html_(self) -> str:
         stages = _table(("stage", "ipu", "blocks", "parameters"), self.stages)
-        transfers = _table(("from ipu", "to ipu", "bytes a micro-batch", "after"), self.transfers)
+        transfers = _table(("from ipu", "to ipu", "bytes", "each", "when"), self.transfers)
         folded = "".join(
             f"<details><summary>piece {html.escape(name)} on ipu {ipu}</summary>{_code(source)}</details>"
             for name, ipu, source in self.pieces
@@ -81,12 +83,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
     )
     transfers = tuple(
-        (
-            part.ipu,
-            part.peer,
-            part.bytes if graph else None,
-            f"{part.phase}{part.stage}" if part.phase else part.channel,
-        )
+        (part.ipu, part.peer, part.bytes if graph else None, *part.often_and_when)
         for part in Description(plan, graph).parts
         if part.kind == "send"
     )
@@ -106,7 +103,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
 
 
 def _bytes(size: int | None) -> str:
-    return "an unknown number of bytes" if size is None else f"{size:,} bytes a micro-batch"
+    return "an unknown number of bytes" if size is None else f"{size:,} bytes"
 
 
 def _table(head: tuple[str, ...], rows: tuple[tuple[Any, ...], ...]) -> str:

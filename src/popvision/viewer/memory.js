@@ -31,6 +31,8 @@ function liveness(entry, profile) {
   if (!ipus.length) return emptyCard("No step was looked at closer", "Memory over time is measured in the first two steps of a run.");
   const program = (ipu) => rows(profile.tracks).find((track) => String(track.ipu) === ipu && track.replica === 0 && track.call === profile.facts.detailed_step[0] && track.step === profile.facts.detailed_step[1]);
   const tensors = rows(profile.tensors), parts = rows(profile.parts);
+  const made = new Map(rows(profile.operations).map((row) => [row.name, row]));
+  const origin = (row) => made.has(row.name) ? [moduleName(made.get(row.name)), made.get(row.name).where.split("/").slice(-2).join("/")] : ["", ""];
   const state = { ipu: ipus[0], cursor: 0, always: false };
   const list = make("div", { class: "alive" }), title = make("h3", { "aria-live": "polite" });
   let points = [], ends = [], track = null;
@@ -70,10 +72,10 @@ function liveness(entry, profile) {
     const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu);
     title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${running.phase === "F" ? "forward" : "backward"} of stage ${running.stage}` : "");
     const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer], ["copies for rollback", need.copies]].filter(([, bytes]) => bytes);
-    const line = (name, kind, batch, bytes) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)));
+    const line = (name, kind, batch, bytes, [module, where] = ["", ""]) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)), make("td", {}, module), make("td", {}, where));
     list.replaceChildren(make("table", {},
-      make("thead", {}, make("tr", {}, make("th", {}, "alive"), make("th", {}, "kind"), make("th", { class: "right" }, "micro-batch"), make("th", { class: "right" }, "bytes"))),
-      make("tbody", {}, alive.slice(0, 200).map((row) => line(row.name, row.kind, String(row.micro_batch), row.bytes)), always.map(([name, bytes]) => line(name, "always live", "", bytes)))));
+      make("thead", {}, make("tr", {}, make("th", {}, "alive"), make("th", {}, "kind"), make("th", { class: "right" }, "micro-batch"), make("th", { class: "right" }, "bytes"), make("th", {}, "module"), make("th", {}, "line"))),
+      make("tbody", {}, alive.slice(0, 200).map((row) => line(row.name, row.kind, String(row.micro_batch), row.bytes, origin(row))), always.map(([name, bytes]) => line(name, "always live", "", bytes)))));
   }
 
   const canvas = sharpCanvas(270, (context, width, height) => {

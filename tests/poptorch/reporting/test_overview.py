@@ -50,6 +50,45 @@ def test_a_description_says_what_runs_before_anything_has_run():
     assert str(trainer.plan) == text
 
 
+class Shared(torch.nn.Module):
+    """One weight on two ipus."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        with poptorch.Block("A", ipu_id=0):
+            x = self.layer(x).relu()
+        with poptorch.Block("B", ipu_id=1):
+            return poptorch.identity_loss(self.layer(x), "mean")
+
+
+def test_weights_that_two_ipus_read_are_sent_once_a_step(tmp_path):
+    opts = poptorch.Options()
+    opts.Training.gradientAccumulation(3)
+    found = poptorch.describe(Shared(), opts, torch.ones(3 * 5, 4))
+    assert "ipu 0 -> ipu 1: 64 bytes a step at its start (shared weights)" in str(found)
+    assert "ipu 0 -> ipu 1: 80 bytes a micro-batch after F0" in str(found)
+    found.save(tmp_path / "plan.html")
+    cells = "<td>0</td><td>1</td><td>64 B</td><td>step</td><td>at its start (shared weights)</td>"
+    assert cells in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize("named", ["model", "executor"])
+def test_a_wrapped_model_is_described_with_the_options_that_are_given(named):
+    model = Two()
+    trainer = poptorch.trainingModel(model, two_stages())
+    sharded = poptorch.Options()
+    sharded.setExecutionStrategy(poptorch.ShardedExecution(*two_stages()._execution_strategy._stages))
+    target = model if named == "model" else trainer
+    found = poptorch.describe(target, sharded, BATCH)
+    assert found.title.startswith("training, sharded: 2 stages on 2 ipus")
+    assert found.title.endswith("a call is 1 device iteration of 1 micro-batch")
+    own = poptorch.describe(target, batch=BATCH)
+    assert own.title.endswith("a call is 2 device iterations of 3 micro-batches")
+
+
 def test_an_executor_is_described_with_its_own_options():
     trainer = poptorch.trainingModel(Two(), two_stages())
     text = str(poptorch.describe(trainer, batch=BATCH))
