@@ -1,9 +1,8 @@
-"""How long until it runs: imports; the first call, cold and from the executable cache; passes of a long schedule."""
+"""How long until it runs: imports; the first call; passes of a long schedule."""
 
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -40,9 +39,9 @@ LONGEST = (64, 1024)
 SIZES = [(16, 256), (16, 1024), (64, 256), LONGEST]  # ipus, micro-batches
 
 
-def first_call(rank: int, task: Task, placement: Placement, cache: str) -> Unit:
+def first_call(rank: int, task: Task, placement: Placement) -> Unit:
     """A unit that returns the seconds of the first call of a new executor; not those of the imports."""
-    options = poptorch.Options().enableExecutableCaching(cache)
+    options = poptorch.Options()
     options.setExecutionStrategy(poptorch.PipelinedExecution(*stages(placement)))
     model, inputs = executor(task, options), task.inputs()
     return partial(seconds, model, *inputs)
@@ -60,19 +59,16 @@ def seconds(work, *arguments: torch.Tensor) -> float:
 
 
 def starts(task: Task, placement: Placement, repeats: int) -> list[str]:
-    """Medians: cold, from the cache, plain PyTorch."""
+    """Medians: ours, plain PyTorch."""
     task = replace(task, updates=1)
-    found: list[list[float]] = [[], [], []]
+    found: list[list[float]] = [[], []]
     for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as cache:
-            ours = partial(first_call, task=task, placement=placement, cache=cache)
-            processes = [
-                Contender("cold", ours),
-                Contender("cached", ours),
-                Contender("plain", partial(first_update, task=task)),
-            ]
-            for numbers, process in zip(found, processes, strict=True):
-                numbers += measure([process], rounds=0, progress=lambda text: None)[0].numbers
+        processes = [
+            Contender("ours", partial(first_call, task=task, placement=placement)),
+            Contender("plain", partial(first_update, task=task)),
+        ]
+        for numbers, process in zip(found, processes, strict=True):
+            numbers += measure([process], rounds=0, progress=lambda text: None)[0].numbers
     return [f"{statistics.median(numbers):.2f}" for numbers in found]
 
 
@@ -117,9 +113,7 @@ def main() -> None:
         print()
     if args.only in (None, "calls"):
         rows = [[name, *starts(task, placement, args.repeats)] for name, (task, placement) in TASKS.items()]
-        print(
-            markdown(["first call, one update", "cold (s)", "from the cache (s)", "plain PyTorch (s)"], rows)
-        )
+        print(markdown(["first call, one update", "ours (s)", "plain PyTorch (s)"], rows))
         print()
     if args.only in (None, "passes"):
         head = ["ipus", "micro-batches", "actions", "partition (s)", "schedule (s)", "lower (s)", "all (s)"]

@@ -122,7 +122,11 @@ class _Parser(argparse.ArgumentParser):
             help="start all again that often after a failure",
         )
         add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all instances")
-        add("--executable-cache-path", metavar="DIR", help="where compiled models are kept")
+        add(
+            "--executable-cache-path",
+            metavar="DIR",
+            help="where the first instance leaves compiled models as files",
+        )
         self._add_switch("--tag-output", False, "begin each line with its instance's number")
         add("--only-output-from-instance", type=int, metavar="N", help="silence the others")
         add("--only-stdout-from-instance", type=int, metavar="N", help="silence the others' standard output")

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from popengine.errors import Error
+from popengine.run.instances.agreement import of_a_plan, of_weights
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
 from ..enums import ConnectionType
+from ..ops.host import calls_host
 from ..options import Options
 from ..reporting.logs import logger
 from ..version import __version__
@@ -76,6 +78,39 @@ def write(filename: str | os.PathLike[str], saved: Any) -> None:
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def leave_in_folder(
+    executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
+) -> None:
+    """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
+
+    The files are for `loadExecutable`: no compilation reads one. Of several instances the first writes. A file that is
+    there already is left as it is. A folder that can't be written to is a warning.
+    """
+    popart, settings = options._Popart.options, executable.settings
+    if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
+        return
+    if calls_host(executable.plan):
+        logger.warning(
+            "enableExecutableCaching: this model is not written to the folder: it calls Python on the host"
+            " (poptorch.CPU, custom_op), which a file can't hold"
+        )
+        return
+    constants = of_weights(executable.plan.partition.signature.constants)
+    compiled = repr((_VERSIONS, of_a_plan(executable.plan, settings, {}, seed=0), constants))
+    name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
+    path = Path(popart["cachePath"]) / f"{name}.poptorch"
+    saved = Saved(
+        executable.without_graph(), options, settings.training, None, None, KeptState(), per_replica_params
+    )
+    try:
+        if not path.exists():
+            write(path, saved)
+    except (OSError, AssertionError, Error) as error:
+        logger.warning(
+            "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error
+        )
 
 
 def read(filename: str | os.PathLike[str]) -> Any:

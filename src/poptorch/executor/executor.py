@@ -20,7 +20,6 @@ from popengine.settings import Settings
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter, groups_of
-from ..compiling import executable_cache
 from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import compile_model
 from ..enums import ConnectionType
@@ -165,13 +164,8 @@ class PoplarExecutor:
             self._reporter.compiling()
         passed = self._reporter.passed if self._reporter is not None else None
         with progress(options._show_progress_bar, passed) as done:
-            with executable_cache.cache(model, call, options, settings) as cache:
-                found = cache.load(settings)
-                if found is None:
-                    with arguments.telling_of_rows(call):
-                        hyper = self._optimizer_link.hyper
-                        found = compile_model(model, call, options, settings, done, hyper)
-                    cache.store(found)
+            with arguments.telling_of_rows(call):
+                found = compile_model(model, call, options, settings, done, self._optimizer_link.hyper)
             announce(found.plan, found.settings)
             stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)
             self._lease.executable = found
@@ -181,6 +175,7 @@ class PoplarExecutor:
             except BaseException:
                 self._lease.executable = None
                 raise
+            executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
         self._compilation_seconds = time.perf_counter() - started
 

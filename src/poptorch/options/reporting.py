@@ -19,7 +19,10 @@ class ReportingOptions(OptionsDict):
     model_name: Value[str] = Value()
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Keep compiled models in this folder and load them from it. None: do not."""
+        """Leave each compiled model in this folder as a file, which `loadExecutable` takes. None: do not.
+
+        A compilation reads none of them.
+        """
         self._popart.set("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
