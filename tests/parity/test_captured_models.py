@@ -411,3 +411,26 @@ def test_a_value_read_out_of_a_tensor_is_refused_at_the_users_line(read):
     line = read.__code__.co_firstlineno
     assert f"{__file__}:{line}" in str(caught.value)
     assert "poptorch.cond" in str(caught.value)
+
+
+# ---- arguments of torch's functions -----------------------------------------------------------------------
+
+
+class Sized(nn.Module):
+    """What capture puts in place of a weight leaves the other arguments of a function as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        rate = nn.functional.softplus(self.weight).expand(4, 3)
+        drawn = torch.distributions.Exponential(rate).sample(x.size())
+        return x.new(x.size()).zero_() + self.weight.new(self.weight.size()).zero_(), drawn
+
+
+def test_a_size_among_the_arguments_of_a_function_stays_a_size():
+    # torch.Size became a tuple, of which `Tensor.new` makes a tensor with these values.
+    zeros, drawn = poptorch.inferenceModel(Sized())(torch.ones(2, 3))
+    assert torch.equal(zeros, torch.zeros(2, 3))
+    assert drawn.shape == (2, 3, 4, 3)

@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from popengine.errors import CaptureError
 
-from .graph_recorder import user_line
+from .graph_recorder import map_leaves, user_line
 from .standins import StandIns
 
 
@@ -42,7 +41,7 @@ class _Adoption(TorchFunctionMode):
         self._stand_ins = stand_ins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._stand_ins.of, (args, kwargs or {}))
+        args, kwargs = map_leaves(self._stand_ins.of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
             return _write(*args)
         return func(*args, **kwargs)

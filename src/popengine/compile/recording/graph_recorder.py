@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
@@ -58,6 +58,17 @@ def _is_ours(file: str) -> bool:
     if ours is None:
         ours = _ours_by_file[file] = file.startswith(_OURS) or "contextlib" in file
     return ours
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested arguments with `change` applied to each leaf; `value` itself, if no leaf changes.
+
+    A `torch.Size` is a leaf: torch's tree_map makes a tuple of it, which `Tensor.new` takes as data.
+    """
+    leaves, structure = tree_flatten(value, is_leaf=lambda part: type(part) is torch.Size)
+    changed = list(map(change, leaves))
+    same = all(new is old for new, old in zip(changed, leaves, strict=True))
+    return value if same else tree_unflatten(changed, structure)
 
 
 class Recorder(TorchDispatchMode):

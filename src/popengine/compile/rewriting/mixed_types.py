@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from ..recording.graph_recorder import map_leaves
 
 # The function, and the position of the tensor whose type decides.
 _LAYERS: dict[Any, int] = {
@@ -76,7 +77,7 @@ def _cast_to(like: Any, func: Any, args: Any, kwargs: Any) -> Any:
         wrong = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != like.dtype
         return value.to(like.dtype) if wrong else value
 
-    args, kwargs = tree_map(cast, (args, kwargs))
+    args, kwargs = map_leaves(cast, (args, kwargs))
     return func(*args, **kwargs)
 
 
