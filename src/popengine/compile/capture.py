@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +30,8 @@ from .recording.loss_finder import LossFinder, final_loss
 from .recording.module_paths import module_paths
 from .recording.standins import StandIns
 from .rewriting.mixed_types import MixedPrecision
+
+logger = logging.getLogger("poptorch::python")
 
 
 def capture(
@@ -72,7 +77,7 @@ def capture(
     token = active.set(state)
     random = torch.get_rng_state()
     try:
-        with _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
+        with _eager(module), _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
             with adoption(stand_ins), module_paths(module, state), LossFinder(state), MixedPrecision():
                 outputs = list(forward(list(inputs)))
             gradients = _gradients(state, stand_ins, scale) if training else {}
@@ -122,6 +127,21 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
 
 
 _CAPTURING = threading.RLock()  # the flag is one for the process: threads that compile take turns
+
+
+def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch.compile's modules and functions run as they are written."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
+    if dynamo is None:
+        return contextlib.nullcontext()
+    compiled = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, dynamo.OptimizedModule) or child._compiled_call_impl is not None
+    ]
+    if compiled:
+        logger.warning("torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model")
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

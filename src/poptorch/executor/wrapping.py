@@ -1,11 +1,13 @@
 """How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`, and `describe`, which only looks."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..options import Options
+from ..reporting.logs import logger
 from ..reporting.overview import Overview
 from ..reporting.tracebacks import shown_at_the_users_lines
 from . import executable_file, marked_model
@@ -23,7 +25,7 @@ def trainingModel(
     Raises:
         RuntimeError: the model is wrapped for training already
     """
-    model = model._user_model if isinstance(model, PoplarExecutor) else model
+    model = _module_of(model)
     marked_model.check_not_wrapped(model)
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
@@ -33,8 +35,16 @@ def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
     """Wrap a model, or a function of tensors: calling it runs its forward."""
-    model = model._user_model if isinstance(model, PoplarExecutor) else model
-    return PoplarExecutor(model, options, training=False)
+    return PoplarExecutor(_module_of(model), options, training=False)
+
+
+def _module_of(model: Any) -> Any:
+    """Return what to wrap: an executor's model, or the module that torch.compile was given; else `model` itself."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        logger.warning("torch.compile is left out: the module inside is wrapped, and compiled by its executor")
+        return model._orig_mod
+    return model._user_model if isinstance(model, PoplarExecutor) else model
 
 
 @shown_at_the_users_lines
@@ -81,6 +91,7 @@ def describe(
     Raises:
         Error: the model can't be compiled for such a batch
     """
+    model = model if isinstance(model, PoplarExecutor) else _module_of(model)
     owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
     made = None
     if owner is None:

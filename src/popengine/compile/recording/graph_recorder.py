@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from popengine.errors import CaptureError
 
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
@@ -104,6 +107,14 @@ class Recorder(TorchDispatchMode):
     def node(self, value: Tensor) -> fx.Node:
         """The node of a tensor; one that the graph has not made becomes a constant."""
         known = self._node_of.get(id(value))
+        if known is None and isinstance(value, FakeTensor):
+            raise CaptureError(
+                f"a tensor of shape {tuple(value.shape)} that is used or returned at {user_line()} has no value, and"
+                " no operation of this forward has computed it\n"
+                "  why: it was made where operations are not recorded: by code that torch.compile has compiled, in"
+                " another thread, or by an earlier compilation\n"
+                "  fix: compute it in forward, in the thread that runs forward"
+            )
         return known if known is not None else self.stranger(value, "constant")
 
     def stranger(self, value: Tensor, role: str) -> fx.Node:
