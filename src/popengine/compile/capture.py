@@ -140,7 +140,9 @@ def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if isinstance(child, dynamo.OptimizedModule) or child._compiled_call_impl is not None
     ]
     if compiled:
-        logger.warning("torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model")
+        logger.warning(
+            "torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model"
+        )
     return torch.compiler.set_stance("force_eager")
 
 

@@ -42,7 +42,9 @@ def _module_of(model: Any) -> Any:
     """Return what to wrap: an executor's model, or the module that torch.compile was given; else `model` itself."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        logger.warning("torch.compile is left out: the module inside is wrapped, and compiled by its executor")
+        logger.warning(
+            "torch.compile is left out: the module inside is wrapped, and compiled by its executor"
+        )
         return model._orig_mod
     return model._user_model if isinstance(model, PoplarExecutor) else model
 
