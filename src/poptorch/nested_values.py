@@ -1,6 +1,6 @@
 """Nested values: the one place that knows which containers hold tensors, and in what order.
 
-Tuples, lists, dictionaries, their subclasses and the types registered with `registerCustomArgParser`
+Tuples, lists, dictionaries, their subclasses, dataclasses and the types registered with `registerCustomArgParser`
 are walked to any depth; everything else that is not a tensor is a constant. Dictionaries are walked in the
 order of their sorted keys (where keys can be sorted), so that the order in which a caller wrote them is
 irrelevant; they are rebuilt in the order they had.
@@ -18,7 +18,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy
@@ -114,8 +114,7 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
         return next(replacements)
     if not tensors_of(value):
         return value
-    keys = _keys(value)
-    parts = {key: with_tensors(value[key], replacements) for key in keys}
+    parts = {key: with_tensors(part, replacements) for key, part in _parts(value)}
     return _rebuilt(value, {key: parts[key] for key in value} if _is_dict(value) else parts)
 
 
@@ -128,9 +127,20 @@ def describe(value: Any) -> Spec:
         return Spec(torch.Tensor)
     if not _is_container(value):
         return Spec(type(value), constant=Constant(value))
-    keys = _keys(value)
-    children = tuple(describe(value[key]) for key in keys)
-    return Spec(type(value), keys=tuple(keys) if _is_dict(value) else (), children=children)
+    parts = list(_parts(value))
+    named = _is_dict(value) or is_dataclass(value)
+    keys = tuple(key for key, _ in parts) if named else ()
+    return Spec(type(value), keys=keys, children=tuple(describe(part) for _, part in parts))
+
+
+def constants_of(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
+    """Yield each part that is neither tensor nor container, its path, and whether the path ends in a name."""
+    if type(value) in _parsers or isinstance(value, torch.Tensor):
+        return
+    if not _is_container(value):
+        yield value, path, is_named
+    for key, part in _parts(value):
+        yield from constants_of(part, _path(value, path, key), isinstance(key, str))
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[torch.Tensor, str]]:
@@ -139,10 +149,17 @@ def _walk(value: Any, path: str) -> Iterator[tuple[torch.Tensor, str]]:
         yield from ((tensor, f"{path}[{index}]") for index, tensor in enumerate(parser.yieldTensors(value)))
     elif isinstance(value, torch.Tensor):
         yield value, path
-    elif _is_container(value):
-        for key in _keys(value):
-            word = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
-            yield from _walk(value[key], f"{path}[{word}]")
+    else:
+        for key, part in _parts(value):
+            yield from _walk(part, _path(value, path, key))
+
+
+def _path(container: Any, path: str, key: Any) -> str:
+    """The path of a part of a container."""
+    if is_dataclass(container) and not _is_dict(container):
+        return f"{path}.{key}"
+    word = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
+    return f"{path}[{word}]"
 
 
 def _is_dict(value: Any) -> bool:
@@ -150,19 +167,23 @@ def _is_dict(value: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, tuple | list) or _is_dict(value)
+    is_record = is_dataclass(value) and not isinstance(value, type | torch.nn.Module)
+    return isinstance(value, tuple | list) or _is_dict(value) or is_record
 
 
-def _keys(value: Any) -> list[Any]:
-    """What to index a container by, in walking order."""
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a container in walking order: key, index or field name, and part; none of anything else."""
     if not _is_container(value):
         return []
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
     if not _is_dict(value):
-        return list(range(len(value)))
+        names = [field.name for field in fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     try:
-        return sorted(value)
+        return [(key, value[key]) for key in sorted(value)]
     except TypeError:  # keys of several types, or without an order
-        return list(value)
+        return list(value.items())
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
@@ -175,7 +196,10 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     except TypeError:
         return kind(parts.values()) if isinstance(value, list) else kind(**parts)
     for key, part in parts.items():
-        twin[key] = part
+        if _is_dict(value) or isinstance(value, list):
+            twin[key] = part
+        else:
+            object.__setattr__(twin, key, part)  # also in a frozen dataclass
     return twin
 
 

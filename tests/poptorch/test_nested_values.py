@@ -33,10 +33,25 @@ class Needy(dict):
         raise TypeError("no copies of me")
 
 
-@dataclass
 class Box:
-    left: torch.Tensor
-    right: torch.Tensor
+    """No container, unless it is registered."""
+
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: torch.Tensor
+    second: object
+
+
+@dataclass(slots=True)
+class Slots:
+    first: torch.Tensor
 
 
 class BoxParser(ICustomArgParser):
@@ -73,6 +88,12 @@ def test_a_tensor_alone_has_the_path_of_its_name():
     assert paths_of(t(1), "x") == ["x"] and plus_one(t(1)) == 2
 
 
+def test_the_fields_of_a_dataclass_have_paths_and_differ_by_what_they_hold():
+    pair = Pair(t(1), {"a": t(2)})
+    assert paths_of(pair, "b") == ["b.first", 'b.second["a"]']
+    assert describe(Pair(t(1), 2)) == describe(Pair(t(2), 2)) != describe(Pair(t(1), 3))
+
+
 def test_the_order_of_keys_is_irrelevant_and_kept():
     assert tensors_of({"a": t(1), "b": t(2)}) == tensors_of({"b": t(2), "a": t(1)})
     assert describe({"a": t(1), "b": t(2)}) == describe({"b": t(2), "a": t(1)})
@@ -95,6 +116,8 @@ def test_keys_that_can_not_be_sorted_keep_their_order():
         OrderedDict(b=t(1), a=t(2)),
         BaseModelOutput(last_hidden_state=t(1), hidden_states=(t(2), t(3))),
         Needy(t(1), 2),
+        Pair(t(1), [t(2), "word"]),
+        Slots(t(1)),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from popengine.compile.recording.current_capture import current, is_traced, paused
+from popengine.compile.recording.leftovers import left_behind
+from popengine.errors import CaptureError
 from popengine.run.state.results import Results
 from popengine.settings import Anchor, Counts
 
-from ..nested_values import tensors_of, with_tensors
+from ..nested_values import constants_of, tensors_of, with_tensors
+from ..reporting.logs import logger
 
 
 def note(what: Any, value: Any) -> None:
@@ -53,13 +56,49 @@ class Note:
         return filled(self.template, columns)
 
 
-def without_values(value: Any) -> tuple[Any, list[Tensor]]:
-    """A nested value with marks in place of the tensors that a capture has made, and these tensors."""
+def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+    """A nested value with marks in place of the tensors that a capture has made, and these tensors.
+
+    Args:
+        where: the line of the function that has made the value
+    Raises:
+        CaptureError: a tensor of the capture is in a part that is no container, and so would have no value
+    """
     capture = current()
+    for part, path, is_named in constants_of(value, "output"):
+        _check_constant(part, path, is_named, where)
     tensors = [capture.adopted(t) if capture is not None else t for t in tensors_of(value)]
     with paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
+
+
+def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
+    """Refuse a part that holds tensors of the capture.
+
+    Of an object in a named field, which programs may leave alone (the caches that language models return), the
+    tensors become ones on "meta": torch refuses to read these.
+    """
+    found = left_behind(part, path)
+    if not found:
+        return
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    what = f"{path}, a {kind}, holds tensors: {', '.join(leftover.path for leftover in found[:3])}"
+    fix = (
+        "return tensors in tuples, lists, dictionaries or dataclasses, or make the type known with"
+        " poptorch.registerCustomArgParser"
+    )
+    if not is_named or not hasattr(part, "__dict__"):
+        raise CaptureError(
+            f"what forward returns can't be filled with a call's values: {what}\n"
+            f"  returned by the function at {where}\n"
+            "  why: only containers can be filled with each call's values; elsewhere a tensor would have none\n"
+            f"  fix: {fix}"
+        )
+    logger.warning("%s; they have no values outside of the compiled model\n  fix: %s", what, fix)
+    with paused():
+        for leftover in found:
+            leftover.put(torch.empty(leftover.value.shape, dtype=leftover.value.dtype, device="meta"))
 
 
 def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
@@ -67,11 +106,11 @@ def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
     return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
-def kept(notes: Sequence[tuple[Any, Any]], outputs: list[Tensor]) -> tuple[Note, ...]:
+def kept(notes: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
     """The notes of a capture; their tensors are appended to the outputs of the graph."""
     found = []
     for what, value in notes:
-        template, tensors = without_values(value)
+        template, tensors = without_values(value, where)
         places = range(len(outputs), len(outputs) + len(tensors))
         anchors = tuple(Anchor("output", str(place), "all") for place in places)
         found.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))

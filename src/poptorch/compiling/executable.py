@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,7 +144,9 @@ class _Tracing:
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         with following(self._policy), Traced() as traced_functions:
             value = self._call.given_to(self._model, tensors)
-        self.template, outputs = traced_outputs(value)
+        code = getattr(inspect.unwrap(self._model.forward), "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
+        self.template, outputs = traced_outputs(value, where)
         self.returned = len(outputs)
         if self._training:
             traced_functions.warn_about(outputs)
@@ -155,7 +158,7 @@ class _Tracing:
         for name, value in named.items():
             self.traced[name] = len(outputs) if name in self._asked else -1
             outputs += [value] if name in self._asked else []
-        self.notes.extend(kept(state.notes, outputs))
+        self.notes.extend(kept(state.notes, outputs, where))
         return outputs
 
 

@@ -1,6 +1,7 @@
 """What an executor was compiled for, to which later calls are held."""
 
 import inspect
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def _compare(expected: Spec, found: Spec, path: str, keywords: bool = False) -> 
         raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
     names = expected.keys or range(len(expected.children))
     for name, one, other in zip(names, expected.children, found.children, strict=True):
-        step = f"[{name!r}]".replace("'", '"')
+        record = is_dataclass(expected.type) and not issubclass(expected.type, dict)
+        step = f".{name}" if record else f"[{name!r}]".replace("'", '"')
         _compare(one, other, str(name) if keywords else path + step)
 
 

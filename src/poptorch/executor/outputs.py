@@ -10,12 +10,15 @@ from poptorch.annotating.notes import filled, without_values
 from poptorch.nested_values import tensors_of
 
 
-def traced_outputs(value: Any) -> tuple[Any, list[Tensor]]:
+def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     """What forward returned, as a structure without contents and the tensors that the graph computes.
 
     A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
+
+    Args:
+        where: the line of forward
     """
-    template, traced = without_values(value)
+    template, traced = without_values(value, where)
     if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2

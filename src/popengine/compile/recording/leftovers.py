@@ -5,6 +5,7 @@ They have no values: whoever finds one in a list of losses or in a metric after 
 
 from __future__ import annotations
 
+import gc
 import logging
 import types
 from collections import deque
@@ -20,7 +21,7 @@ from popengine.errors import CaptureError
 logger = logging.getLogger("poptorch::python")
 
 _SHELVES = ("_parameters", "_buffers", "_modules")
-_CLOSED = (type, types.ModuleType, types.GeneratorType, types.CodeType, str, bytes, int, float, Tensor)
+_CLOSED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, Tensor)
 _MOST = 300_000  # objects that a search looks at
 
 
@@ -33,12 +34,12 @@ class Leftover:
     put: Callable[[Any], None]
 
 
-def left_behind(module: nn.Module) -> list[Leftover]:
-    """The fake tensors in what a module, its parts and their functions can reach: attributes, containers, objects,
-    and the variables around a function. Parameters and buffers are not looked at."""
+def left_behind(value: Any, path: str = "model") -> list[Leftover]:
+    """Return the fake tensors that a module, its parts and their functions, or any value can reach: in attributes,
+    containers, objects, generators, and the variables around a function. Parameters and buffers are left out."""
     found: list[Leftover] = []
     seen: set[int] = set()
-    stack: list[tuple[Any, str, Callable[[Any], None]]] = [(module, "model", _nowhere)]
+    stack: list[tuple[Any, str, Callable[[Any], None]]] = [(value, path, _nowhere)]
     while stack and len(seen) < _MOST:
         value, path, put = stack.pop()
         if isinstance(value, FakeTensor):
@@ -66,7 +67,8 @@ def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple
     else:
         try:
             own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
-        except AttributeError:
+        except AttributeError:  # slots, iterators and generators; a part of these can't be replaced
+            yield from [(part, f"{path}[...]", put) for part in gc.get_referents(value)]
             return
         hidden = _SHELVES if isinstance(value, nn.Module) else ()
         yield from [(own[name], f"{path}.{name}", _setter(own, name)) for name in own if name not in hidden]
