@@ -77,6 +77,37 @@ def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
     assert operation.where.startswith(__file__)
 
 
+_pauses = iter([])
+
+
+@torch.library.custom_op("popvision_test::pausing", mutates_args=())
+def pausing(x: torch.Tensor) -> torch.Tensor:
+    """Stands for an operation that another program keeps from the core, once."""
+    time.sleep(next(_pauses, 0.0))
+    return x.clone()
+
+
+pausing.register_fake(torch.empty_like)
+
+
+def test_what_one_micro_batch_waited_is_no_time_of_an_operation(tmp_path):
+    global _pauses
+
+    def model(x):
+        return torch.ops.popvision_test.pausing(x)
+
+    options = poptorch.Options().deviceIterations(5).enableProfiling(tmp_path)
+    inference = poptorch.inferenceModel(model, options.showCompilationProgressBar(False))
+    inference.compile(torch.zeros(5, 2))
+    _pauses = iter(2 * [0, 0, 0.2, 0, 0])
+    for _ in range(2):
+        inference(torch.zeros(5, 2))
+    inference.detachFromDevice()
+    profile = load(tmp_path / "inference" / "profile.pop")
+    (operation,) = [row for row in profile.operations if row.kind == "popvision_test.pausing"]
+    assert operation.calls == 5 and operation.ns < 0.1e9
+
+
 def test_a_run_writes_profiles_of_both_kinds_and_one_page(tmp_path):
     model = train(tmp_path)
     options = (

@@ -38,7 +38,7 @@ def timed(described: Description, recorder: Recorder) -> list[profile.Operation]
     """The operations with their times in the detailed step."""
     lines, runs = {}, {}
     for detail in recorder.details.values():
-        lines.update(detail.lines)
+        lines.update({piece: detail.times(piece) for piece in detail.lines})
         runs.update(detail.runs)
     return [
         operation._replace(calls=runs[operation.piece], ns=lines[operation.piece][line])

@@ -1,7 +1,7 @@
 """Measures while tasks run: one clock reading an instruction, and the thread's own time of a computation, in which no
 other program is. Without a recorder the driver measures nothing.
 
-The first two steps are looked at closer: pieces read the clock after every operation, and what each ipu holds
+The first two steps are looked at closer: pieces read both clocks after every operation, and what each ipu holds
 between instructions is written down (the second step replaces the first, in which memory is cold). Of long
 trainings the first and the last steps are kept, so that a profile stays bounded.
 """
@@ -71,19 +71,29 @@ class Detail:
     call: int
     step: int
     meter: Meter
-    lines: dict[int, list[int]] = field(default_factory=dict)  # piece -> ns of each of its lines
+    # By piece, for each of its lines: ns that its thread computed in all runs; ns of its fastest run in any step.
+    lines: dict[int, list[int]] = field(default_factory=dict)
+    fastest: dict[int, list[int]] = field(default_factory=dict)
     runs: dict[int, int] = field(default_factory=dict)  # piece -> how often it ran
 
-    def after(self, index: int, instruction: Any, ticks: list[int]) -> None:
-        """An instruction has run; `ticks`: the clock, before its first operation and after each."""
+    def times(self, piece: int) -> list[int]:
+        """Return the ns of each line in all runs: what was computed, or what the fastest run took if that is more."""
+        least = (ns * self.runs[piece] for ns in self.fastest[piece])
+        return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
+
+    def after(self, index: int, instruction: Any, ticks: list[tuple[int, int]]) -> None:
+        """Note what is held now; `ticks`: clock and thread's time, before the first operation and after each."""
         self.meter.after(index, instruction)
         if ticks and isinstance(instruction, Compute):
             self._add(instruction.piece, ticks)
 
-    def _add(self, piece: int, ticks: list[int]) -> None:
-        spent = [end - start for start, end in pairwise(ticks)]
-        before = self.lines.get(piece)
-        self.lines[piece] = spent if before is None else [a + b for a, b in zip(before, spent, strict=True)]
+    def _add(self, piece: int, ticks: list[tuple[int, int]]) -> None:
+        took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
+        if piece in self.lines:
+            computed = [a + b for a, b in zip(self.lines[piece], computed, strict=True)]
+        if piece in self.fastest:
+            took = list(map(min, self.fastest[piece], took))
+        self.lines[piece], self.fastest[piece] = computed, took
         self.runs[piece] = self.runs.get(piece, 0) + 1
 
 
@@ -149,7 +159,9 @@ class Recorder:
             kept = self.kept.setdefault(place, Kept(max(1, self.budget // max(1, 2 * length))))
             self._times[place] = Times(self._call, number, min(most, len(worker.program)))
             if kept.seen < DETAILED_STEPS and worker.replica == 0:
-                self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
+                detail = self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
+                if worker.ipu in self.details:
+                    detail.fastest = self.details[worker.ipu].fastest
                 if worker.settings.backend == "eager":  # compiled pieces have no operations any more
                     worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
         inside = perf_counter_ns()
@@ -221,10 +233,10 @@ class _Ticks(threading.local):
     """The clock readings of the piece that a thread runs."""
 
     def __init__(self) -> None:
-        self.read: list[int] = []
+        self.read: list[tuple[int, int]] = []  # clock, thread's time
 
     def note(self) -> None:
-        self.read.append(perf_counter_ns())
+        self.read.append((perf_counter_ns(), thread_time_ns()))
 
 
 def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
