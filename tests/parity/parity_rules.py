@@ -114,7 +114,7 @@ def plain(optimizer, mean=True, clip=None, clip_value=None, model=parity_models.
     step = optimizer(user.parameters())
     for rows in parity_runs.batches(user, UPDATES, ACCUMULATION * ROWS):
         total = None
-        for micro_batch in zip(*(value.split(ROWS) for value in rows), strict=True):
+        for micro_batch in parity_runs.cut(ROWS, *rows):
             step.zero_grad()
             user(*micro_batch)[1].backward()
             new = [parameter.grad for parameter in user.parameters()]

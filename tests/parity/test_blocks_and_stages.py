@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parity_models import Digits
-from parity_runs import LAYOUTS, Trained, batches, options, plain, trained
+from parity_runs import LAYOUTS, Trained, batches, cut, options, plain, trained
 from torch import nn
 from torch.nn import functional
 
@@ -253,9 +253,9 @@ def test_stages_that_take_turns_may_share_a_layer_with_buffers(kind, ipus, caplo
         model = NormedTwice()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if name == "plain":
-            for update in x.split(8):
+            for (update,) in cut(8, x):
                 optimizer.zero_grad()
-                for rows in update.split(4):
+                for (rows,) in cut(4, update):
                     model(rows).backward()
                 for parameter in model.parameters():
                     parameter.grad /= 2

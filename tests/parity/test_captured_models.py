@@ -5,7 +5,7 @@ import operator
 
 import pytest
 import torch
-from parity_runs import ACCUMULATION, ROWS, batches, made, options
+from parity_runs import ACCUMULATION, ROWS, batches, cut, made, options
 from torch import nn
 from torch.nn import functional
 
@@ -27,7 +27,7 @@ def assert_trains_as_plain_pytorch(make, strategy=None, updates=4, optimizer=ada
         losses = executor(*rows)
         step.zero_grad()
         expected = []
-        for micro_batch in zip(*(value.split(ROWS) for value in rows), strict=True):
+        for micro_batch in cut(ROWS, *rows):
             loss = twin(*micro_batch)
             loss.backward()
             expected.append(loss.detach())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parity_runs import cut
 from torch import nn
 
 import poptorch
@@ -59,10 +60,10 @@ def test_clipping_is_by_the_norm_over_all_stages():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         x, y = torch.randn(12, 6), torch.randn(12, 1)
-        for iteration in range(2):
+        for update in cut(6, x, y):
             optimizer.zero_grad()
-            for start in range(iteration * 6, iteration * 6 + 6, 2):
-                model(x[start : start + 2], y[start : start + 2]).backward()
+            for micro_batch in cut(2, *update):
+                model(*micro_batch).backward()
             for parameter in model.parameters():
                 parameter.grad /= 3
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import cut, options
 from test_captured_models import assert_trains_as_plain_pytorch
 from torch import nn
 from torch.nn import functional
@@ -165,8 +165,6 @@ def test_a_resnet_that_was_trained_in_a_pipeline_predicts_with_its_running_stati
     images, labels = Resnet.data(8)
     predictor = poptorch.inferenceModel(user.eval(), options(BY_IPU, 1, iterations=4))
     found = predictor(images, labels)
-    expected = torch.stack(
-        [user(*rows).detach() for rows in zip(images.split(2), labels.split(2), strict=True)]
-    )
+    expected = torch.stack([user(*rows).detach() for rows in cut(2, images, labels)])
     assert torch.equal(found, expected)
     assert user.stem[1].num_batches_tracked == 8

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import cut, options
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -167,7 +167,7 @@ def plain(kind, updates: int):
     model = made(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for x, target in zip(*(value.split(ROWS) for value in data(updates)), strict=True):
+    for x, target in cut(ROWS, *data(updates)):
         optimizer.zero_grad()
         loss = model(x, target)
         loss.backward()

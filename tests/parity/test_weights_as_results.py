@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import cut, options
 from torch import nn
 
 import poptorch
@@ -36,9 +36,9 @@ def test_a_returned_weight_is_that_of_the_step_in_every_stage_that_reads_it(stra
     )
     losses, returned = executor(x)
     seen, kept, step = [], [], torch.optim.SGD(twin.parameters(), lr=0.1)
-    for rows in x.split(8):
+    for (rows,) in cut(8, x):
         step.zero_grad()
-        for micro_batch in rows.split(2):
+        for (micro_batch,) in cut(2, rows):
             loss, weight = twin(micro_batch)
             loss.backward()
             seen.append(loss.detach())
