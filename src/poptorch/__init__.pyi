@@ -80,10 +80,10 @@ from .ops import (
     set_overlap_for_output,
 )
 from .options import ConfigFileError, Options, TensorLocationSettings
-from .poptorch_core import createPoptorchError
-from .refused_names import (
+from .poptorch_core import (
     accessAttributes,
     attributes_lists,
+    createPoptorchError,
     getIpuTensorId,
     importPoptorchMetadataFromFile,
     poptorchAtExit,

@@ -1,4 +1,6 @@
-"""The errors under the name of the original's compiled core, where programs look for them."""
+"""The original's compiled core: its errors, and names of its insides, which can be imported and refuse to be called."""
+
+from typing import Any, NoReturn
 
 from popengine.errors import Error, RecoverableError, UnrecoverableError
 
@@ -8,3 +10,29 @@ __all__ = ["Error", "RecoverableError", "UnrecoverableError", "createPoptorchErr
 def createPoptorchError(msg: str) -> Error:
     """An error as the library raises it."""
     return Error(msg)
+
+
+attributes_lists: list[dict[str, Any]] = []  # custom operations keep their attributes themselves
+
+
+def accessAttributes(attribute_id_str: str) -> NoReturn:
+    raise _refusal("accessAttributes", "poptorch.registerCustomOp gives an operation its attributes by name")
+
+
+def getIpuTensorId(tensor: Any) -> NoReturn:
+    raise _refusal("getIpuTensorId", "compare the tensors themselves")
+
+
+def poptorchAtExit() -> NoReturn:
+    raise _refusal("poptorchAtExit", "model.destroy() releases a model's devices at once")
+
+
+def importPoptorchMetadataFromFile(filename: str) -> NoReturn:
+    raise _refusal("importPoptorchMetadataFromFile", "poptorch.load(filename) reads what save() wrote")
+
+
+def _refusal(name: str, instead: str) -> Error:
+    return Error(
+        f"poptorch.{name} is a part of the original's inside, which this implementation does not have\n"
+        f"  fix: {instead}"
+    )

@@ -1,7 +1,7 @@
 """Options from text: a file with one setting a line, or a JSON object.
 
-Text is read, never executed: a line may call the methods of options, with literals, enum members,
-strategies and location settings as arguments. That is all it can reach.
+A line may call the methods of options, with literals, enum members, strategies and location settings as arguments. Its
+syntax tree is checked before it runs, and it runs without Python's builtins, so that it reaches nothing else.
 """
 
 import ast
@@ -34,6 +34,11 @@ _TORCH = SimpleNamespace(
     float=torch.float, float32=torch.float32, half=torch.half, float16=torch.float16, bfloat16=torch.bfloat16
 )
 _PRIVATE_BUT_USED = ("_Popart", "_popart")
+# The syntax of a setting: calls, attributes and literals. No comprehension, lambda, subscript or unpacking.
+_SYNTAX = (
+    *(ast.Module, ast.Expr, ast.Assign, ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Load, ast.Store),
+    *(ast.Constant, ast.UnaryOp, ast.USub, ast.List, ast.Tuple, ast.Dict),
+)
 
 
 class ConfigFileError(Exception):
@@ -76,7 +81,8 @@ def load_json(options: Any, text: str) -> None:
     for name, value in settings.items():
         setter = options
         for part in name.split("."):
-            setter = _attribute(setter, part)
+            _check_attribute(part)
+            setter = getattr(setter, part)
         if not callable(setter):
             raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
         setter(*(value if isinstance(value, list) else [_enum_member(value)]))
@@ -97,53 +103,30 @@ def _enum_member(value: Any) -> Any:
 
 
 def _apply(options: Any, source: str) -> None:
-    """Raises: SyntaxError, if the source is not one setting."""
-    statements = ast.parse(source).body
+    """Run one setting, in which nothing but calls, public attributes and literals may stand.
+
+    Raises: SyntaxError, if the source is not one setting.
+    """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
-    match statements:
-        case [ast.Expr(ast.Call() as call)]:
-            _evaluate(call, names)
-        case [ast.Assign([ast.Attribute(owner, name)], value)]:
-            _attribute_is_allowed(name)
-            setattr(_evaluate(owner, names), name, _evaluate(value, names))
+    tree = ast.parse(source)
+    match tree.body:
+        case [ast.Expr(ast.Call())] | [ast.Assign([ast.Attribute()])]:
+            pass
         case _:
             raise SyntaxError("a line holds one setting, such as deviceIterations(4)")
+    for node in ast.walk(tree):
+        if not isinstance(node, _SYNTAX):
+            raise SyntaxError(
+                f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
+            )
+        if isinstance(node, ast.Attribute):
+            _check_attribute(node.attr)
+        if isinstance(node, ast.Name) and node.id not in names:
+            raise NameError(f"name {node.id!r} is not defined: options files know {', '.join(names)}")
+    exec(compile(tree, "<options>", "exec"), {"__builtins__": {}, **names})
 
 
-def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    def value(child: ast.expr) -> Any:
-        return _evaluate(child, names)
-
-    match node:
-        case ast.Constant(constant):
-            return constant
-        case ast.Name(name) if name in names:
-            return names[name]
-        case ast.Name(name):
-            raise NameError(f"name {name!r} is not defined: options files know {', '.join(names)}")
-        case ast.Attribute(owner, name):
-            return _attribute(value(owner), name)
-        case ast.UnaryOp(ast.USub(), operand):
-            return -value(operand)
-        case ast.List(elements):
-            return list(map(value, elements))
-        case ast.Tuple(elements):
-            return tuple(map(value, elements))
-        case ast.Dict(keys, values) if None not in keys:
-            return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(function, arguments, keywords) if all(keyword.arg for keyword in keywords):
-            named = {keyword.arg: value(keyword.value) for keyword in keywords if keyword.arg}
-            return value(function)(*map(value, arguments), **named)
-    raise SyntaxError(
-        f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
-    )
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    _attribute_is_allowed(name)
-    return getattr(owner, name)
-
-
-def _attribute_is_allowed(name: str) -> None:
+def _check_attribute(name: str) -> None:
+    """Raise AttributeError, if option texts may not use an attribute of this name."""
     if name.startswith("_") and name not in _PRIVATE_BUT_USED:
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")

@@ -75,6 +75,10 @@ def test_a_line_that_is_no_python_is_named_by_its_count_and_text(file_with):
         "deviceIterations([4 for _ in (1,)][0])",
         "deviceIterations(4); replicationFactor(2)",
         "deviceIterations(*[4])",
+        "deviceIterations(not 4)",
+        "deviceIterations(2 + 2)",
+        'deviceIterations(f"{4}")',
+        "deviceIterations({1: 4}[1])",
         "device_iterations",
     ],
 )
@@ -100,6 +104,8 @@ def test_private_names_are_out_of_reach(file_with, line):
 def test_builtins_are_out_of_reach(file_with):
     with pytest.raises(NameError, match="name '__import__' is not defined"):
         Options().loadFromFile(file_with('deviceIterations(__import__("os"))'))
+    with pytest.raises(NameError, match="name 'print' is not defined: options files know options, poptorch"):
+        Options().loadFromFile(file_with("deviceIterations(print)"))
 
 
 def test_a_bad_value_fails_as_the_call_does_and_says_where(file_with):
