@@ -1,8 +1,8 @@
 """Cheaper calls: torch's operations by the functions that Python programs call, and not as overloads.
 
 `torch.ops.aten.view.default` reaches the same kernel as `Tensor.view`, but its arguments are matched against the schema
-one by one: with overloads a training step of a small transformer layer takes 1.06 (width 64) to 1.2 times (width 16) the
-processor time. Only operations are listed whose function chooses the same overload for every argument that a graph can
+one by one: a training step of a small transformer layer takes 1.06 (width 64) to 1.2 times (width 16) as much CPU time
+with overloads. Only operations are listed whose function chooses the same overload for every argument that a graph can
 hold; `test_direct_calls.py` looks at what is dispatched.
 """
 
