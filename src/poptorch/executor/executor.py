@@ -72,9 +72,10 @@ class PoplarExecutor:
                 f"Invalid type: 'options' is {type(options)}, expected {Options}\n"
                 "  fix: options = poptorch.Options()"
             )
-        options = resolved(Options() if options is None else options, training)
+        given = Options() if options is None else options
+        options = resolved(given, training)
+        given._freeze()  # what a user sets from now on would reach no model
         repeats.restart(options.max_repeat_logs)
-        options._freeze()
         model = model if isinstance(model, nn.Module) else _Function(model)
         # Flags of the top level are fixed now; everything below is shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)

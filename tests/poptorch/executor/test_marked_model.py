@@ -178,6 +178,32 @@ def test_the_output_mode_is_picked_on_the_clone():
     assert opts.defaultOutputMode()
 
 
+@pytest.mark.parametrize("wrap", [poptorch.trainingModel, poptorch.inferenceModel])
+def test_wrapping_freezes_the_users_options(wrap):
+    opts = options(iterations=2)
+    executor = wrap(Trained(), opts)
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        opts.deviceIterations(3)
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        executor.options.deviceIterations(3)
+    wrap(Trained(), opts)  # one object may serve several models
+    assert opts.clone().deviceIterations(3).device_iterations == 3
+
+
+def test_options_that_inference_refuses_stay_writable():
+    opts = options(accumulation=2)
+    with pytest.raises(poptorch.Error, match="must be 1"):
+        poptorch.inferenceModel(Trained(), opts)
+    opts.Training.gradientAccumulation(1)
+    poptorch.inferenceModel(Trained(), opts)
+
+
+def test_describe_leaves_options_writable():
+    opts = options()
+    poptorch.describe(Trained(), opts, batch())
+    opts.deviceIterations(2)
+
+
 def test_the_top_levels_flags_are_fixed_at_wrapping():
     class Flagged(nn.Module):
         def forward(self, x):
