@@ -134,14 +134,19 @@ class DataLoader(torch.utils.data.DataLoader):
         """
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
+    @property
+    def _shares(self) -> int:
+        """Processes that each have a share of the rows and a position in it."""
+        return self.options.Distributed.numProcesses
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on, with the next `iter()`, where the loader of that state was. In mode Sync this also puts the global
         random numbers of torch, numpy and Python back.
 
         Raises:
-            DataError: the state is not a loader's
+            DataError: the state is not a loader's, or is of the middle of an epoch in another number of processes
         """
-        state = checked(state_dict)
+        state = checked(state_dict, self)
         if self._accessor is None:
             self._progress.wanted = state
         else:

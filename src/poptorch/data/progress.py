@@ -32,7 +32,7 @@ class Progress:
     def state(self, loader: Any) -> State:
         if self.wanted is not None:
             return self.wanted
-        position = {"epoch": self.epoch, "position": self.position}
+        position = {"epoch": self.epoch, "position": self.position, "shares": loader._shares}
         return {**position, "begun": self.begun, "now": _generators(loader)}
 
     def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
@@ -107,11 +107,18 @@ def _behind(parts: Iterator[Any], skip: Skip) -> Iterator[Any]:
     yield from parts
 
 
-def checked(state: Mapping[str, Any]) -> State:
-    """The state, if it is a loader's. Raises: DataError"""
-    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now"}:
+def checked(state: Mapping[str, Any], loader: Any) -> State:
+    """Return a state that `loader` can continue from. Raises: DataError"""
+    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "shares", "begun", "now"}:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
+        )
+    if state["position"] and state["shares"] != loader._shares:
+        raise DataError(
+            f"the loader's state is of the middle of epoch {state['epoch']} in {state['shares']} processes, and "
+            f"here are {loader._shares}: rows would be read twice, and others never\n"
+            f"  why: each process reads a share of its own, and the position counts batches of that share\n"
+            f"  fix: {state['shares']} processes until the epoch has ended, or a state from between two epochs"
         )
     return dict(state)
 

@@ -31,9 +31,9 @@ def plain(mode=DataLoaderMode.Sync, dataset=None, iterations=2, **how):
     return DataLoader(opts, dataset, batch_size=3, mode=mode, **options, **how)
 
 
-def one_of_two_processes(**how):
+def one_of_two_processes(processes=2, **how):
     opts = Options().deviceIterations(2).randomSeed(3)
-    opts.Distributed.configureProcessId(1, 2)
+    opts.Distributed.configureProcessId(1, processes)
     return DataLoader(opts, Rows(50), batch_size=3, shuffle=True, **how)
 
 
@@ -174,3 +174,15 @@ def test_after_a_break_an_asynchronous_loader_has_to_take_a_batch_first():
     with pytest.raises(DataError, match=r"call state_dict\(\) before iter\(loader\), or after a batch"):
         loader.state_dict()
     loader.terminate()
+
+
+@pytest.mark.parametrize("mode", DataLoaderMode, ids=lambda mode: mode.name)
+def test_shares_of_another_number_of_processes_are_refused_in_the_middle_of_an_epoch(mode):
+    how = {} if mode == DataLoaderMode.Sync else {"mode": mode, "async_options": dict(FORK)}
+    first, second = one_of_two_processes(), one_of_two_processes(3, **how)
+    between = first.state_dict()
+    next(iter(first))
+    with pytest.raises(DataError, match=r"in 2 processes, and here are 3: rows would be read twice"):
+        second.load_state_dict(first.state_dict())
+    second.load_state_dict(between)
+    second.terminate()
