@@ -1,6 +1,6 @@
 """A small training with all that a checkpoint has to keep; also a program, of which tests start several instances.
 
-python checkpoint_program.py FOLDER CALLS [--loader MODE]      leaves FOLDER/result-INSTANCE.pt
+python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N]      leaves FOLDER/result-INSTANCE.pt
 """
 
 import argparse
@@ -109,11 +109,13 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("calls", type=int)
     parser.add_argument("--loader", default="Sync")
+    parser.add_argument("--every", type=int, default=2, help="calls from one checkpoint to the next")
     parser.add_argument("--say", action="store_true", help="tell of each call")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     popdist.init()
-    training = Training(popdist.poptorch.Options(), flags.folder, mode=poptorch.DataLoaderMode[flags.loader])
+    mode = poptorch.DataLoaderMode[flags.loader]
+    training = Training(popdist.poptorch.Options(), flags.folder, mode=mode, every=flags.every)
     begun = training.restore()
     print(f"instance {popdist.getInstanceIndex()} begins at call {begun}", flush=True)
     training.train(flags.calls, lambda calls: flags.say and print("call", calls, flush=True))

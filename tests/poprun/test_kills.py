@@ -53,10 +53,16 @@ def test_a_training_of_which_everything_was_killed_ends_in_the_same_bits(poprun,
     assert difference(results(killed), results(whole)) == ""
 
 
+def of_replicas(count):
+    opts = poptorch.Options().replicationFactor(count)
+    opts.Distributed.rowsByReplica(True)
+    return opts
+
+
 def test_one_process_goes_on_from_two_with_all_their_replicas(folders):
     """Needs what the test before has left."""
     whole, _ = folders
-    training = Training(poptorch.Options().replicationFactor(2), whole)
+    training = Training(of_replicas(2), whole)
     assert training.restore() == CALLS
     training.trainer.compile(*next(iter(training.loader)))
     one, (first, second) = training.result(), results(whole)
@@ -67,3 +73,20 @@ def test_one_process_goes_on_from_two_with_all_their_replicas(folders):
     assert difference(one["optimizer"], {**first["optimizer"], **second["optimizer"]}) == ""
     assert difference(one["buffers"], [first["buffers"][0], second["buffers"][0]]) == ""
     assert difference(one["buffers"][0], one["buffers"][1]) != ""
+
+
+@pytest.mark.parametrize("mode", poptorch.DataLoaderMode, ids=lambda mode: mode.name)
+def test_two_instances_go_on_from_four_in_the_middle_of_an_epoch_to_the_bits_of_one(poprun, tmp_path, mode):
+    four = ("--num-replicas", 4, "--num-instances", 4)
+    two = ("--num-replicas", 4, "--num-instances", 2)
+    begun = poprun(*four, sys.executable, PROGRAM, tmp_path, 3, "--every", 1, "--loader", mode.name)
+    assert begun.wait(LIMIT) == 0, begun.said()
+    rest = poprun(*two, sys.executable, PROGRAM, tmp_path, CALLS, "--loader", mode.name)
+    assert rest.wait(LIMIT) == 0, rest.said()
+    assert "begins at call 3" in rest.said()  # of two an epoch
+    first, second = results(tmp_path)
+    training = Training(of_replicas(4), tmp_path / "one")
+    training.restore()
+    one = training.train(CALLS).result()
+    assert difference(first["weights"], one["weights"]) == ""
+    assert difference(first["buffers"] + second["buffers"], one["buffers"]) == ""

@@ -76,10 +76,12 @@ class AsynchronousDataAccessor:
     def __iter__(self) -> Iterator[Any]:
         self._check_alive()
         if self._inside or self._worker_waits:
+            epoch = None
             if self._inside:
                 self._state = None  # the worker knows, and says it with its next batch
+                epoch = None if self._begun is None else pickle.loads(self._begun)["epoch"] + 1
             self._generation += 1
-            self._tell(Restart(self._generation))
+            self._tell(Restart(self._generation, epoch))
         self._inside = self._ended = self._worker_waits = False
         return self
 
@@ -116,7 +118,7 @@ class AsynchronousDataAccessor:
         self._generation += 1
         self._state, self._begun = pickle.dumps(state), None
         self._inside = self._ended = self._worker_waits = False
-        self._tell(Restart(self._generation, self._state))
+        self._tell(Restart(self._generation, state=self._state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards is an error; batches in hand stay valid."""

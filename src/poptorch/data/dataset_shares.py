@@ -1,4 +1,8 @@
-"""Partition: which rows of a dataset one of several processes reads, the same number in each."""
+"""Partition: which rows of a dataset one of several processes reads, the same number in each.
+
+By replica (`Options.Distributed.rowsByReplica`): each global batch is dealt out to the replicas of all processes.
+Otherwise as PopTorch does: each process has a contiguous share of the order.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +48,30 @@ def share_of(rows: int, batch: int, processes: int, process: int, drop_last: boo
 def partition_of(
     options: Options,
     dataset: Any,
-    combined: int | None,
+    micro_batch: int | None,
     shuffle: bool,
     drop_last: bool,
     others: Mapping[str, Any],
-) -> PartitionSampler:
-    """The rows of this process.
+    generator: torch.Generator | None = None,
+) -> Sampler[int] | None:
+    """Return the sampler of this process's rows; None where torch's own sampler has to read them all.
 
     Args:
-        combined: rows of a combined batch; None: not known
-        others:   arguments of the loader that decide the same, by name; None: not given
+        others:    the loader's arguments that determine the same, by name; None: not given
+        generator: draws the order of a single process
 
     Raises:
         DataError: one of these is given, or there isn't a batch for each process
         AssertionError: the dataset can't be partitioned
     """
-    distributed = options.Distributed
+    distributed, counts = options.Distributed, options._counts()
+    by_replica = distributed.rows_by_replica
+    if distributed.numProcesses == 1:
+        # In one process, too, the order comes from the options' seed, so that any other number has the same.
+        is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
+        is_free = all(value is None for value in others.values())
+        if not (is_seeded and is_free) or micro_batch is None or isinstance(dataset, IterableDataset):
+            return None
     for name, value in others.items():
         if value is not None:
             raise DataError(
@@ -71,26 +83,68 @@ def partition_of(
         "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
         "(options.Distributed.processId) and set auto_distributed_partitioning=False"
     )
-    assert combined is not None, (
+    assert micro_batch is not None, (
         "batch_size=None leaves nothing to partition: set auto_distributed_partitioning=False"
     )
     assert not shuffle or options.exists("random_seed"), (
         "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
     )
-    rows, count = len(dataset), distributed.numProcesses
-    share = share_of(rows, combined, count, distributed.processId, drop_last)
-    if not drop_last and rows % count and rows // count % combined == 0:
+    seed = options.random_seed if shuffle else None
+    rows, combined = len(dataset), micro_batch * counts.product
+    width = micro_batch * counts.groups
+
+    def sampler_of(process: int) -> PartitionSampler | ReplicaSampler:
+        share = share_of(rows, combined, distributed.numProcesses, process, drop_last)
+        if not by_replica:
+            return PartitionSampler(rows, share, seed)
+        dealt = share.size * distributed.numProcesses if drop_last else rows
+        return ReplicaSampler(rows, dealt, width, distributed.numProcesses, process, seed)
+
+    first, last = (-(-len(sampler_of(p)) // combined) for p in (0, distributed.numProcesses - 1))
+    if first != last:
         logger.warning(
             "drop_last=False with %d elements gives the first of %d processes one batch more than the "
             "last, which will wait for ever in a collective; set drop_last=True",
             rows,
-            count,
+            distributed.numProcesses,
         )
-    return PartitionSampler(rows, share, options.random_seed if shuffle else None)
+    return sampler_of(distributed.processId)
+
+
+class ReplicaSampler(Sampler[int]):
+    """Positions of the rows that the replicas of one process read, in an order that is one for all processes.
+
+    The order is cut into pieces of `width` rows, what the replicas of a process read at once, and process p reads
+    each p-th of `processes` pieces. So a replica's rows in an update are the same in any number of processes. The
+    order of an epoch is the next permutation of a generator with the seed.
+
+    Args:
+        dealt: rows of the order that are read; the others are the incomplete last batch
+        seed:  None: rows are read in order
+    """
+
+    def __init__(
+        self, rows: int, dealt: int, width: int, processes: int, process: int, seed: int | None
+    ) -> None:
+        self.rows, self.dealt, self.width = rows, dealt, width
+        self.processes, self.process = processes, process
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        rounds, left = divmod(self.dealt, self.width * self.processes)
+        return rounds * self.width + min(max(left - self.process * self.width, 0), self.width)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            order = torch.arange(self.rows)
+        else:
+            order = torch.randperm(self.rows, generator=self.generator)
+        piece = torch.arange(self.dealt) // self.width
+        return iter(order[: self.dealt][piece % self.processes == self.process].tolist())
 
 
 class PartitionSampler(Sampler[int]):
-    """Positions of one process's share, of a new permutation in each epoch where a `seed` is given.
+    """Positions of one process's contiguous share, of a new permutation in each epoch where a `seed` is given.
 
     The permutation is one for all processes: each draws it whole, from a generator with the same seed. The
     shares start behind the leftovers in the first epoch and before them in the second, so that two epochs

@@ -79,10 +79,15 @@ class DataLoader(torch.utils.data.DataLoader):
         combined = None if micro_batch is None else micro_batch * options._counts().product
         self._combined_batch_size = combined
         self._worker_size = worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
-        if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
+        self._shares = options.Distributed.numProcesses  # of which each has a position of its own
+        if auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
-            kwargs["sampler"] = partition_of(options, dataset, combined, bool(shuffle), drop_last, others)
-            shuffle = None
+            generator = kwargs.get("generator")
+            sampler = partition_of(options, dataset, batch_size, bool(shuffle), drop_last, others, generator)
+            if sampler is not None:
+                kwargs["sampler"], shuffle = sampler, None
+            if options.Distributed.rows_by_replica:
+                self._shares = 1
 
         num_workers = capped(num_workers, dataset)
         warn_about_copies(dataset, num_workers, kwargs.get("worker_init_fn"))
@@ -134,17 +139,13 @@ class DataLoader(torch.utils.data.DataLoader):
         """
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
-    @property
-    def _shares(self) -> int:
-        """Processes that each have a share of the rows and a position in it."""
-        return self.options.Distributed.numProcesses
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on, with the next `iter()`, where the loader of that state was. In mode Sync this also puts the global
-        random numbers of torch, numpy and Python back.
+        random numbers of torch, numpy and Python back. The number of processes and the size of calls may differ from
+        that loader's where rows belong to replicas (`Options.Distributed.rowsByReplica`) or one process reads all.
 
         Raises:
-            DataError: the state is not a loader's, or is of the middle of an epoch in another number of processes
+            DataError: the state is not a loader's, or this loader can't go on from there
         """
         state = checked(state_dict, self)
         if self._accessor is None:
@@ -190,6 +191,12 @@ class DataLoader(torch.utils.data.DataLoader):
             kept = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in kept.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
+
+    def _rows_of_a_call(self) -> int | None:
+        """Rows by which all processes together move on in the order of an epoch; None where that is not known."""
+        if self._combined_batch_size is None:
+            return None
+        return self._combined_batch_size * (1 if self._shares > 1 else self.options.Distributed.numProcesses)
 
     def _whole(self, parts: int, size: int) -> int:
         return parts // size if self._drops_last else -(-parts // size)

@@ -72,6 +72,7 @@ class EpochEnd:
 @dataclass(frozen=True, slots=True)
 class Restart:
     generation: int
+    epoch: int | None = None  # to begin with, where the dataset is a loader of ours
     state: bytes | None = None  # where to go on
 
 
@@ -126,7 +127,10 @@ class _Feeder:
         self.request = request
         self.elements: Iterator[Any] | None = None
         self.generation = 0
-        self.wanted: bytes | None = None
+        self.wanted: dict[str, Any] | None = None
+        self.begun: dict[
+            int, dict[str, Any]
+        ] = {}  # generators at the beginnings of epochs that were read ahead
         self.position = 0  # of this epoch's next element
         self.running = True
         self.free: deque[int] = deque(range(request.granted))
@@ -162,12 +166,12 @@ class _Feeder:
         size, short = self.request.rebatched_size, self.request.short_tail
         head, self.position, self.is_first = 0, 0, True
         if self.wanted is not None:
-            state, self.wanted = pickle.loads(self.wanted), None
+            state, self.wanted = self.wanted, None
             self.position = state["position"]
             if size is not None:  # the loader counts batches of another size
                 batches, head = divmod(self.position * size, self.dataset.batch_size)  # type: ignore[attr-defined]
                 state["position"] = batches
-            self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+            self.dataset._progress.wanted = state  # type: ignore[attr-defined]
         batches = iter(self.dataset)
         return batches if size is None else rebatched(batches, size, keep_tail=short, head=head)
 
@@ -188,6 +192,8 @@ class _Feeder:
         begun = None
         if self.is_first and (progress := getattr(self.dataset, "_progress", None)) is not None:
             begun = pickle.dumps({"epoch": progress.epoch, "begun": progress.begun})
+            self.begun[progress.epoch] = progress.begun
+            self.begun.pop(progress.epoch - self.request.slots - 1, None)
         self.is_first = False
         self.position += 1
         state = self.state(position=self.position, begun=None)
@@ -196,7 +202,12 @@ class _Feeder:
     def obey(self, message: int | Restart) -> None:
         if isinstance(message, Restart):
             self.generation, self.elements, self.running = message.generation, None, True
-            self.wanted = message.state
+            self.wanted = None if message.state is None else pickle.loads(message.state)
+            if message.epoch in self.begun:  # how far the worker had read ahead is chance: begin it once more
+                state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
+                start = {"epoch": message.epoch, "position": 0, "begun": None}
+                self.wanted = {**state, **start, "now": self.begun[message.epoch]}
+            self.begun = {}
         else:
             self.free.append(message)
 

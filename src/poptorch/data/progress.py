@@ -32,8 +32,8 @@ class Progress:
     def state(self, loader: Any) -> State:
         if self.wanted is not None:
             return self.wanted
-        position = {"epoch": self.epoch, "position": self.position, "shares": loader._shares}
-        return {**position, "begun": self.begun, "now": _generators(loader)}
+        position = {"epoch": self.epoch, "position": self.position}
+        return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
 
     def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
         """Begin an epoch, or the rest of the one that was wanted.
@@ -108,19 +108,50 @@ def _behind(parts: Iterator[Any], skip: Skip) -> Iterator[Any]:
 
 
 def checked(state: Mapping[str, Any], loader: Any) -> State:
-    """Return a state that `loader` can continue from. Raises: DataError"""
-    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "shares", "begun", "now"}:
+    """Return the state with its position in this loader's batches.
+
+    Raises:
+        DataError: it is no loader's state, or rows would be lost or read twice
+    """
+    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", *_LAYOUT, "begun", "now"}:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
         )
-    if state["position"] and state["shares"] != loader._shares:
+    here = _layout(loader)
+    if len(state["now"]["own"]) != len(_own(loader)):
         raise DataError(
-            f"the loader's state is of the middle of epoch {state['epoch']} in {state['shares']} processes, and "
-            f"here are {loader._shares}: rows would be read twice, and others never\n"
-            f"  why: each process reads a share of its own, and the position counts batches of that share\n"
-            f"  fix: {state['shares']} processes until the epoch has ended, or a state from between two epochs"
+            "the loader's state is that of another kind of shuffling\n"
+            "  why: where rows belong to replicas the options' seed shuffles them, elsewhere torch's numbers do\n"
+            "  fix: the first loader's options (popdist.poptorch.Options or poptorch.Options), shuffle and generator"
         )
-    return dict(state)
+    position = state["position"]
+    if position and any(state[name] != here[name] for name in _LAYOUT):
+        rows = position * (state["rows"] or 0)
+        if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
+            raise DataError(
+                f"the loader's state is of the middle of epoch {state['epoch']}, from {_words(state)}, and here are "
+                f"{_words(here)}: rows would be read twice, and others never\n"
+                f"  why: a process with a share of its own counts the batches of that share\n"
+                f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
+                f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
+            )
+        position = rows // here["rows"]
+    return {**state, **here, "position": position}
+
+
+_LAYOUT = ("shares", "rows")
+
+
+def _layout(loader: Any) -> State:
+    """Return how many processes have a share and a position of their own, and the rows of a call of all of them."""
+    return {"shares": loader._shares, "rows": loader._rows_of_a_call()}
+
+
+def _words(layout: Mapping[str, Any]) -> str:
+    shares = (
+        f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
+    )
+    return f"{shares} in calls of {layout['rows']} rows"
 
 
 def _own(loader: Any) -> list[torch.Generator]:

@@ -8,7 +8,7 @@ import os
 from typing import Self
 
 from popdist.environment import is_set, read
-from poptorch.options.option_base import OptionsDict, Value
+from poptorch.options.option_base import OptionsDict, Value, expect
 
 
 class Distributed(OptionsDict):
@@ -16,6 +16,7 @@ class Distributed(OptionsDict):
 
     distributed_process_id = Value(0)
     num_distributed_processes = Value(1)
+    rows_by_replica = Value(False)
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +47,12 @@ class Distributed(OptionsDict):
         """Read the number of processes and this process's id from these variables, now."""
         self._place(0, 1)
         return self._read(var_num_processes, var_process_id)
+
+    def rowsByReplica(self, by_replica: bool) -> Self:
+        """Have loaders deal each global batch out to the replicas of all processes, so that a replica's rows are the
+        same in any number of processes; False: each process reads a contiguous share of the order. The default is
+        True for `popdist.poptorch.Options`, and False, as in PopTorch, for others."""
+        return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
 
     def _read(self, var_num_processes: str, var_process_id: str) -> Self:
         found = {name: os.environ.get(name) for name in (var_num_processes, var_process_id)}

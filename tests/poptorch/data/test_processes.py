@@ -1,11 +1,13 @@
 """Several processes read one dataset: equal shares, and every row in two epochs."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from rows import FORK, Rows, SizedStream, numbers, rows_in
 
+import popdist.poptorch
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
 from poptorch.data.dataset_shares import Share, share_of
@@ -94,3 +96,121 @@ def test_a_sampler_of_ones_own_and_partitioning_exclude_each_other(name):
 def test_without_dropping_a_process_that_has_one_batch_more_is_reported(caplog):
     DataLoader(options(0, 2), Rows(9), batch_size=2, drop_last=False)
     assert "one batch more" in caplog.text
+
+
+ROWS, REPLICAS, ACCUMULATION, ITERATIONS, MICRO_BATCH = 115, 8, 2, 3, 1
+SYNC = DataLoaderMode.Sync
+
+
+def dealt(processes: int, process: int, mode=SYNC, iterations=ITERATIONS, **how) -> DataLoader:
+    """The loader of one of some processes, which have 8 replicas in all."""
+    opts = options(process, processes, seed=3).deviceIterations(iterations)
+    opts.replicationFactor(REPLICAS // processes).Training.gradientAccumulation(ACCUMULATION)
+    opts.Distributed.rowsByReplica(True)
+    how = {"shuffle": True, **how}
+    if mode != SYNC:
+        how["async_options"] = FORK
+    if mode == DataLoaderMode.AsyncRebatched:
+        how["rebatched_worker_size"] = 5
+    return DataLoader(opts, Rows(ROWS), batch_size=MICRO_BATCH, mode=mode, **how)
+
+
+def by_replica(loaders, calls=None):
+    """[update, replica, micro-batch]: the rows that each replica reads; of some calls of an epoch."""
+    found = []
+    for loader in loaders:
+        batches = iter(loader)
+        rows = [torch.tensor(numbers([batch])) for _, batch in zip(range(calls or 99), batches, strict=False)]
+        found.append(torch.cat(rows).reshape(-1, ACCUMULATION, REPLICAS // len(loaders)))
+    return torch.cat(found, dim=2).transpose(1, 2).tolist()
+
+
+def of_all(processes: int, *args, **how) -> list[DataLoader]:
+    return [dealt(processes, process, *args, **how) for process in range(processes)]
+
+
+def end(loaders):
+    for loader in loaders:
+        loader.terminate()
+
+
+@pytest.mark.parametrize("mode", DataLoaderMode, ids=lambda mode: mode.name)
+def test_the_rows_of_a_replica_are_the_same_in_any_number_of_processes(mode):
+    generator = torch.Generator().manual_seed(3)
+    several = {processes: of_all(processes, mode) for processes in (1, 2, 4)}
+    for _ in range(2):
+        order = torch.randperm(ROWS, generator=generator)[: ROWS // 48 * 48]
+        expected = order.reshape(-1, ACCUMULATION, REPLICAS).transpose(1, 2).tolist()
+        for processes, loaders in several.items():
+            assert by_replica(loaders) == expected, f"{processes} processes"
+    for loaders in several.values():
+        end(loaders)
+
+
+@pytest.mark.parametrize("mode", DataLoaderMode, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("before, after", [(4, 2), (2, 8), (4, 1), (1, 2)])
+def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(before, after, mode):
+    whole = [dealt(1, 0)]
+    by_replica(whole)  # an epoch
+    expected = by_replica(whole)
+    first = of_all(before, mode)
+    by_replica(first)
+    begun = by_replica(first, calls=1)
+    state = first[0].state_dict()
+    assert (state["epoch"], state["position"]) == (1, 1)
+    end(first)
+    second = of_all(after, mode)
+    for loader in second:
+        loader.load_state_dict(state)
+    assert begun + by_replica(second) == expected
+    third = by_replica(whole)
+    assert by_replica(second) == third  # the epoch that follows
+    end(second)
+
+
+def test_calls_of_another_size_go_on_where_the_rows_end():
+    whole, first, second = dealt(1, 0, iterations=1), dealt(2, 0, iterations=2), of_all(4, iterations=1)
+    expected = by_replica([whole])
+    next(iter(first))
+    for loader in second:
+        loader.load_state_dict(first.state_dict())
+        assert loader.state_dict()["position"] == 2
+    assert by_replica(second) == expected[2:]
+    other = dealt(4, 0, iterations=3)
+    with pytest.raises(
+        DataError, match=r"in calls of 32 rows, and here are one order for all in calls of 48"
+    ):
+        other.load_state_dict(first.state_dict())
+
+
+def test_an_incomplete_last_batch_is_dealt_out_too_and_every_row_is_read_once():
+    loaders = of_all(4, drop_last=False)
+    found = [numbers(loader) for loader in loaders]
+    assert sorted(row for rows in found for batch in rows for row in batch) == list(range(ROWS))
+    assert [len(batches[-1]) for batches in found] == [6, 5, 4, 4]  # 19 rows in turns of 2
+    assert [len(loader) for loader in loaders] == [len(batches) for batches in found]
+
+
+@pytest.mark.parametrize("mode", [DataLoaderMode.Async, DataLoaderMode.AsyncRebatched])
+def test_after_a_break_an_epoch_has_the_rows_of_its_number_however_far_the_worker_has_read(mode):
+    expected = dealt(2, 0)
+    list(expected)
+    second = numbers(expected)
+    loader = dealt(2, 0, mode)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break  # the last batch but none: the worker loads the next epoch meanwhile, or has
+    time.sleep(0.3)
+    assert numbers(loader) == second
+    loader.terminate()
+
+
+def test_options_of_popdist_deal_rows_to_replicas_and_others_do_as_poptorch():
+    assert popdist.poptorch.Options().Distributed.rows_by_replica
+    assert not Options().Distributed.rows_by_replica
+
+
+def test_a_state_of_another_kind_of_shuffling_is_refused():
+    plain = DataLoader(Options(), Rows(ROWS), shuffle=True)
+    with pytest.raises(DataError, match="another kind of shuffling"):
+        plain.load_state_dict(dealt(1, 0).state_dict())
