@@ -63,6 +63,8 @@ def capture(
             return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
     stand_ins = StandIns(module, pretend)
+    if training:
+        stand_ins.check_writable()
     state = Capture(training)
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)

@@ -40,6 +40,10 @@ def shown_at_the_users_lines(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            # Tensors that are made in it take no gradient, and can't be written to after it: a model's must be others.
+            with torch.inference_mode(False):
+                return call(*args, **kwargs)
         takes_gradients = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)

@@ -59,6 +59,16 @@ class StandIns:
         """The user's own tensors, by name."""
         return [(member.name, member.real) for member in self._members]
 
+    def check_writable(self) -> None:
+        """Raises CaptureError, where a parameter or buffer can't be given a new value."""
+        made_for_inference = [name for name, real, _ in self._members if real.is_inference()]
+        if made_for_inference:
+            raise CaptureError(
+                f"{', '.join(made_for_inference[:5])} of the model were made inside torch.inference_mode()\n"
+                "  why: torch lets nothing be written to such tensors outside of it, so training can't change them\n"
+                "  fix: make the model, and move or cast it, outside of torch.inference_mode()"
+            )
+
     def trained(self) -> dict[str, Tensor]:
         """The parameters that require a gradient."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
