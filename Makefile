@@ -34,6 +34,7 @@ check: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seconds 60
+	$(BIN)/python tests/parity/interrupted_compilations.py 500
 
 bench: $(READY)
 	$(BIN)/python benchmarks/mnist_pipeline/main.py

@@ -1,7 +1,11 @@
 """A call is done or not done, wherever Ctrl-C comes, and however often."""
 
 import contextlib
+import signal
+import subprocess
+import sys
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +170,44 @@ def test_an_interrupt_that_keeps_no_grad_from_its_end_leaves_gradients_on(monkey
     with pytest.raises(KeyboardInterrupt):
         one(X)
     assert torch.is_grad_enabled()
+
+
+def test_a_compilation_is_interrupted_at_its_end_and_leaves_nothing_behind():
+    """Raised under the modes of capture, KeyboardInterrupt ended the process ("terminate called") or left a mode on."""
+    program = [sys.executable, str(Path(__file__).with_name("interrupted_compilations.py")), "40"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "40 interrupts\n", done.stderr[-4000:]
+
+
+def test_the_handler_of_the_program_is_called_after_the_capture():
+    came = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            signal.raise_signal(signal.SIGINT)
+            came.append("forward goes on")
+            return x * 2
+
+    before = signal.signal(signal.SIGINT, lambda *details: came.append("handler"))
+    try:
+        assert torch.equal(poptorch.inferenceModel(Model())(X), X * 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == ["forward goes on", "handler"]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.overrides.TorchFunctionMode, torch.utils._python_dispatch.TorchDispatchMode]
+)
+def test_a_mode_that_a_failing_forward_leaves_on_is_taken_off(kind):
+    class LeftOn(kind):
+        pass
+
+    class Model(nn.Module):
+        def forward(self, x):
+            LeftOn().__enter__()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        poptorch.inferenceModel(Model())(X)
+    assert (X + 1).sum() != X.sum()

@@ -24,6 +24,7 @@ from ..ir import Graph, Key
 from .recording.adoption import adoption
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
+from .recording.interrupts import interrupts_held, modes_left
 from .recording.known_values import CaptureRecorder, explained
 from .recording.leftovers import Attributes
 from .recording.loss_finder import LossFinder, final_loss
@@ -34,6 +35,8 @@ from .rewriting.mixed_types import MixedPrecision
 logger = logging.getLogger("poptorch::python")
 
 
+@interrupts_held()
+@modes_left()
 def capture(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],
