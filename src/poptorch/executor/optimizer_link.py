@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +57,8 @@ class OptimizerLink:
         frozen, self.hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
         if not compiled:
+            if self.optimizer is not None and frozen.kind != self.frozen.kind:
+                self._lease.kept = replace(self._lease.kept, optimizer=None)  # the states of another rule
             self.frozen = frozen
             self._pick_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
@@ -82,6 +85,8 @@ class OptimizerLink:
     def join(self, take: bool = True) -> None:
         """An optimizer reads its state from the devices of the executor it belongs to; `take` its own to begin with."""
         if isinstance(self.optimizer, PoptorchOptimizer):
+            if take and self.optimizer._state_reader is None:
+                self.optimizer._resume(self._model.parameter_names())
             if self._lease.executable is not None:
                 link = weakref.ref(self)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
@@ -93,7 +98,7 @@ class OptimizerLink:
         not all be here, with an error for whoever reads it."""
         lost = _lost if self._lease.shares_state else None
         if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._release(lost)
+            self.optimizer._release(self._model.parameter_names(), lost)
         if self._torch_link is not None:
             self._torch_link.release(lost)
             self._torch_link = None
@@ -105,6 +110,16 @@ class OptimizerLink:
         for parameter, state in states.items():
             if id(parameter) in names:
                 self._loaded[names[id(parameter)]] = engine_state(self.frozen, state)
+
+    def discard_loaded(self) -> None:
+        """Forget states of the optimizer that were not uploaded yet: those of the devices, or to come there, are newer."""
+        self._loaded = {}
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._pending_state = self.optimizer._pending_torch_state = None
+            self.optimizer._kept_state = None
+        else:
+            self.join(take=False)
+        self.optimizer.state.clear()
 
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""

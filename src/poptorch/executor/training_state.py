@@ -56,6 +56,7 @@ def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
         group.update(rates)
     if state["loss_scaling"] is not None:
         optimizer.loss_scaling = state["loss_scaling"]
+    executor._optimizer_link.discard_loaded()
     executor.setOptimizer(optimizer)
     if attached:
         executor.attachToDevice()

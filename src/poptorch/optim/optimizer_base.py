@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
 from poptorch.optim.attributes import VariableAttributes
+from poptorch.optim.state_names import renamed
 from poptorch.optim.torch_link import refuse_other_rules
 
 # (ipu_state, ipu_param): tensors by the names that `poptorch.optim.state_names` gives them.
@@ -38,8 +40,9 @@ class Optimizer:
     _pending_torch_state: dict[Tensor, Any] | None = None
     # Whether it came after the last `setOptimizer`: then its rates are newer than those of the executor.
     _has_pending_rates: bool = False
-    # The last state of an executor that has let go of this optimizer.
+    # The last state of an executor that has let go of this optimizer, and the names that it had for the parameters.
     _kept_state: DeviceState | None = None
+    _kept_names: Mapping[int, str] = MappingProxyType({})  # id(parameter) -> canonical name
 
     loss_scaling: float = 1.0
     max_grad_norm: float = math.inf
@@ -139,14 +142,26 @@ class Optimizer:
             return self._state_reader()
         return self._kept_state or (None, None)
 
-    def _release(self, lost: Callable[[], NoReturn] | None = None) -> None:
+    def _release(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
         """Keep the devices' last state and let go of them; the executor calls this before it forgets us.
 
-        Args: lost: the state can't be kept, and this is to be called by who asks for it
+        Args: names: id(parameter) -> its canonical name
+              lost: the state can't be kept, and this is to be called by who asks for it
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
+            self._kept_names = names
             self._state_reader = lost
+
+    def _resume(self, names: Mapping[int, str]) -> None:
+        """Let the next executor upload the state that the last one left, unless another state was loaded since.
+
+        Args: names: id(parameter) -> its canonical name in the next executor
+        """
+        kept, self._kept_state = self._kept_state, None
+        if kept is not None and kept[0] is not None and self._pending_torch_state is None:
+            news = {name: names[key] for key, name in self._kept_names.items() if key in names}
+            self._pending_state = self._pending_state or (renamed(kept[0], news), renamed(kept[1], news))
 
     # Copies -----------------------------------------------------------------------------------------
 
@@ -155,7 +170,7 @@ class Optimizer:
         attributes = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("step", "_state_reader") and not name.startswith("_optimizer_")
+            if name not in ("step", "_state_reader", "_kept_names") and not name.startswith("_optimizer_")
         }
         if self._state_reader is not None:
             attributes["_kept_state"] = self._state_reader()

@@ -18,6 +18,7 @@ from popengine.update.optimizer_rules import RULES
 
 State = dict[str, Tensor]
 
+_RATE = "___specific___"  # between the name of a rate and its parameter's
 _RATES = {
     **{name: name for name in ("momentum", "dampening", "beta1", "beta2", "eps", "alpha")},
     **{"lr": "learningRate", "weight_decay": "weightDecay", "max_weight_norm": "maxWeightNorm"},
@@ -45,6 +46,15 @@ def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
     return states
 
 
+def renamed(entries: Mapping[str, Tensor] | None, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return entries of "ipu_state" or "ipu_param" under other names of the parameters (old -> new)."""
+    found = {}
+    for key, value in (entries or {}).items():
+        before, mark, parameter = key.rpartition(_RATE if _RATE in key else "___")
+        found[f"{before}{mark}{names.get(parameter, parameter)}"] = value
+    return found
+
+
 def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
     """The "ipu_param" of one snapshot: scalars by parameter.
 
@@ -64,7 +74,7 @@ def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[s
         else:
             values = {_RATES[name]: rate for name, rate in rates.items() if name in _RATES}
         for name, value in values.items():
-            entries[f"{name}___specific___{parameter}"] = torch.tensor(value)
+            entries[f"{name}{_RATE}{parameter}"] = torch.tensor(value)
     return entries
 
 
@@ -82,7 +92,7 @@ def loaded_rates(
     scaling = newer("lossScaling_FLOAT", hyper.loss_scaling)
     groups = [dict(rates) for rates in hyper.groups]
     for parameter, index in optimizer.group_of.items():
-        rates, suffix = groups[index], f"___specific___{parameter}"
+        rates, suffix = groups[index], f"{_RATE}{parameter}"
         for name, theirs in _RATES.items():
             if name in rates:
                 rates[name] = newer(theirs + suffix, rates[name])

@@ -5,6 +5,7 @@ it from there; what `load_state_dict()` brings is uploaded before the next call.
 plain PyTorch, and back. (poptorch's optimizers have a format of their own: `state_names.py`.)
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -67,6 +68,7 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
 
 
 _LOST = "_pando_lost_state"  # an optimizer's attribute: the hook that says so
+_PICKLED = "__getstate__"  # of an optimizer itself: what copies and pickles take; looked up there before its class
 
 
 class Owner(Protocol):
@@ -92,6 +94,7 @@ class Link:
         self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
         if (lost := vars(optimizer).pop(_LOST, None)) is not None:
             lost.remove()
+        vars(optimizer)[_PICKLED] = self._pickled
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
@@ -121,11 +124,21 @@ class Link:
         if self._owner() is not None:
             self._optimizer.state.clear()
 
+    def _pickled(self) -> dict[str, Any]:
+        """Return the attributes of a copy or pickle of the optimizer, with the state that the devices have."""
+        self._fill()
+        found = dict(type(self._optimizer).__getstate__(self._optimizer))
+        found["state"] = copy.copy(found["state"])
+        self._empty()
+        return found
+
     def release(self, lost: Callable[[], NoReturn] | None = None) -> None:
         """Leave the optimizer with its state, as an ordinary one; or without: then `lost` is for whoever asks."""
         if lost is None:
             self._fill()
+            vars(self._optimizer).pop(_PICKLED, None)
         else:
             vars(self._optimizer)[_LOST] = self._optimizer.register_state_dict_pre_hook(lambda _: lost())
+            vars(self._optimizer)[_PICKLED] = lost
         for handle in self._handles:
             handle.remove()

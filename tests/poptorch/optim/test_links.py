@@ -1,12 +1,14 @@
 """The state of torch's optimizers goes to the devices and comes back, in torch's own format."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import poptorch
+from poptorch.executor.training_state import set_training_state, training_state
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -142,6 +144,109 @@ OURS = {
     "adamw": lambda p: poptorch.optim.AdamW(p, lr=0.1),
     "rmsprop": lambda p: poptorch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
 }
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_a_copy_of_a_torch_optimizer_has_the_state_that_the_devices_have(kind, duplicate):
+    # Copies and pickles were of the empty state that the optimizer has while its model is wrapped.
+    model, optimizer = made(kind)
+    executor = on_ipus(model, optimizer, data(2))
+    twin = COPIES[duplicate](optimizer)
+    same(twin.state_dict(), optimizer.state_dict())
+    assert twin.state_dict()["state"][0].keys() == optimizer.state_dict()["state"][0].keys() != set()
+    assert not optimizer.state  # the devices still have it
+    executor.destroy()
+    again = COPIES[duplicate](optimizer)
+    same(again.state_dict(), twin.state_dict())
+    again.step()
+
+
+def test_a_model_that_is_copied_with_its_optimizer_goes_on_in_plain_torch():
+    model, optimizer = made("adam")
+    on_ipus(model, optimizer, data(2))
+    pair = copy.deepcopy({"model": model, "optimizer": optimizer})
+    plain(pair["model"], pair["optimizer"], data(4)[2:])
+    twin, expected = made("adam")
+    plain(twin, expected, data(4))
+    assert torch.equal(pair["model"].layer.weight, twin.layer.weight)
+
+
+@pytest.mark.parametrize("kind", [*OURS, "torch"])
+@pytest.mark.parametrize("outer", [False, True], ids=["the same model", "inside another model"])
+def test_an_optimizer_goes_on_in_a_new_executor_after_destroy(kind, outer):
+    # poptorch's optimizers began anew, without a word.
+    def trained(interrupted):
+        torch.manual_seed(1)
+        model = Net()
+        make = OPTIMIZERS["adam"] if kind == "torch" else OURS[kind]
+        optimizer = make(model.parameters())
+        executor = on_ipus(model, optimizer, data(2))
+        if interrupted:
+            executor.destroy()
+            executor = on_ipus(Outer(model) if outer else model, optimizer, [])
+            state = optimizer.state_dict()
+            assert state["state"] or state["ipu_state"]
+        for batch in data(4)[2:]:
+            executor(batch)
+        return model.layer.weight.detach().clone()
+
+    assert torch.equal(trained(True), trained(False))
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_state_that_was_loaded_after_destroy_is_the_one_to_go_on_from():
+    model, _ = made("adam")
+    optimizer = OURS["adam"](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    first = copy.deepcopy(optimizer.state_dict())
+    executor(data(1)[0])
+    executor.destroy()
+    optimizer.load_state_dict(first)
+    on_ipus(model, optimizer, data(1))
+    assert optimizer.state_dict()["ipu_state"]["Step___layer.weight"] == 2
+
+
+def test_a_restored_training_state_is_newer_than_the_state_that_destroy_left():
+    for make in (OURS["adam"], OPTIMIZERS["adam"]):
+        model, _ = made("adam")
+        optimizer = make(model.parameters())
+        executor = on_ipus(model, optimizer, data(1))
+        saved = copy.deepcopy(training_state(executor))
+        executor(data(1)[0])
+        executor.destroy()
+        set_training_state(executor, saved)
+        executor(data(1)[0])
+        state = optimizer.state_dict()
+        step = state["state"][0]["step"] if state["state"] else state["ipu_state"]["Step___layer.weight"]
+        assert step == 2
+
+
+def test_another_kind_of_optimizer_after_destroy_begins_anew():
+    model, _ = made("momentum")
+    executor = on_ipus(model, OURS["momentum"](model.parameters()), data(1))
+    executor.destroy()
+    adam = OURS["adam"](model.parameters())
+    executor.setOptimizer(adam)
+    executor(data(1)[0])
+    names = {name.partition("___")[0] for name in adam.state_dict()["ipu_state"]}
+    assert names == {"Accl1", "Accl2", "Step"}
+    assert adam.state_dict()["ipu_state"]["Step___layer.weight"] == 1
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "after a call"])
