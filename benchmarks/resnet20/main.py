@@ -11,9 +11,9 @@ UNSPLIT = ((0, "stem layer1 layer2 layer3 head"),)
 LAYOUTS = {
     "replica1": Ours("1 replica", UNSPLIT),
     "replicas16": Ours("16 replicas", UNSPLIT, replicas=16),
-    "layout1": Ours("1 replica, best layout", UNSPLIT, memory_format="auto"),
-    "layout2": Ours("2 replicas, best layout", UNSPLIT, replicas=2, memory_format="auto"),
-    "layout16": Ours("16 replicas, best layout", UNSPLIT, replicas=16, memory_format="auto"),
+    "layout1": Ours("1 replica, best layout", UNSPLIT, memory_format="channels_last"),
+    "layout2": Ours("2 replicas, best layout", UNSPLIT, replicas=2, memory_format="channels_last"),
+    "layout16": Ours("16 replicas, best layout", UNSPLIT, replicas=16, memory_format="channels_last"),
 }
 
 if __name__ == "__main__":

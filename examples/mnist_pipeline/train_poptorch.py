@@ -44,7 +44,7 @@ def options(args) -> poptorch.Options:
     strategies = {"pipelined": poptorch.PipelinedExecution, "sharded": poptorch.ShardedExecution}
     opts = poptorch.Options()
     opts.setExecutionStrategy(strategies[args.strategy](*stages))
-    opts.memoryFormat("auto")  # of convolutions: the faster one here, found out by the first call
+    opts.memoryFormat("auto")  # of convolutions: channels_last, since images are pooled
     if args.profile:
         opts.enableProfiling(str(args.profile_dir))
     return opts

@@ -93,7 +93,12 @@ def _batches(found: argparse.ArgumentParser) -> None:
     )
     _switches(group, "offload-optimizer", "enable-optimizer-rts")
     layouts = ("preserve", "channels_last", "auto")
-    add("--memory-format", choices=layouts, default="preserve", help="of images; auto: the faster one here")
+    add(
+        "--memory-format",
+        choices=layouts,
+        default="preserve",
+        help="of images; auto: channels_last if pooled",
+    )
     add(
         "--available-memory-proportion",
         type=float,

@@ -174,6 +174,9 @@ class Settings:
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
     backend: Backend = "eager"  # what runs the pieces
+    products_in_float32: tuple[
+        str, ...
+    ] = ()  # products of half types: chosen by the options and the processor
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from popengine.compile import compile_graph, with_work_enough
 from popengine.compile.capture import capture
 from popengine.compile.recording.current_capture import current
-from popengine.compile.rewriting.partials import products_in_float32
+from popengine.compile.rewriting.channels_last import with_layout
+from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
-from popengine.run.backends.half import faster_in_float32
 from popengine.settings import Hyper, Settings
 
 from ..annotating.notes import Note, kept
@@ -25,14 +25,15 @@ from ..enums import OutputMode
 from ..executor.arguments import Call, is_wide, narrowed, sample
 from ..executor.compiled_inputs import CompiledInputs
 from ..executor.outputs import traced_outputs
+from ..executor.wrapped_model import weights_of
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
+from ..reporting.logs import logger
 from . import compilation_log
 from .anchors import Anchors, Request, resolve
 from .auto_balance import balanced
 from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
-from .memory_format import laid_out, weights_of
 from .overlap_rules import check_overlap
 from .traced_functions import Traced
 
@@ -54,7 +55,7 @@ class Executable:
     anchors: Anchors
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
-    memory_format: str = "preserve"  # "auto" has become what was faster
+    memory_format: str = "preserve"  # never "auto"
     hints: Hints = NO_HINTS  # measured for a profile only
 
     def without_graph(self) -> Executable:
@@ -98,13 +99,18 @@ def compile_model(
     notes = tuple(tracing.notes)
     anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors.wanted)
-    precision = options.Precision
-    if settings.device == "cpu" and precision.half_kernels != "native":
-        auto = precision.half_kernels == "auto"
-        graph = products_in_float32(graph, faster_in_float32 if auto else lambda operation, dtype: True)
+    kernels = options.Precision.half_kernels
+    if settings.device == "cpu" and kernels != "native":
+        chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
+        graph, widened = products_in_float32(graph, chosen)
+        settings = replace(settings, products_in_float32=widened)
+        if widened:
+            logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
+    wanted = options.memory_format if options.exists("memory_format") else "preserve"
+    graph, memory_format = with_layout(graph, wanted)
+    if wanted == "auto":
+        logger.info("memoryFormat auto: %s is used", memory_format)
     with one_row_each(model, settings.replica_groups):
-        wanted = options.memory_format if options.exists("memory_format") else "preserve"
-        graph, memory_format = laid_out(graph, wanted, model, samples, settings.device)
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
         measured = (graph, options, settings, memory_format, model, samples, hyper)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from popengine.compile.partition import partition
 from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
-from popengine.compile.rewriting.partials import products_in_float32
+from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.ir import Graph
-from popengine.run.backends.half import faster_in_float32
 from popengine.run.measure.piece_costs import Factor, Sample, sharing, speedups, with_threads
 from popengine.settings import Hyper, Optimizer, Settings, Strategy
 from popengine.update.group_update import has_kernel, init_state, update
 
+from ..executor.wrapped_model import weights_of
 from ..options import Options
-from .memory_format import weights_of
 
 _MOST = 1.0  # seconds of a micro-batch; a slower one is not run several times more for a hint
 _ROUNDS = 5
@@ -132,8 +131,9 @@ def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Gra
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
     if options.Precision.half_kernels == "native":
-        change = partial(products_in_float32, chosen=faster_in_float32)
-        others['options.Precision.halfKernels("auto")'] = change
+        others['options.Precision.halfKernels("auto")'] = lambda graph: products_in_float32(
+            graph, is_faster_in_float32
+        )[0]
     return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
 
 

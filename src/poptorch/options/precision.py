@@ -59,11 +59,12 @@ class Precision(OptionsDict):
         return self
 
     def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
-        """Compute a CPU's products of half precision by "native" kernels, in "float32", or by the faster here ("auto").
+        """Compute a CPU's products of half precision by "native" kernels, in "float32", or by processor ("auto").
 
         Products are those of matrices, convolutions and attention, of float16 and bfloat16. "float32": from float32
         copies of their operands, with one rounding at the end; copies of weights are made once a step. "auto" (default)
-        measures once a process.
+        is "native" for the types that the processor has units for (avx512_fp16, avx512_bf16), and "float32" for others
+        and for attention. Instances on different processors have to name one of the other two.
 
         Raises: ValueError, if none of these.
         """

@@ -1,8 +1,8 @@
 """Memory layout: the same graph with its convolutions in channels_last.
 
-A convolution's operands are brought into the layout where they are not in it already; what runs between convolutions
-keeps it. So a convolutional part changes as a whole, with one conversion where the data enters and one where it leaves.
-Weights are converted once a step, as casts of weights are. Results differ from those of the other layout by rounding.
+The operands of a convolution are converted where they have another layout; operations between convolutions keep it.
+So a convolutional part changes as a whole, with one conversion of its input and one of its output. Weights are
+converted once a step, as casts of weights are. Results differ from those of the other layout by rounding.
 """
 
 from __future__ import annotations
@@ -21,11 +21,37 @@ from ..recording.graph_recorder import PLACE, Recorder
 aten = torch.ops.aten
 _OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # the first so many arguments
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+# Their kernels for CPUs are vectorised over rows of pixels or over channels: 2 to 10 times as fast in channels_last.
+_OVER_CHANNELS = {
+    *(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
+    *(aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default),
+    *(aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default),
+}
+_FEW = 8  # channels: a vector of float32 has as many at least
 _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_view.default: Tensor.reshape}
 
 
+def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
+    """Return the graph in the wanted layout, and the name of its layout: "preserve" or "channels_last".
+
+    Args:
+        wanted: "preserve", "channels_last", or "auto": channels_last where images of 8 channels or more are pooled or
+            resized. This depends on the model alone, so all processes and runs compute the same bits
+    """
+    if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _pools(graph)):
+        return graph, "preserve"
+    return in_channels_last(graph), "channels_last"
+
+
+def _pools(graph: Graph) -> bool:
+    return any(
+        node.target in _OVER_CHANNELS and node.all_input_nodes[0].meta["val"].shape[-3] >= _FEW
+        for node in graph.code.nodes
+    )
+
+
 def has_convolutions(graph: Graph) -> bool:
-    """Whether there is something whose layout can be chosen: a convolution over two or three dimensions."""
+    """Return whether the graph has a convolution over two or three dimensions."""
     return any(
         node.target is aten.convolution.default and node.meta["val"].dim() in _FORMATS
         for node in graph.code.nodes
@@ -33,7 +59,7 @@ def has_convolutions(graph: Graph) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph:
-    """The graph, replayed on fake tensors with the operands of convolutions in channels_last."""
+    """Replay the graph on fake tensors with the operands of convolutions in channels_last."""
     nodes = list(graph.code.nodes)
     replayed = nodes[0]
 
@@ -54,7 +80,7 @@ def in_channels_last(graph: Graph) -> Graph:
                 like = node.meta["val"]
                 env[node] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
                 recorder.placeholder(node.name, env[node], role=node.meta["role"], key=node.meta["key"])
-        converted: dict[int, Tensor] = {}
+        converted: dict[Any, Tensor] = {}
         with recorder:
             for replayed in nodes:
                 if replayed.op == "call_function":
@@ -68,19 +94,35 @@ def in_channels_last(graph: Graph) -> Graph:
     return replace(graph, code=recorder.graph, results=tuple(results))
 
 
-def _replayed(node: fx.Node, env: dict[fx.Node, Any], converted: dict[int, Tensor]) -> Any:
+def _replayed(node: fx.Node, env: dict[fx.Node, Any], converted: dict[Any, Tensor]) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
     target: Any = node.target
     count = _OPERANDS.get(target, 0)
-    given = [_converted(value, converted) for value in args[:count]] + list(args[count:])
+    layout = torch.contiguous_format if _is_broken(target, args) else None
+    given = [_converted(value, layout, converted) for value in args[:count]] + list(args[count:])
     return _ANY_LAYOUT.get(target, target)(*given, **kwargs)
 
 
-def _converted(value: Tensor, converted: dict[int, Tensor]) -> Tensor:
-    """The value in channels_last; one conversion serves all its users."""
-    layout = _FORMATS.get(value.dim())
+def _is_broken(target: Any, args: Any) -> bool:
+    """Return whether oneDNN's kernel of a backward in channels_last writes outside its memory on some processors.
+
+    It does so in torch 2.13 on processors with AVX2 and without AVX-512 (`brgconv_strided:avx2`), for kernels of one
+    pixel, a stride and fewer than 8 input channels. The rule asks for no processor, so that bits don't depend on it.
+    """
+    if target is not aten.convolution_backward.default:
+        return False
+    weight, stride = args[2], args[4]
+    return weight.shape[1] < _FEW and all(size == 1 for size in weight.shape[2:]) and max(stride) > 1
+
+
+def _converted(value: Tensor, layout: torch.memory_format | None, converted: dict[Any, Tensor]) -> Tensor:
+    """Return the value in a layout, by default channels_last; one conversion serves all its users."""
+    layout = layout or _FORMATS.get(value.dim())
     if layout is None:
         return value
-    if id(value) not in converted:
-        converted[id(value)] = value.to(memory_format=layout)
-    return converted[id(value)]
+    if (id(value), layout) not in converted:
+        # The strides of one channel, or of one pixel, are those of either layout: only a clone makes them contiguous.
+        is_contiguous = layout is torch.contiguous_format
+        made = value.clone(memory_format=layout) if is_contiguous else value.to(memory_format=layout)
+        converted[id(value), layout] = made
+    return converted[id(value), layout]

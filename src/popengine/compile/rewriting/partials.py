@@ -1,7 +1,7 @@
 """Products of half precision in float32: what PopTorch calls a partials type of float.
 
 A matrix product, convolution or attention takes float32 copies of its half operands, which are exact, sums in float32,
-and rounds its result once. CPUs without half units do this many times faster than what their half kernels do.
+and rounds its result once. On CPUs without units for a half type this is many times faster than the half kernels.
 """
 
 from __future__ import annotations
@@ -19,40 +19,55 @@ from ..recording.graph_recorder import PLACE
 from ..stage_memory import memory_of
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
+_UNITS = {torch.float16: "avx512_fp16", torch.bfloat16: "avx512_bf16"}  # the processor's feature
+HALF = tuple(_UNITS)
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
 PRODUCTS = frozenset(
     {
         *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.addbmm.default),
         *(aten.mv.default, aten.addmv.default, aten.dot.default),
         *(aten.convolution.default, aten.convolution_backward.default),
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        *_ATTENTION,
     }
 )
 Choice = Callable[[Any, torch.dtype], bool]
 
 
-def products_in_float32(graph: Graph, chosen: Choice) -> Graph:
-    """The graph with float32 in place of half precision inside products; all values keep their types.
+def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
+    """Return whether this processor computes a product of a half type faster through float32.
+
+    The processor's features decide, never a clock: all products of a type without a unit; of others attention alone, whose
+    half kernels are no faster, and in backward 2 to 7 times slower.
+    """
+    return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
+
+
+def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str, ...]]:
+    """Return the graph with float32 in place of half precision inside products; all values keep their types.
 
     Args:
         chosen: from an operation and a half type to whether it shall be computed in float32
+    Returns: the graph, and what is computed in float32, in words
     """
     if not any(_half_type(node) for node in graph.code.nodes):
-        return graph
+        return graph, ()
     code = fx.Graph()
     code.output(code.graph_copy(graph.code, {}))
-    copies = _Copies(code)
+    copies, widened = _Copies(code), set()
     for node in list(code.nodes):
         kind = _half_type(node)
         if kind is not None and chosen(node.target, kind):
+            widened.add(f"{node.target.overloadpacket.__name__} of {str(kind).removeprefix('torch.')}")
             _widen(node, copies)
     code.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return replace(graph, code=code)
+    return replace(graph, code=code), tuple(sorted(widened))
 
 
 def _half_type(node: fx.Node) -> torch.dtype | None:
-    """The half type that a product computes in."""
+    """Return the half type that a product computes in."""
     if node.target not in PRODUCTS:
         return None
     types = (operand.meta["val"].dtype for operand in node.all_input_nodes)

@@ -137,6 +137,7 @@ _NAMES = {
     "counts.replicas": "local replicas",
     "counts.instances": "instances",
     "optimizer.kind": "optimizer",
+    "products_in_float32": "products in float32 (by Precision.halfKernels and the processor)",
 }
 
 

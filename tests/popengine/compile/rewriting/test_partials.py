@@ -9,7 +9,7 @@ from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
 from popengine.compile.recording.current_capture import current
-from popengine.compile.rewriting.partials import products_in_float32
+from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import RunError
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
@@ -61,7 +61,7 @@ def batch_of(dtype, rows=2):
 def graph_of(dtype, wide=True):
     model = model_of(dtype)
     graph = capture(model, lambda inputs: model(*inputs), batch_of(dtype), training=True)
-    return products_in_float32(graph, everything) if wide else graph
+    return products_in_float32(graph, everything)[0] if wide else graph
 
 
 def strategy_of(*ipus):
@@ -123,7 +123,7 @@ def test_a_product_is_correctly_rounded_and_never_less_exact_than_native(dtype, 
     torch.manual_seed(2)
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
     layer = nn.Linear(inner, columns, bias=False).to(dtype)
-    graph = products_in_float32(
+    graph, _ = products_in_float32(
         capture(layer, lambda inputs: [layer(inputs[0])], [x], training=False), everything
     )
     parts = partition(graph, Strategy("sharded"))
@@ -150,19 +150,31 @@ def test_names_and_types_of_what_others_see_stay():
 
 def test_a_model_without_half_precision_is_left_as_it_is():
     graph = graph_of(torch.float32, wide=False)
-    assert products_in_float32(graph, everything) is graph
+    assert products_in_float32(graph, everything) == (graph, ())
 
 
 def test_only_what_was_chosen_is_computed_in_float32():
-    graph = products_in_float32(
+    graph, widened = products_in_float32(
         graph_of(torch.float16, wide=False), lambda operation, dtype: operation is aten.convolution.default
     )
+    assert widened == ("convolution of float16",)
     types = {
         node.target: node.args[0].meta["val"].dtype
         for node in graph.code.nodes
         if node.target in (aten.convolution.default, aten.addmm.default)
     }
     assert types == {aten.convolution.default: torch.float32, aten.addmm.default: torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("features", "products"), [({}, True), ({"avx512_bf16": True}, False), ({"avx512_fp16": True}, True)]
+)
+def test_the_processors_features_decide_what_is_computed_in_float32(monkeypatch, features, products):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert is_faster_in_float32(aten.mm.default, torch.bfloat16) is products
+    assert is_faster_in_float32(aten.convolution_backward.default, torch.bfloat16) is products
+    attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert is_faster_in_float32(attention, torch.bfloat16)
 
 
 def test_copies_of_weights_belong_to_no_piece_and_copies_of_values_to_those_that_use_them():
