@@ -104,7 +104,7 @@ def all_reduce(rank: int, elements: int, port: int, processes: int) -> ways.Unit
 
 def _met(rank: int, port: int, processes: int) -> Any:
     """The options of an instance that has met the others."""
-    from popdist.environment import Launch
+    from popengine.environment import Launch
 
     torch.set_num_threads(1)
     launch = Launch(processes, 1, 1, rank, rank, processes, rank)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from popdist.environment import NODE_RANK, NUM_NODES
+from popengine.environment import NODE_RANK, NUM_NODES
 
 from .spec import DEVICE, IMAGE, IPUS_PER_GPU, RESOURCES, SECURITY, Job
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .environment import is_set as _is_set
-from .environment import read as _read
+from popengine.environment import is_set as _is_set
+from popengine.environment import read as _read
 
 __all__ = [
     "checkNumIpusPerReplica",

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 import poptorch
+from popengine.environment import read
 from poptorch.data.randomness import random_state, set_random_state
 from poptorch.executor.training_state import set_training_state, training_state
 from poptorch.reporting.logs import logger
 
 from . import checkpoint_files as files
 from . import collectives
-from .environment import read
 
 _AT_EXIT = 60  # seconds that the end of a program waits for what is being written
 

@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from popengine.environment import read
 from popengine.run.instances import this_process
 from popengine.run.instances.instance_sums import Instances, even_cuts
 from popengine.run.instances.meeting import Meeting
 from popengine.run.instances.tree_sums import Node
-
-from .environment import read
 
 T = TypeVar("T")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import poptorch
+from popengine.environment import read
 from poptorch.options import Distributed
-
-from .environment import read
 
 __all__ = ["Options"]
 

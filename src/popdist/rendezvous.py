@@ -12,11 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from popengine.environment import Launch
 from popengine.errors import Error
 from popengine.run.instances import this_process
 from popengine.run.instances.meeting import in_a_thread
-
-from .environment import Launch
 
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _PATIENCE = 0.2  # seconds; an interrupt wakes nobody who waits

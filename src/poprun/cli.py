@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from popdist.environment import NUM_NODES
+from popengine.environment import NUM_NODES
 
 from . import guard, hosts
 from .command_line import Request, parse

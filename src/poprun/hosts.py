@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from popdist.environment import NODE_RANK, NUM_NODES
+from popengine.environment import NODE_RANK, NUM_NODES
 
 from .command_line import Request
 from .guard import exit_code

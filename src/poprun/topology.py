@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from popdist import environment
+from popengine import environment
 
 from .command_line import Request
 

@@ -6,12 +6,11 @@ that only load data never import the compiler.
 
 import ast as _ast
 import importlib as _importlib
+import os as _os
 from pathlib import Path as _Path
 from typing import Any as _Any
 
 import torch as _torch
-
-from lightning_ipu.autoload import install as _install_lightning
 
 from .ignored_variables import log_recorded as _log_recorded
 
@@ -57,4 +56,9 @@ class _Operations(_torch._ops._OpNamespace):
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_recorded()
-_install_lightning()  # torch does so at its import, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
+if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+    # Torch has called no entry points. Pando's registers the ipus with Lightning.
+    from importlib.metadata import entry_points as _entry_points
+
+    for _entry_point in _entry_points(group="torch.backends", name="pando"):
+        _entry_point.load()()

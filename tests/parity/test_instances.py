@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import poptorch
-from popdist.environment import Launch
+from popengine.environment import Launch
 
 PROGRAM = Path(parity_instance.__file__)
 

@@ -13,7 +13,7 @@ import training
 
 import popdist
 import poptorch
-from popdist.environment import Launch
+from popengine.environment import Launch
 from popengine.run.instances import connections
 from popengine.update.optimizer_rules import RULES
 

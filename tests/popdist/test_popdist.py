@@ -7,7 +7,7 @@ import pytest
 
 import popdist
 import poptorch
-from popdist import environment
+from popengine import environment
 
 LAUNCHED = environment.Launch(
     total_replicas=8, local_replicas=2, ipus_per_replica=4, replica_offset=6, instances=4, instance=3

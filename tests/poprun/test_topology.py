@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from popdist.environment import Launch
+from popengine.environment import Launch
 from poprun.command_line import Request
 from poprun.numa import _listed
 from poprun.topology import Node, launch_of, local_instances, node_of, table

@@ -22,18 +22,16 @@ from ..annotating.notes import Note, kept
 from ..annotating.replica_groups import one_row_each
 from ..autocasting import following
 from ..enums import OutputMode
-from ..executor.arguments import Call, is_wide, narrowed, sample
-from ..executor.compiled_inputs import CompiledInputs
-from ..executor.outputs import traced_outputs
-from ..executor.wrapped_model import weights_of
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
 from ..reporting.logs import logger
 from . import compilation_log
 from .anchors import Anchors, Request, resolve
+from .arguments import Call, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .auto_balance import balanced
 from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
+from .outputs import traced_outputs
 from .overlap_rules import check_overlap
 from .traced_functions import Traced
 

@@ -23,8 +23,8 @@ from popengine.run.measure.piece_costs import Factor, Sample, sharing, speedups,
 from popengine.settings import Hyper, Optimizer, Settings, Strategy
 from popengine.update.group_update import has_kernel, init_state, update
 
-from ..executor.wrapped_model import weights_of
 from ..options import Options
+from .arguments import weights_of
 
 _MOST = 1.0  # seconds of a micro-batch; a slower one is not run several times more for a hint
 _ROUNDS = 5

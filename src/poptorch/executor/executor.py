@@ -20,8 +20,10 @@ from popengine.settings import Settings
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter, groups_of
+from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import compile_model
+from ..compiling.outputs import returned
 from ..enums import ConnectionType
 from ..optim import SGD
 from ..options import Options
@@ -31,11 +33,10 @@ from ..reporting.overview import Overview, overview
 from ..reporting.planned import stop_where_a_plan_was_asked_for
 from ..reporting.reporter import reporter_for
 from ..reporting.tracebacks import face
-from . import arguments, executable_file, marked_model
+from . import executable_file, marked_model
 from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
 from .optimizer_link import OptimizerLink
-from .outputs import returned
 from .weight_sync import WeightSync
 from .wrapped_model import WrappedModel
 

@@ -9,13 +9,9 @@ from torch import Tensor, nn
 from popengine.errors import Error
 
 from ..annotating.replica_groups import Grouping
+from ..compiling.arguments import weights_of
 from ..options import Options
 from . import marked_model
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by canonical name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,9 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
 
 
 _LOST = "_pando_lost_state"  # an optimizer's attribute: the hook that says so
-_PICKLED = "__getstate__"  # of an optimizer itself: what copies and pickles take; looked up there before its class
+_PICKLED = (
+    "__getstate__"  # of an optimizer itself: what copies and pickles take; looked up there before its class
+)
 
 
 class Owner(Protocol):

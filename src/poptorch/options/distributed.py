@@ -7,7 +7,7 @@ train alone, and say nothing.
 import os
 from typing import Self
 
-from popdist.environment import is_set, read
+from popengine.environment import is_set, read
 from poptorch.options.option_base import OptionsDict, Value, expect
 
 
