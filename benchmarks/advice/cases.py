@@ -30,23 +30,19 @@ class Case:
     training: bool = True
     recompute: bool = False
     adam: bool = False  # else SGD, which has no state
-    offloaded: bool = False  # its state
-    fused: bool = False
     threads: int = 0  # 0: as many as the program has
 
     def changed(self, setting: Mapping[str, Any]) -> Case:
         setting = dict(setting)
         if "iterations" in setting:
             setting["accumulation"] = setting.pop("iterations")
-        if "cut" in setting:
-            setting["cut"] = tuple(map(tuple, setting["cut"]))
         return replace(self, **setting)
 
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
         mode = "pipelined" if self.pipelined else "sharded"
         stages = " / ".join("+".join(str(self.depths[int(name[1:])]) for name in names) for names in self.cut)
-        more = [name for name in ("recompute", "adam", "offloaded") if getattr(self, name)]
+        more = [name for name in ("recompute", "adam") if getattr(self, name)]
         rows = f"{self.accumulation} x {self.rows} rows"
         return ", ".join([kind, mode, f"{stages} layers of {self.width}", rows, *more])
 
@@ -84,10 +80,8 @@ def random_case(numbers: random.Random) -> Case:
         pipelined=numbers.random() < 0.7,
         training=numbers.random() < 0.7,
     )
-    recompute, adam, offloaded = (numbers.random() < share for share in (0.4, 0.5, 0.5))
-    if not case.training:
-        return case
-    return replace(case, recompute=recompute, adam=adam, offloaded=adam and offloaded)
+    recompute, adam = (numbers.random() < share for share in (0.4, 0.5))
+    return replace(case, recompute=recompute, adam=adam) if case.training else case
 
 
 class Runner:
@@ -108,10 +102,8 @@ class Runner:
         if case.training:
             options.deviceIterations(steps).Training.gradientAccumulation(case.accumulation)
             options._Popart.set("autoRecomputation", 3 * case.recompute)
-            location = poptorch.TensorLocationSettings().useOnChipStorage(not case.offloaded)
-            options.TensorLocations.setOptimizerLocation(location)
             kind = torch.optim.Adam if case.adam else torch.optim.SGD
-            optimizer = kind(model.parameters(), lr=1e-4, fused=case.fused or None)
+            optimizer = kind(model.parameters(), lr=1e-4)
             self.executor = poptorch.trainingModel(model, options, optimizer)
         else:
             options.deviceIterations(case.accumulation)

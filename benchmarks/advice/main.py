@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from separate import Pair  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import Profile, load
 from popvision.analysis import Figures, figures
-from popvision.gains import Change, at_most, promised
+from popvision.changes import Change, promised
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
@@ -75,17 +74,6 @@ def promises(change: Change, found: Figures) -> list[tuple[str, float]]:
     return [(name, gain) for name, gain in sure if gain is not None]
 
 
-def prices(profile: Profile) -> list[tuple[Change, list[tuple[str, float]]]]:
-    """What would need less memory: where, and how many times as fast at the least (below 1)."""
-    facts = {**profile.facts, "capacity": {"bytes": 1, "of": "nothing", "shared": False}}
-    found = figures(replace(profile, facts=facts))
-    return [
-        (change, [(name, 1 / at_most(gain, found.spread)) for name, gain in machines if gain])
-        for change in (saving.change for saving in found.savings)
-        for machines in [(("separate devices", change.apart), ("here", change.here))]
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -99,7 +87,7 @@ def main() -> None:
         case = random_case(random.Random(args.seed * 1000 + number))
         profile = profile_of(case)
         found = figures(profile)
-        said = [(change, promises(change, found)) for change in found.changes] + prices(profile)
+        said = [(change, promises(change, found)) for change in found.changes]
         for change, machines in said:
             for machine, least in machines:
                 if machine == "here":
@@ -119,8 +107,7 @@ def main() -> None:
 
 
 def table(rows: list[list[Any]]) -> str:
-    told = [row for row in rows if row[-1] is not None]
-    measured, priced = ([row for row in told if (row[-2] > 1) == is_gain] for is_gain in (True, False))
+    measured = [row for row in rows if row[-1] is not None]
     kept = sum(gain - 1 >= (promised - 1) / 2 for *_, promised, gain in measured)
     harmed = sum(gain < 0.97 for *_, gain in measured)
     cells = [[str(n), *words, *(f"{x:.2f}" if x else "" for x in (p, m))] for n, *words, p, m in rows]
@@ -128,8 +115,7 @@ def table(rows: list[list[Any]]) -> str:
         f"{markdown(HEAD, cells)}\n\n"
         f"{len(measured)} promises: {kept} gave at least half of what was promised"
         f" ({kept / max(1, len(measured)):.0%}), {harmed} made a row slower by more than 3 %; the worst"
-        f" {min((row[-1] for row in measured), default=1):.2f}\n\n"
-        f"{len(priced)} prices: {sum(gain >= most for *_, most, gain in priced)} were no higher than said"
+        f" {min((row[-1] for row in measured), default=1):.2f}"
     )
 
 

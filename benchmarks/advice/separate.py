@@ -115,10 +115,8 @@ class OneIpu:
 
     inside = 1
 
-    def __init__(self, worker: Worker, folder: Path, offloaded: bool) -> None:
+    def __init__(self, worker: Worker, folder: Path) -> None:
         self._worker, self.boxes = worker, Boxes(folder)
-        self._is_offloaded = offloaded
-        self._host: dict[tuple[str, str], Tensor] = {}  # the optimizer's state, where it is offloaded
         plan = worker.plan
         self._in_flight, self._count = plan.schedule.in_flight, plan.schedule.micro_batches
         self._last = len(plan.partition.pieces) - 1
@@ -140,14 +138,9 @@ class OneIpu:
                 piece = instruction.piece if isinstance(instruction, ir.Compute) else None
                 if piece == 0 and self._begins and instruction.micro_batch >= self._in_flight:
                     self.boxes.receive(("ended", instruction.micro_batch - self._in_flight))
-                is_update = self._is_offloaded and isinstance(instruction, ir.Update)
-                if is_update:
-                    self._move_state(to_host=False)
                 work, name = handle(instruction), None
                 while work is not None and (name := worker.go_on(work, name)) is not None:
                     pass
-                if is_update:
-                    self._move_state(to_host=True)
                 is_end = piece == self._last and self._ends
                 if is_end and instruction.micro_batch < self._count - self._in_flight:
                     self.boxes.put(("ended", instruction.micro_batch), [])
@@ -156,15 +149,6 @@ class OneIpu:
             move(("call", ipu), [])
         self.steps_took += time.perf_counter() - start
         worker.finish()
-
-    def _move_state(self, to_host: bool) -> None:
-        """A device has memory of its own: what is offloaded is copied."""
-        for key, state in self._worker.store.states.items():
-            for name, value in state.items():
-                if (key, name) not in self._host:
-                    self._host[key, name] = value.clone()
-                host = self._host[key, name]
-                (host if to_host else value).copy_(value if to_host else host)
 
     def close(self) -> None:
         pass
@@ -236,7 +220,7 @@ def _serve(pipe: Connection, ipu: int) -> None:
                 runner, folder = Runner(replace(more[0], threads=1)), Path(more[1])
                 engine = runner.executor._lease.engine
                 worker = next(worker for worker in engine._workers if worker.ipu == ipu)
-                driver = OneIpu(worker, folder, more[0].offloaded)
+                driver = OneIpu(worker, folder)
                 engine._crews[False] = Crew([worker], driver)  # pyright: ignore[reportArgumentType]
                 found[name] = runner, driver, folder
             elif message == "once":

@@ -22,7 +22,7 @@ from ways import executor  # pyright: ignore[reportMissingImports]
 
 import poptorch
 from popengine.profile import load
-from popvision.trace import steady
+from popvision.times import steady_events
 
 Cut = tuple[tuple[str, ...], ...]  # the blocks of each ipu
 
@@ -57,7 +57,7 @@ def trained(cut: Cut, folder: str) -> poptorch.PoplarExecutor:
 def busiest(folder: str) -> float:
     """Seconds that the busiest ipu is at work in an update: of each the median over the updates."""
     work: dict[tuple[int, int, int], int] = defaultdict(int)
-    for event in steady(load(next(Path(folder).rglob("profile.pop")))):
+    for event in steady_events(load(next(Path(folder).rglob("profile.pop")))):
         if event.kind not in ("receive", "update"):
             work[event.ipu, event.call, event.step] += event.end - event.start
     ipus = {ipu for ipu, _, _ in work}

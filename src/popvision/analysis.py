@@ -1,4 +1,4 @@
-"""The figures of a profile: everything that the page, the text and the comparison say, computed here only."""
+"""The figures of a profile: all numbers that the page, the text and the comparison show are computed here."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 
 from popengine.profile import Event, Profile
 
-from . import costs, memory, trace, virtual
-from .changes import changes
-from .gains import Change, Machine
-from .memory_changes import Saving, savings
+from . import memory, times, virtual
+from .changes import Change, changes
 from .units import cores_in_words
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a profile says. Shares are fractions, times seconds unless the name says otherwise.
+    """All figures. Shares are fractions; times are seconds, or ns in values of `times`.
 
-    Two machines are told apart: what was recorded ran as on separate devices, one lane an ipu; without a recorder a
-    host's cores share all ipus. `step_apart` and `step_here` are what a step takes on them in virtual time, with the
-    measured costs.
+    A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a recorder the
+    host's cores share all ipus. `step_apart` and `step_here` are a step's virtual time on both, with measured costs.
     """
 
     samples_per_call: int
@@ -30,9 +27,7 @@ class Figures:
     calls: int
     steps: int
     step_seconds: float | None  # without those of the first call if there are more
-    step_spread: (
-        float  # of calls: half of the range that the middle half of them takes, as a share of their median
-    )
+    step_spread: float  # of calls, see `times.spread_of`
     step_apart: float | None
     step_here: float | None  # None: no such machine, or nothing was computed
     here_is: str
@@ -40,23 +35,23 @@ class Figures:
     bubble_ideal: float | None
     bubble_measured: float | None
     bubble_apart: float | None
-    usages: list[trace.Usage]
-    stages: list[costs.StageTime]
+    core_share: float | None  # of the computations' time: see `times.core_share`
+    usages: list[times.Usage]
+    stages: list[times.StageTime]
     slowest: int | None
     unevenness: float  # what the slowest stage costs, in average stages
-    spread: float  # of equal computations, see `costs.spread`
+    spread: float  # of equal computations, see `times.spread`
     changes: list[Change]
     needs: list[memory.Need]
     wanted: int  # bytes, to be held against the capacity
     capacity: int | None
     capacity_of: str
     fits: bool | None
-    savings: list[Saving]  # where it does not fit
     host: dict[str, float]
     copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page; with the sums that properties give."""
+        """Return plain values for the page, with the sums that are properties."""
         data = asdict(self)
         data["needs"] = [{**asdict(need), "always": need.always, "total": need.total} for need in self.needs]
         data["stages"] = [{**asdict(stage), "total": stage.total} for stage in self.stages]
@@ -64,11 +59,12 @@ class Figures:
 
 
 def figures(profile: Profile) -> Figures:
-    """Compute all figures; what a profile has no events for is None or empty."""
-    events, cut_off = trace.steady(profile), trace.cut_off(profile)
-    usages, times = ([] if cut_off else trace.usage(events)), costs.stage_times(profile, events)
-    step, spread = costs.step_of(profile, events, times), costs.spread(events)
-    totals = [time.total for time in times]
+    """Return all figures; those that need events which a profile lacks are None or empty."""
+    events = times.steady_events(profile)
+    usages = [] if times.is_cut_off(profile) else times.usages(events)
+    stages, spread = times.stage_times(profile, events), times.spread(events)
+    step = times.step_of(profile, events, stages)
+    totals = [stage.total for stage in stages]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
@@ -88,11 +84,12 @@ def figures(profile: Profile) -> Figures:
         step_here=None if here is None else here / 1e9,
         here_is=f"here, where {cores_in_words(profile)} all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
-        bubble_ideal=trace.ideal_bubble(profile),
-        bubble_measured=trace.measured_bubble(usages),
+        bubble_ideal=times.ideal_bubble(profile),
+        bubble_measured=times.measured_bubble(usages),
         bubble_apart=virtual.bubble_apart(step) if computed else None,
+        core_share=times.core_share(events),
         usages=usages,
-        stages=times,
+        stages=stages,
         slowest=totals.index(max(totals)) if computed else None,
         unevenness=max(totals) * len(totals) / sum(totals) if computed else 1.0,
         spread=spread,
@@ -102,7 +99,6 @@ def figures(profile: Profile) -> Figures:
         capacity=limit,
         capacity_of=limit_of + (", which all ipus share" if is_shared else ""),
         fits=fits,
-        savings=savings(Machine(profile, step)) if computed and fits is False else [],
         host=host_times(profile),
         copies=copies(events),
     )
@@ -135,11 +131,11 @@ def _step_seconds(profile: Profile) -> float | None:
 
 
 def _step_spread(profile: Profile) -> float:
-    return costs.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
+    return times.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
 
 
 def host_times(profile: Profile) -> dict[str, float]:
-    """Seconds of the host: in calls, between them, and by what it noted meanwhile."""
+    """Return the host's seconds: in calls, between them, and by the kind of its events."""
     found: dict[str, float] = defaultdict(float)
     calls = profile.calls
     found["in calls"] = profile.facts.get("ns_in_calls", 0) / 1e9
@@ -152,7 +148,7 @@ def host_times(profile: Profile) -> dict[str, float]:
 
 
 def copies(events: list[Event]) -> dict[str, dict[str, float]]:
-    """What moves data: inputs, values between ipus and outputs."""
+    """Return a step's ns and bytes of what moves data: inputs, values between ipus and outputs."""
     steps = len({(event.call, event.step) for event in events}) or 1
     found: dict[str, dict[str, float]] = {}
     for event in events:
@@ -164,8 +160,11 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Per phase and `by` ("block", "module", "where": a line of the program, or "kind"): all of the detailed step, but
-    for `calls`, its micro-batches. `stage` and `ipu` are -1 where a row has several; blocks are told apart by stage."""
+    """Return sums of operations by phase and `by`: "block", "module", "where" (a line of the program) or "kind".
+
+    Sums are over all micro-batches of a step, and `calls` is their number. `stage` and `ipu` are -1 in rows that have
+    several; equal names of blocks in two stages have a row each.
+    """
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)

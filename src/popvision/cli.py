@@ -12,8 +12,8 @@ from pathlib import Path
 from popengine.profile import ProfileError, load
 
 from . import chrome, compare, html, plan
-from .find import profiles_at
-from .text import summary
+from .html import profiles_at
+from .report import summary
 
 _USAGE = """\
 popvision REPORT                        open the report in a browser

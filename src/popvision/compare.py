@@ -9,6 +9,7 @@ from typing import Any, Literal
 from popengine.profile import Profile
 
 from .analysis import Figures, figures, grouped_rows
+from .times import on_the_stages_clock
 from .units import rate, seconds, share, size
 
 
@@ -107,7 +108,7 @@ def _blocks(first: Profile, second: Profile) -> list[Row]:
     times: list[dict[tuple[str, str], float]] = []
     for profile in (first, second):
         rows: dict[tuple[str, str], float] = {}
-        for row in grouped_rows(profile, "block"):
+        for row in grouped_rows(on_the_stages_clock(profile), "block"):
             key = row["block"], "forward" if row["phase"] == "F" else "backward"
             rows[key] = rows.get(key, 0.0) + row["ns"] / max(row["calls"], 1) / 1e9
         times.append(rows)

@@ -14,13 +14,13 @@ from typing import Any
 
 from popengine.profile import Profile, ProfileError, load
 
-from .advice import of_stages, sentences
+from .advice import of_machine, of_stages, sentences
 from .analysis import figures, grouped_rows
 from .compare import compare
-from .find import profiles_at
 from .memory import curve, detailed
+from .times import on_the_stages_clock
 
-REPORT = "report.html"
+PROFILE, REPORT = "profile.pop", "report.html"
 SCRIPTS = (
     "base.js",
     "lanes.js",
@@ -33,6 +33,31 @@ SCRIPTS = (
     "panels.js",
     "viewer.js",
 )  # in this order
+
+
+def profiles_at(path: Path) -> list[Path]:
+    """Return the profiles at a path, training first: the path is a profile, a folder with one, or a folder of such.
+
+    Raises:
+        ProfileError: there is none
+    """
+    if path.is_file():
+        return [path]
+    here = path / PROFILE
+    found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"), key=_training_first)
+    if not found:
+        raise ProfileError(
+            f"no {PROFILE} in {path}, nor in a folder there\n"
+            '  fix: run the program with POPLAR_ENGINE_OPTIONS=\'{"autoReport.all":"true",'
+            ' "autoReport.directory":"report"}\''
+        )
+    return found
+
+
+def _training_first(path: Path) -> tuple[int, str]:
+    order = ("training", "inference")
+    name = path.parent.name
+    return order.index(name) if name in order else len(order), name
 
 
 def write_report(directory: Path) -> Path | None:
@@ -78,13 +103,14 @@ def entry(path: Path, label: str = "") -> dict[str, Any]:
 
 
 def described(profile: Profile) -> dict[str, Any]:
-    """A profile, its figures and its curves."""
-    found = figures(profile)
+    """Return a profile, its figures and its curves, as plain values."""
+    found, profile = figures(profile), on_the_stages_clock(profile)
     return {
         "profile": json.loads(profile.to_json()),
         "figures": {
             **found.to_dict(),
             "warnings": sentences(profile, found),
+            "machine_says": of_machine(found),
             "stages_say": of_stages(found),
         },
         "groups": {by: grouped_rows(profile, by) for by in ("block", "module", "where", "kind")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from popengine.profile import Memory, Profile, Tensor, Track
 
@@ -63,11 +63,11 @@ def capacity(profile: Profile) -> tuple[int | None, str, bool]:
 
 
 def wanted(profile: Profile, needs: Sequence[Need]) -> int:
-    """Bytes to be held against the capacity: of all ipus of all replicas where they share it, else of the fullest."""
+    """Return the bytes to be held against the capacity: of all ipus of all replicas if they share it, else of the
+    fullest ipu."""
     if capacity(profile)[2]:
         return profile.counts.get("replicas", 1) * sum(need.total for need in needs)
-    away = is_offloaded(profile)
-    return max((need.total - (need.optimizer if away else 0) for need in needs), default=0)
+    return max((need.total for need in needs), default=0)
 
 
 def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
@@ -75,34 +75,10 @@ def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
     return wanted(profile, needs) <= limit if limit and needs else None
 
 
-def is_offloaded(profile: Profile) -> bool:
-    """Whether the optimizer's state is to be in the host's memory, where that is another one."""
-    return "optimizer" in profile.facts.get("off_device", ())
-
-
 def under_way(profile: Profile, stage: int) -> int:
     """Micro-batches for which a stage holds activations, at the most."""
     waiting = len(profile.ipus) - stage if profile.facts.get("mode") == "pipelined" else 1
     return min(profile.facts.get("schedule_micro_batches", 1), waiting)
-
-
-def with_recomputation(profile: Profile, is_on: bool) -> list[Need]:
-    """What each ipu needs if stages recompute, or do not: by the schedule, and by what pieces hand each other."""
-    now = profile.facts["recomputation"]["on"]
-
-    def changed(need: Need) -> Need:
-        more = _activations(profile, need.ipu, is_on) - _activations(profile, need.ipu, now)
-        return replace(need, activations=max(0, need.activations + more))
-
-    return [changed(need) for need in needs(profile)]
-
-
-def _activations(profile: Profile, ipu: int, recomputes: bool) -> int:
-    known = profile.facts["recomputation"]
-    stages = [stage for stage, own in enumerate(profile.ipus) if own == ipu]
-    held = known["left" if recomputes else "kept"]
-    again = max(known["kept"][stage] - known["left"][stage] for stage in stages) if recomputes else 0
-    return again + sum(held[stage] * under_way(profile, stage) for stage in stages)
 
 
 def detailed(profile: Profile) -> dict[int, Track]:

@@ -16,8 +16,8 @@ from popengine.profile import PLAN_WISH, Operation, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
-from .costs import StageTime, step_of
 from .memory import under_way
+from .times import StageTime, step_of
 from .units import seconds, size
 
 FLOPS, BYTES = 50e9, 10e9  # a second, of the device that the timeline imagines: a core

@@ -1,4 +1,4 @@
-"""A report of profiled runs for notebooks: it displays itself, and gives its figures and its trace as rows."""
+"""Reports of profiled runs: the headline for the terminal, and a value for notebooks that displays itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 from popengine.profile import Profile, load
 
-from .advice import sentences
-from .analysis import figures
-from .find import profiles_at
-from .html import entry, page
-from .text import summary
+from .advice import of_machine, sentences
+from .analysis import Figures, figures
+from .html import entry, page, profiles_at
+from .units import rate, seconds, share, size
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -63,3 +62,72 @@ class Report:
         text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
+
+
+def summary(profile: Profile) -> str:
+    """A screenful."""
+    found = figures(profile)
+    lines = [f"{profile.name}: {_kind(profile)}"]
+    lines += [f"  {said}"] if (said := of_machine(found)) else []
+    lines += [*_speed(profile, found), *_stages(found), *_memory(found)]
+    lines += [f"  ! {warning}" for warning in sentences(profile, found)]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(profile: Profile) -> str:
+    stages, ipus = len(profile.stages), len(profile.devices)
+    mode = profile.facts.get("mode", "")
+    kind = "training" if profile.training else "inference"
+    replicas = profile.counts.get("replicas", 1)
+    return f"{mode} {kind}, {stages} stage(s) on {ipus} ipu(s), {replicas} replica(s)"
+
+
+def _speed(profile: Profile, found: Figures) -> list[str]:
+    if not found.calls:
+        failed = profile.facts.get("failed_calls", 0)
+        return [
+            "  no call came to its end" if failed else "  nothing was run: the model was compiled and let go"
+        ]
+    passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
+    return [
+        f"  throughput    {rate(found.samples_per_second)} in calls,"
+        f" {rate(found.samples_per_second_overall)} with the time between them",
+        f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
+        f"  virtual time  a step takes {seconds(found.step_apart)} on separate devices,"
+        f" {seconds(found.step_here)} {found.here_is}",
+        f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal,"
+        f" {share(found.bubble_apart)} on separate devices",
+        f"  compilation   {seconds(found.compile_seconds)}: {passes}",
+    ]
+
+
+def _stages(found: Figures) -> list[str]:
+    if not found.stages:
+        return []
+    lines = ["  stage  ipu    forward   backward     update  blocks"]
+    for stage in found.stages:
+        mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
+        cells = (seconds(ns / 1e9) if ns else "–" for ns in (stage.forward, stage.backward, stage.update))
+        lines.append(
+            f"  {stage.stage:5}  {stage.ipu:3} "
+            + " ".join(f"{cell:>10}" for cell in cells)
+            + f"  {stage.blocks}{mark}"
+        )
+    return lines
+
+
+def _memory(found: Figures) -> list[str]:
+    if not found.needs:
+        return []
+    lines = ["    ipu    weights  gradients  optimizer     copies activations    between      total"]
+    for need in found.needs:
+        row = (need.weights + need.buffers, need.gradients, need.optimizer, need.copies)
+        lines.append(
+            f"  {need.ipu:5} "
+            + " ".join(f"{size(value):>10}" for value in row)
+            + f" {size(need.activations):>11} {size(need.between):>10} {size(need.total):>10}"
+        )
+    if found.capacity:
+        verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
+        lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
+    return lines

@@ -3,7 +3,7 @@
     apart    separate devices: each ipu does one thing at a time, in the order of the schedule
     here     a host: its cores share all ipus, and take the earliest micro-batch that can go on
 
-A change of the program is a change of the value `Step`, so what it gives is found by running it.
+A change of the program is a change of the value `StepModel`, so the gain is found by simulating the changed step.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from itertools import pairwise, product
 
 from popengine.virtual_time import Timeline, simulate
 
-WORTH_SHARING = 1e5  # ns that a task takes on average; of less, the driver leaves all to one core
-_DOUBTFUL = 1.4  # times as long or short as that: what the driver will find is not known
-_MOST_TASKS = 6_000  # of longer steps two shorter ones are run, and the line through them is followed
+WORTH_SHARING = 1e5  # ns of an average task; shorter ones are all run by one core, as the driver does
+_DOUBTFUL = 1.4  # factor around that in which the driver may do either
+_MOST_TASKS = 6_000  # of a longer step two shorter ones are simulated, and their lengths extrapolated
 
 
 @dataclass(frozen=True)
-class Step:
+class StepModel:
     """What a step computes, and what that costs in ns: `forward` and `backward` of each stage's micro-batch,
     `updates` of each ipu; on a host also `between` two tasks of a core, and `fixed`, a step's share of its call.
 
-    `ordered`: stages that take micro-batches in their order whatever the machine. `sharing`: number of cores -> how
-    many times as much they compute at the same time as one, at the least and at the most. `moves`: what an ipu of
-    separate devices takes to bring offloaded state for its update, and to take it back."""
+    `ordered`: stages that take micro-batches in their order on any machine. `sharing`: number of cores -> how many
+    times as much they compute at the same time as a single core, at the least and at the most."""
 
     ipus: tuple[int, ...]  # of each stage
     forward: tuple[float, ...]
@@ -39,74 +38,70 @@ class Step:
     between: float = 0.0
     fixed: float = 0.0
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    moves: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def phases(self) -> list[tuple[str, int]]:
-        """What a micro-batch goes through, in this order."""
+        """(phase, stage) of the computations of a micro-batch, in order."""
         stages = range(len(self.ipus))
         return [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
 
     @property
-    def rows(self) -> int:
-        """Micro-batches of all replicas."""
-        return self.micro_batches * self.replicas
-
-    @property
     def costs(self) -> list[float]:
-        """Of each of `phases`."""
+        """The ns of each of `phases`."""
         return [(self.forward if phase == "F" else self.backward)[stage] for phase, stage in self.phases]
 
+    @property
+    def work(self) -> float:
+        """The ns of all computations of a replica."""
+        return self.micro_batches * sum(self.costs) + sum(self.updates.values())
 
-def apart(step: Step) -> float:
-    """ns on separate devices."""
+    @property
+    def tasks(self) -> list[int]:
+        """The driver's tasks for each of `phases`: adding a backward's gradients to their sums is a task of its own."""
+        return [1 + (phase == "B") for phase, _ in self.phases]
+
+    @property
+    def mean(self) -> float:
+        """The ns of an average task."""
+        return self.work / (sum(self.tasks) * self.micro_batches + len(set(self.ipus)))
+
+
+def apart(step: StepModel) -> float:
+    """Return the ns of a step on separate devices."""
     return _length(step, lambda shorter: on_devices(shorter).length)
 
 
-def bubble_apart(step: Step) -> float:
-    """The share of separate devices' time in which they wait."""
+def bubble_apart(step: StepModel) -> float:
+    """Return the share of separate devices' time in which they wait."""
     length = apart(step)
-    busy = step.micro_batches * sum(step.costs) + sum(step.updates.values()) + sum(step.moves.values())
-    return 1 - busy / (length * len(set(step.ipus))) if length else 0.0
+    return 1 - step.work / (length * len(set(step.ipus))) if length else 0.0
 
 
-def here(step: Step, cores: int) -> float | None:
-    """ns on a host whose cores share all ipus of all replicas; None: how well they do so was not measured."""
-    found = [_on_cores(step, cores if _mean(step) > WORTH_SHARING else 1, end) for end in (0, 1)]
+def here(step: StepModel, cores: int) -> float | None:
+    """Return the ns on a host whose cores share all ipus of all replicas; None if their speed was not measured."""
+    found = [_on_cores(step, cores if step.mean > WORTH_SHARING else 1, end) for end in (0, 1)]
     return None if None in found else sum(filter(None, found)) / 2
 
 
-def gain_here(step: Step, cores: int, other: Step, others_cores: int) -> float | None:
-    """How many times as fast the other step computes a row: the least that may be. The driver may share tasks or leave
-    them to one core, and how well cores share was measured with a spread."""
+def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
+    """Return the least factor by which another step computes a row faster. The driver may share tasks or leave them to
+    a single core, and the speed of shared cores was measured with a spread."""
     found = []
     for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
         before, after = (
-            _on_cores(one, count if _mean(one) > limit * WORTH_SHARING else 1, end)
-            for one, count in ((step, cores), (other, others_cores))
+            _on_cores(one, cores if one.mean > limit * WORTH_SHARING else 1, end) for one in (step, other)
         )
         if before is None or after is None:
             return None
-        found.append(before / after * other.rows / step.rows if after else 1.0)
+        rows = [one.micro_batches * one.replicas for one in (step, other)]
+        found.append(before / after * rows[1] / rows[0] if after else 1.0)
     return min(found)
 
 
-def _mean(step: Step) -> float:
-    """ns of a task."""
-    tasks = sum(_tasks(step)) * step.micro_batches + len(set(step.ipus))
-    return (step.micro_batches * sum(step.costs) + sum(step.updates.values())) / tasks
-
-
-def _tasks(step: Step) -> list[int]:
-    """Of the driver, for each of `phases`: what a backward adds to the sums of gradients is a task of its own."""
-    return [1 + (phase == "B") for phase, _ in step.phases]
-
-
-def _on_cores(step: Step, cores: int, end: int) -> float | None:
+def _on_cores(step: StepModel, cores: int, end: int) -> float | None:
     if cores == 1:
-        tasks = sum(_tasks(step)) * step.micro_batches + sum(map(bool, step.updates.values()))
-        whole = step.micro_batches * sum(step.costs) + sum(step.updates.values()) + tasks * step.between
-        return whole * step.replicas + step.fixed
+        tasks = sum(step.tasks) * step.micro_batches + sum(map(bool, step.updates.values()))
+        return (step.work + tasks * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
         return None
     speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
@@ -114,7 +109,7 @@ def _on_cores(step: Step, cores: int, end: int) -> float | None:
 
 
 def _stretched(found: Timeline, speed: Sequence[float]) -> float:
-    """The length if n cores that compute at the same time are together speed[n - 1] times as fast as one."""
+    """Return the length if n cores that compute at the same time are speed[n - 1] times as fast as a single one."""
     changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
     length, busy, before = 0.0, 0, 0.0
     for time, change in changes:
@@ -124,17 +119,17 @@ def _stretched(found: Timeline, speed: Sequence[float]) -> float:
     return length
 
 
-def _length(step: Step, run: Callable[[Step], float]) -> float:
+def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
     size, more = len(step.phases), len(step.ipus)
-    some = more + 4  # enough to fill the pipeline
-    if size * step.micro_batches * step.replicas <= _MOST_TASKS or step.micro_batches <= some + more:
+    few = more + 4  # enough to fill the pipeline
+    if size * step.micro_batches * step.replicas <= _MOST_TASKS or step.micro_batches <= few + more:
         return run(step)
-    one, two = (run(replace(step, micro_batches=count)) for count in (some, some + more))
-    return two + (two - one) / more * (step.micro_batches - some - more)
+    one, two = (run(replace(step, micro_batches=count)) for count in (few, few + more))
+    return two + (two - one) / more * (step.micro_batches - few - more)
 
 
-def schedule(step: Step) -> dict[int, list[int]]:
-    """For each ipu its tasks in the order of the schedule: task m * len(phases) + i is phase i of micro-batch m."""
+def schedule(step: StepModel) -> dict[int, list[int]]:
+    """Return each ipu's tasks in the order of the schedule: task m * len(phases) + i is phase i of micro-batch m."""
     phases, size = step.phases, len(step.phases)
     after = _needs(step)
     owners = [step.ipus[stage] for _, stage in phases] * step.micro_batches
@@ -156,23 +151,24 @@ def schedule(step: Step) -> dict[int, list[int]]:
     return rows
 
 
-def on_devices(step: Step) -> Timeline:
-    """The whole step on separate devices: task m * len(phases) + i is phase i of micro-batch m; updates come last."""
+def on_devices(step: StepModel) -> Timeline:
+    """Simulate a step on separate devices: task m * len(phases) + i is phase i of micro-batch m; updates come last."""
     after = _needs(step)
     owners = [step.ipus[stage] for _, stage in step.phases] * step.micro_batches
     costs = step.costs * step.micro_batches
     for ipu, row in schedule(step).items():
         for before, task in pairwise(row):
             after[task].append(before)
-        if update := step.updates.get(ipu, 0.0) + step.moves.get(ipu, 0.0):
+        if update := step.updates.get(ipu, 0.0):
             after.append(row[-1:])
             costs.append(update)
             owners.append(ipu)
     return simulate(after, costs, owners)
 
 
-def _needs(step: Step) -> list[list[int]]:
-    """What each task waits for: the phase before; the same of the micro-batch before; and room for one more."""
+def _needs(step: StepModel) -> list[list[int]]:
+    """Return for each task those that it waits for: the phase before, the same phase of the micro-batch before, and the
+    end of a micro-batch that makes room."""
     phases, size, stages = step.phases, len(step.phases), len(step.ipus)
     found: list[list[int]] = []
     for micro_batch in range(step.micro_batches):
@@ -190,7 +186,8 @@ def _needs(step: Step) -> list[list[int]]:
     return found
 
 
-def _here(step: Step, cores: int) -> Timeline:
+def _here(step: StepModel, cores: int) -> Timeline:
+    """Simulate a step on cores that share all ipus of all replicas."""
     phases, size, copies = step.phases, len(step.phases), step.replicas
     in_flight = 1 if step.in_turns else max(len(step.ipus), cores)
     after: list[list[int]] = []
@@ -207,7 +204,7 @@ def _here(step: Step, cores: int) -> Timeline:
                 if micro_batch and phase == "F" and stage in step.ordered:
                     needs.append(number(micro_batch - 1, i))
                 after.append(needs)
-    each = [cost + tasks * step.between for cost, tasks in zip(step.costs, _tasks(step), strict=True)]
+    each = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
     costs = [cost for cost in each * step.micro_batches for _ in range(copies)]
     of_ipu = {ipu: [i for i, (_, s) in enumerate(phases) if step.ipus[s] == ipu] for ipu in set(step.ipus)}
     for ipu, cost in step.updates.items():

@@ -4,6 +4,9 @@ import browser
 import pytest
 import test_runs
 
+from popengine.profile import load
+from popvision.times import on_the_stages_clock
+
 
 @pytest.fixture(scope="module")
 def chromium():
@@ -30,4 +33,7 @@ def raw(folder):
         return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
 
     tables = ("calls", "tracks", "parts", "pieces", "operations", "memory", "passes", "blocks", "tensors")
-    return {**data, **{name: table(name) for name in tables}}
+    found = {**data, **{name: table(name) for name in tables}}
+    # An operation's share was measured, and what it is a share of is the stage's cost.
+    scaled = on_the_stages_clock(load(folder / "training" / "profile.pop")).operations
+    return {**found, "operations": [row._asdict() for row in scaled]}

@@ -85,7 +85,7 @@ def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, mon
 
 
 def test_a_profile_says_how_well_threads_share_micro_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_hints, "_numbers_of_threads", lambda: [3])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
     ((count, low, high, cost),) = profile.facts["sharing"]
     assert count == 3
@@ -95,35 +95,6 @@ def test_a_profile_says_how_well_threads_share_micro_batches(tmp_path, monkeypat
 def test_a_factor_is_the_middle_half_of_alternating_rounds():
     first, second = iter([1.0, *range(1, 8)]), iter([1.0] * 8)  # the first run of each counts for nothing
     assert speedups(lambda count: next(first), lambda count: next(second), 1.0) == (2.0, 6.0)
-
-
-def test_an_operation_that_has_all_threads_is_measured_with_one(tmp_path, measured, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    options = poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve")
-    options.Training.gradientAccumulation(1)  # one task at a time, so two threads work within its operations
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    _, profile = hinted(tmp_path, options)
-    assert profile.facts["hints"] == {"torch.set_num_threads(1)": 1.0}
-    assert {1, 2} <= set(threads)
-
-
-def test_one_kernel_for_an_update_is_measured_where_torch_has_one_and_it_was_not_asked_for(tmp_path):
-    made = {
-        "plain": lambda weights: torch.optim.AdamW(weights),
-        "asked": lambda weights: torch.optim.AdamW(weights, fused=True),
-        "layers": lambda weights: poptorch.optim.LAMB(weights),
-    }
-    found = {}
-    for name, optimizer in made.items():
-        options = poptorch.Options().enableProfiling(tmp_path / name).showCompilationProgressBar(False)
-        model = Network()
-        trainer = poptorch.trainingModel(model, options, optimizer(model.parameters()))
-        trainer(torch.ones(2, 3, 8, 8))
-        trainer.detachFromDevice()
-        found[name] = load(tmp_path / name / "training" / "profile.pop").facts["fused"]
-    assert found["plain"] > 0
-    assert (found["asked"], found["layers"]) == (None, None)
 
 
 def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):

@@ -16,7 +16,7 @@ from popengine.compile.rewriting.channels_last import with_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
-from popengine.settings import Hyper, Settings
+from popengine.settings import Settings
 
 from ..annotating.notes import Note, kept
 from ..annotating.replica_groups import one_row_each
@@ -67,9 +67,8 @@ def compile_model(
     options: Options,
     settings: Settings,
     done: Callable[[str], None],
-    hyper: Hyper | None = None,
 ) -> Executable:
-    """Capture and lower a model; `done` is told the name of each finished pass, `hyper` are the rates for now.
+    """Capture and lower a model; `done` is called with the name of each finished pass.
 
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
@@ -111,8 +110,7 @@ def compile_model(
     with one_row_each(model, settings.replica_groups):
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
-        measured = (graph, options, settings, memory_format, model, samples, hyper)
-        hinted = hints(*measured) if profiled else NO_HINTS
+        hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
     if settings.strategy.auto == "balance":
         settings = balanced(graph, settings, weights_of(model), samples)
     settings = with_work_enough(graph, settings)

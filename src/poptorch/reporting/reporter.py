@@ -23,7 +23,6 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.compile.other_plan import recomputation
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
@@ -77,9 +76,6 @@ class Reporter:
         self._hints = {
             "hints": {name: factor.low for name, factor in hints.options.items()},
             "sharing": [[count, *speed, cost] for count, (speed, cost) in hints.sharing.items()],
-            "fused": hints.fused and hints.fused.low,
-            "copying": hints.copying,
-            "recomputation": graph and recomputation(graph, engine.plan.partition, engine.settings),
         }
 
     def released(self) -> None:
@@ -121,7 +117,6 @@ class Reporter:
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": detailed_step(recorder),
             "capacity": _capacity(settings.strategy.capacity),
-            "off_device": settings.off_device,
             "recording": recording_costs(recorder),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,

@@ -26,7 +26,8 @@ function headlineView(entry, page) {
     tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
   const trace = new Trace(entry, { compact: true });
   page.miniature = trace;
-  return make("div", {}, tiles, warnings,
+  const machine = figures.machine_says ? make("p", { id: "machine", style: { marginBottom: "12px" } }, figures.machine_says) : null;
+  return make("div", {}, machine, tiles, warnings,
     trace.lanes.length ? make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
       trace.canvas, traceLegend(trace)) : null,

@@ -1,0 +1,309 @@
+"""Times: the steps that count, what ipus did in them, and what each stage's computation costs on one clock.
+
+A cost is the time that a thread computed, so that other programs do not count. The clock's own time is that of spans
+(throughput, the bubble, the trace).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median, quantiles
+
+from popengine.profile import Event, Profile
+
+from .virtual import StepModel
+
+# ---- steps -----------------------------------------------------------------------------------------------
+
+
+def steady_events(profile: Profile) -> list[Event]:
+    """Return the events of whole steps, without the first two if there are more: in those caches are cold, and the
+    recorder measures single operations."""
+    whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
+    warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
+    wanted = set(warm) or seen  # of a step that was cut off only the beginning was kept: see `is_cut_off`
+    return [event for event in profile.events() if (event.call, event.step) in wanted]
+
+
+def whole_steps(profile: Profile) -> list[tuple[int, int]]:
+    """Return (call, step) of the steps of which every instruction was kept, on all ipus."""
+    places = defaultdict(set)
+    for track in profile.tracks:
+        if 2 * len(track.durations) == len(profile.programs[track.ipu]):
+            places[track.call, track.step].add((track.replica, track.ipu))
+    everywhere = {(track.replica, track.ipu) for track in profile.tracks}
+    return sorted(key for key, value in places.items() if value == everywhere)
+
+
+def is_cut_off(profile: Profile) -> bool:
+    """Return whether only the beginnings of steps were kept, so that shares of a step's time are unknown."""
+    return bool(profile.tracks) and not whole_steps(profile)
+
+
+# ---- what ipus did ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How one ipu spent the steps, in ns."""
+
+    ipu: int
+    replica: int
+    forward: int
+    backward: int
+    update: int
+    moving: int  # loads, sends, sums, stores and so on
+    waiting: int
+
+
+def usages(events: list[Event]) -> list[Usage]:
+    """Return what each ipu did within the steps. A step begins with its first computation on any ipu, and ends with
+    the last instruction that is not a wait."""
+    steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind != "receive":
+            steps[event.call, event.step, event.replica].append(event)
+    window: dict[int, int] = defaultdict(int)  # by replica
+    spent: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for (_, _, replica), working in steps.items():
+        computing = [event.start for event in working if event.kind == "compute"]
+        start = min(computing, default=min(event.start for event in working))
+        window[replica] += max(event.end for event in working) - start
+        for event in working:
+            lasted = max(0, event.end - max(start, event.start))
+            kind = event.phase if event.kind == "compute" else event.kind
+            spent[replica, event.ipu][kind if kind in ("F", "B", "update") else "moving"] += lasted
+    found = []
+    for (replica, ipu), ns in sorted(spent.items()):
+        waiting = max(0, window[replica] - sum(ns.values()))
+        found.append(Usage(ipu, replica, ns["F"], ns["B"], ns["update"], ns["moving"], waiting))
+    return found
+
+
+def ideal_bubble(profile: Profile) -> float | None:
+    """Return the idle share of the schedule if every action took one tick: (p-1)/(m+p-1) for a pipeline."""
+    length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
+    if not length or not actions:
+        return None
+    return 1 - actions / (length * len(profile.devices))
+
+
+def measured_bubble(usages: list[Usage]) -> float | None:
+    """Return the share of the ipus' time in which they waited."""
+    waiting = sum(use.waiting for use in usages)
+    busy = sum(use.forward + use.backward + use.update + use.moving for use in usages)
+    return waiting / (waiting + busy) if busy else None
+
+
+def core_share(events: list[Event]) -> float | None:
+    """Return the share of the computations' time in which their thread computed; None if that was not measured. The
+    rest are waits: mostly for a core that another program has, or for Python's lock."""
+    computing = [event for event in events if event.computed]
+    spans = sum(event.end - event.start for event in computing)
+    return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
+
+
+# ---- what a stage costs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one micro-batch costs in a stage, in ns; `around` is what surrounds the computation."""
+
+    stage: int
+    ipu: int
+    blocks: str
+    forward: float
+    backward: float
+    around: float
+    update: float  # of one weight update
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.around
+
+
+def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
+    """Return what each stage costs for one micro-batch. A step's update is shared among the stages of an ipu."""
+    recording = _recording(profile)[0]
+    computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
+    updates: dict[int, list[Event]] = defaultdict(list)
+    for event in _undisturbed(profile, events):
+        if event.kind == "compute":
+            computed[event.phase, event.stage].append(event)
+        elif event.kind == "update":
+            updates[event.ipu].append(event)
+        elif event.kind != "receive" and event.stage >= 0:
+            around[event.stage][event.phase, event.kind, event.peer].append(event)
+    found = []
+    for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
+        forward, backward = computed["F", stage], computed["B", stage]
+        runs = max(len(forward), len(backward)) or 1
+        surroundings = sum(_cost(same, recording) * len(same) for same in around[stage].values()) / runs
+        update = _cost(updates[ipu]) / profile.ipus.count(ipu)
+        found.append(StageTime(stage, ipu, blocks, _cost(forward), _cost(backward), surroundings, update))
+    return found
+
+
+def on_the_stages_clock(profile: Profile) -> Profile:
+    """Return the profile with operations that add up to their stages: single operations were measured in one step, and
+    a stage's cost comes from all steps, so an operation gets its share of the stage's cost."""
+    ns, calls = defaultdict(int), defaultdict(int)
+    for operation in profile.operations:
+        ns[operation.piece] += operation.ns
+        calls[operation.piece] = max(calls[operation.piece], operation.calls)
+    times = stage_times(profile, steady_events(profile))
+    factors = []
+    for index, piece in enumerate(profile.pieces):
+        stage = times[piece.stage]
+        cost = (stage.forward if piece.phase == "F" else stage.backward) * calls[index]
+        factors.append(cost / ns[index] if cost and ns[index] else 1.0)
+    operations = (row._replace(ns=round(row.ns * factors[row.piece])) for row in profile.operations)
+    return replace(profile, operations=tuple(operations))
+
+
+def spread(events: list[Event]) -> float:
+    """Return how far apart the costs of equal computations are, see `spread_of`; of all pieces the median."""
+    costs: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in events:
+        if event.kind == "compute":
+            costs[event.phase, event.stage].append(event.cost)
+    return _median([spread_of(values) for values in costs.values() if len(values) >= 4])
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Return half of the interquartile range as a share of the median; 0 for fewer than four values."""
+    if len(values) < 4 or not (middle := median(values)):
+        return 0.0
+    low, _, high = quantiles(values, n=4)
+    return (high - low) / 2 / middle
+
+
+def _cost(events: Sequence[Event], recording: float = 0.0) -> float:
+    """Return the ns that an instruction with these runs costs: the median over steps of each step's mean, because the
+    first micro-batch of every step finds colder caches. At least its fastest run, which may wait by itself.
+
+    Args:
+        recording: ns that the recorder took within what was not measured as computed
+    """
+    if not events:
+        return 0.0
+    fastest = min(event.end - event.start for event in events)
+    return max(0.0, max(_of_steps((event, event.cost) for event in events), fastest) - recording)
+
+
+def _of_steps(values: Iterable[tuple[Event, float]]) -> float:
+    """Return the median of the steps' means."""
+    steps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for event, value in values:
+        steps[event.call, event.step].append(value)
+    return _median([fmean(own) for own in steps.values()])
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
+    """Yield each event as if it alone had been computed. Cores that compute at the same time take longer, by a factor
+    that was measured (`sharing`): they share memory and Python's lock."""
+    factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
+    cores, slower = max(factors.items(), default=(1, 1.0))
+    work = [event for event in events if event.computed]
+    changes = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
+    times, areas, busy = [0], [0], 0  # until each time, the sum of the cores' time in computations
+    for time, change in changes:
+        areas.append(areas[-1] + busy * (time - times[-1]))
+        times.append(time)
+        busy += change
+
+    def area(time: int) -> float:
+        place = bisect_right(times, time) - 1
+        if place + 1 == len(times):
+            return areas[-1]
+        span = times[place + 1] - times[place] or 1
+        return areas[place] + (areas[place + 1] - areas[place]) * (time - times[place]) / span
+
+    for event in events:
+        if slower > 1 and event.computed:
+            others = (area(event.end) - area(event.start)) / (event.end - event.start or 1) - 1
+            factor = 1 + (slower - 1) * max(0.0, others) / (cores - 1)
+            alone = max(1, round(event.computed / factor))
+            event = event._replace(computed=alone, end=event.end - event.computed + alone)
+        yield event
+
+
+# ---- the step for virtual time ---------------------------------------------------------------------------
+
+
+def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
+    """Return the measured step for virtual time; what surrounds a computation is spread over both phases."""
+    forward, backward = [], []
+    for time in times:
+        factor = 1 + time.around / (time.forward + time.backward or 1.0)
+        forward.append(time.forward * factor)
+        backward.append(time.backward * factor)
+    updates: dict[int, float] = defaultdict(float)
+    for time in times:
+        updates[time.ipu] += time.update
+    return StepModel(
+        profile.ipus,
+        tuple(forward),
+        tuple(backward) if profile.training else (),
+        dict(updates),
+        profile.facts.get("schedule_micro_batches", 1),
+        profile.counts.get("replicas", 1),
+        profile.facts.get("mode") != "pipelined",
+        frozenset(event.stage for event in events if event.kind == "keep"),
+        _between(events, _recording(profile)[1]),
+        _fixed(profile),
+        {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
+    )
+
+
+def _between(events: list[Event], recording: float) -> float:
+    """Return the ns between two tasks of a core that has the next one at once. A single core always has; of several
+    cores a quarter of the gaps are shorter, and the others hold waits.
+
+    Args:
+        recording: ns that the recorder took there
+    """
+    cores: dict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start):
+        cores[event.core].append(event)
+    gaps = [
+        (later, later.start - earlier.end)
+        for core, own in cores.items()
+        for earlier, later in pairwise(own)
+        if core >= 0
+        and later.start > earlier.end
+        and (earlier.call, earlier.step) == (later.call, later.step)
+    ]
+    if len(gaps) < 4:
+        return 0.0
+    found = _of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
+    return max(0.0, found - recording)
+
+
+def _fixed(profile: Profile) -> float:
+    """Return the ns of a call outside its steps, divided by its steps."""
+    spans: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for track in profile.tracks:
+        end = max((end for _, end in track.spans()), default=track.start)
+        spans[track.call, track.step] += [track.start, end]
+    found = []
+    for call in profile.calls[1:]:  # the first one pays for cold memory
+        own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
+        if call.steps and len(own) == call.steps:
+            found.append((call.end - call.start - sum(own)) / call.steps)
+    return max(0.0, _median(found) - _recording(profile)[2])
+
+
+def _recording(profile: Profile) -> tuple[float, float, float]:
+    """Return the ns that recording took: for an instruction, a task and a step."""
+    return tuple(profile.facts.get("recording", (0.0, 0.0, 0.0)))
