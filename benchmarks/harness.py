@@ -51,7 +51,7 @@ class Measurement:
     rounds: tuple[float, ...]
     numbers: tuple[float, ...]  # what each unit returned, the first one included
     others: tuple[float, ...] = ()  # cores that other programs used during each round
-    memory: int = 0  # bytes that its processes held at their peak: of the GPU where they use one
+    memory: int = 0  # bytes that its processes held at their peak
 
     @property
     def calm(self) -> tuple[float, ...]:
@@ -236,9 +236,7 @@ def child(pipe: Connection, setup: Callable[[int], Unit], rank: int) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes that this process has held at most: of the GPU if it uses one, else of the machine."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_reserved()
+    """Bytes that this process has held at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -76,7 +76,7 @@ def executor(task: Task, options: poptorch.Options) -> poptorch.PoplarExecutor:
     return poptorch.trainingModel(model, options, task.optimizer(model.parameters()))
 
 
-def plain(rank: int, task: Task, threads: int, device: str = "cpu", layout: str = "preserve") -> Unit:
+def plain(rank: int, task: Task, threads: int, layout: str = "preserve") -> Unit:
     """Plain PyTorch: forward and backward of one micro-batch after another.
 
     Args: layout: of images in memory: "preserve", "channels_last", or "best": the faster of both, as measured here
@@ -84,11 +84,11 @@ def plain(rank: int, task: Task, threads: int, device: str = "cpu", layout: str 
     torch.set_num_threads(threads)
 
     def made(layout: str) -> Unit:
-        model = task.model().to(device)
+        model = task.model()
         if layout == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         optimizer = task.optimizer(model.parameters())
-        return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step, device)
+        return _loop(task, model, list(model.parameters()), optimizer.zero_grad, optimizer.step)
 
     if layout != "best":
         return made(layout)
@@ -108,28 +108,14 @@ def large(rank: int, task: Task, threads: int, layout: str = "preserve") -> Unit
     return plain(rank, whole, threads, layout=layout)
 
 
-def compiled(rank: int, task: Task, threads: int, device: str = "cpu", mode: str | None = None) -> Unit:
+def compiled(rank: int, task: Task, threads: int) -> Unit:
     """The same loop with forward, backward and the weight update compiled by torch.compile."""
     torch.set_num_threads(threads)
-    model = task.model().to(device)
+    model = task.model()
     parameters = list(model.parameters())
     optimizer = task.optimizer(parameters)
-    fast, step = torch.compile(model, mode=mode), torch.compile(lambda: optimizer.step(), mode=mode)
-    if mode != "reduce-overhead":
-        return _loop(task, fast, parameters, optimizer.zero_grad, step, device)
-    for (
-        parameter
-    ) in parameters:  # what a CUDA graph gives is overwritten by its next run: add it up elsewhere
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        if "capturable" in group:  # the number of the step is on the GPU, so that a graph can count
-            group["capturable"] = device != "cpu"
-
-    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        torch.compiler.cudagraph_mark_step_begin()
-        return fast(*inputs)
-
-    return _loop(task, forward, parameters, lambda: optimizer.zero_grad(set_to_none=False), step, device)
+    fast, step = torch.compile(model), torch.compile(lambda: optimizer.step())
+    return _loop(task, fast, parameters, optimizer.zero_grad, step)
 
 
 def _loop(
@@ -138,18 +124,14 @@ def _loop(
     parameters: list[nn.Parameter],
     zero: Callable[[], None],
     step: Callable[[], object],
-    device: str,
 ) -> Unit:
     work = task.batches()
-    if device != "cpu":
-        work = [tuple(part.pin_memory() for part in batch) for batch in work]
 
     def unit() -> float:
         loss = torch.zeros(())
         for batch in work:
-            there = [part.to(device, non_blocking=True) for part in batch]
             zero()
-            for micro_batch in zip(*(part.split(task.rows) for part in there), strict=True):
+            for micro_batch in zip(*(part.split(task.rows) for part in batch), strict=True):
                 loss = model(*micro_batch)[-1]
                 loss.backward()
             _divide(parameters, task.micro_batches)

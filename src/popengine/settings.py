@@ -11,7 +11,7 @@ Mode = Literal["pipelined", "sharded", "phased"]
 AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 Backend = Literal["eager", "inductor"]
-DeviceKind = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda", "xpu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
@@ -155,7 +156,8 @@ def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 def _tracing(training: bool, device: str) -> Iterator[None]:
     """torch's own "is compiling" flag, without which models branch on data; autograd in one thread and quiet.
 
-    For another device than the CPU also without oneDNN: it makes a recurrent layer one operation that only CPUs have.
+    For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
+    else one operation each that only CPUs have.
     """
     with _CAPTURING:
         before, onednn = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
@@ -165,6 +167,7 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
         try:
             with (
+                contextlib.nullcontext() if device == "cpu" else sdpa_kernel(SDPBackend.MATH),
                 torch.autograd.set_multithreading_enabled(False),
                 torch.autograd.set_detect_anomaly(False),  # it would look for NaN in tensors without values
                 torch.set_grad_enabled(training),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,12 +22,9 @@ from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
 from .backends import load
-from .devices.base import Device
-from .drivers.device_worker import RemoteWorker
 from .drivers.driver import Driver
 from .drivers.leading_thread import Crew
 from .drivers.one_call import Channels, Run, Stopped
-from .drivers.replays import Replays, say_why_not
 from .drivers.worker import Worker
 from .instances import this_process
 from .instances.agreement import Facts, of_a_plan, of_rates, of_weights
@@ -53,7 +50,7 @@ class Engine(Tensors):
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        device:  from the number of an ipu to a new device for it; by default of the settings' kind
+        device:  the device where all ipus are; by default the machine's of the settings' kind
     """
 
     def __init__(
@@ -62,13 +59,13 @@ class Engine(Tensors):
         settings: Settings,
         weights: Mapping[str, Tensor],
         seed: int,
-        device: Callable[[int], Device] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
         self._meeting = this_process.of(settings.counts.instances) if several else None
         if self._meeting is not None:
             self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
-        super().__init__(plan, settings, weights, device or devices.of(settings.device))
+        super().__init__(plan, settings, weights, device or devices.device_of(settings.device))
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
         meeting = self._meeting if self.shares_state else None
         self._shared_state = SharedState(self, meeting) if meeting is not None else None
@@ -80,13 +77,12 @@ class Engine(Tensors):
         # end of a call it may still be held, and then its thread can call again.)
         self._turn = threading.RLock()
         self._workers: list[Worker] = []
-        codes = {place: load(plan, settings, place) for place in {d.place for d in self.devices.values()}}
+        codes = load(plan, settings, self.device)
         for (replica, ipu), store in self.stores.items():
-            home = self.devices[replica, ipu]
-            kind = RemoteWorker if home.is_remote else Worker
-            code, meeting = codes[home.place], self._meeting
-            self._workers.append(kind(ipu, replica, plan, settings, store, meeting, code, home))
-        self._settle()
+            self._workers.append(
+                Worker(ipu, replica, plan, settings, store, self._meeting, codes, self.device)
+            )
+        devices.settle(self.device)
         self._crews: dict[bool, Crew] = {}  # of calls that are recorded, and of others
         self._close = weakref.finalize(self, _close, self._crews)
         self._crew_for(None)
@@ -105,23 +101,13 @@ class Engine(Tensors):
         return self._crews[is_recorded]
 
     def _hired(self, is_recorded: bool) -> Crew:
-        homes, counts = self.devices.values(), self.settings.counts
-        is_remote, places = any(home.is_remote for home in homes), {home.place for home in homes}
-        if not is_remote:
-            inside = threads_inside(self.plan, self.settings, torch.get_num_threads())
-            threads = torch.get_num_threads() // inside
-            if self.settings.training and counts.instances > 1:
-                # Each may wait for the other instances at the same time.
-                threads = max(threads, len(self._workers))
-            cores = torch.get_num_threads()
-            return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside, cores))
-        is_one = len(places) == 1 and all(home.is_serial for home in homes)
-        driver = Driver(self._workers, 1 if is_one else len(self._workers), lanes=True)
-        has_graphs = all(home.has_graphs for home in homes)
-        if has_graphs and (is_recorded or not is_one):
-            say_why_not("they are profiled" if is_recorded else "the ipus are on several devices")
-        replays = has_graphs and is_one and not is_recorded
-        return Crew(self._workers, driver, Replays(self._workers, driver) if replays else None)
+        cores = devices.cores(self.settings.device)
+        inside = threads_inside(self.plan, self.settings, cores)
+        threads = cores // inside
+        if self.settings.training and self.settings.counts.instances > 1:
+            # Each may wait for the other instances at the same time.
+            threads = max(threads, len(self._workers))
+        return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside, cores), self.device)
 
     # ---- running -----------------------------------------------------------------------------------------
 
@@ -147,10 +133,9 @@ class Engine(Tensors):
             self._meeting.agree(name, self._facts(hyper))
             self._unconfirmed.clear()
         crew, before = self._crew_for(recorder), self.snapshot
-        home = self._workers[0].device
         run = self._latest = Run(
-            [home.on_host(value) for value in self._by_micro_batch(inputs)],
-            Results(self.plan.partition.signature, self.settings, home.host_empty),
+            [devices.pinned(value, self.device) for value in self._by_micro_batch(inputs)],
+            Results(self.plan.partition.signature, self.settings, self.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
             before.step,
@@ -188,8 +173,7 @@ class Engine(Tensors):
             value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
             for value in inputs
         ]
-        is_here = not self._workers[0].device.is_remote
-        return [aligned(batch) if is_here and batch.is_cpu else batch for batch in batches]
+        return [aligned(batch) if self.device.type == "cpu" and batch.is_cpu else batch for batch in batches]
 
     def _keep(self, run: Run) -> None:
         """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes.
@@ -255,12 +239,10 @@ class Engine(Tensors):
     def writes_in_place(self) -> bool:
         """Whether a call's update waits until nothing else is left, and then writes to what is kept.
 
-        So it is where a call has one update. Graphs of devices can't wait so, nor can instances that exchange weights
-        after their update.
+        So it is where a call has one update, but where instances exchange weights after it.
         """
-        is_remote = any(home.is_remote for home in self.devices.values())
         one = self.settings.training and self.settings.counts.iterations == 1
-        return one and not is_remote and not self.shares_state
+        return one and not self.shares_state
 
     @property
     def shares_state(self) -> bool:

@@ -18,10 +18,9 @@ from .. import ir
 from ..settings import Hyper, Settings
 from ..update.chunks import Part, Task, chunks
 from ..update.clipping import clamp_, clipping_factor, norms, scale_
-from ..update.group_update import phases, takes_tensors
+from ..update.group_update import phases
 from ..update.loss_scaling import Count, all_finite, count, next_factor
 from ..update.one_chunk import Prepare
-from .devices.base import Device
 from .instances.buckets import Bucket
 from .instances.exchange import Exchange
 from .instances.instance_sums import Instances
@@ -35,7 +34,6 @@ from .instances.ordered_sums import (
     reduce_over_replicas,
     total_norm,
 )
-from .state.offloading import offloading_of, portions
 from .state.random_draws import generator
 from .state.state_owners import OverInstances, Owner, pass_on
 from .state.store import Store
@@ -61,13 +59,7 @@ class Updater:
         settings: Settings,
         store: Store,
         meeting: Meeting | None,
-        device: Device,
     ) -> None:
-        self.device = device
-        weights, optimizer = [store.state[store.slot[key]] for key in store.sums], settings.optimizer
-        self._takes_tensors = optimizer is not None and any(takes_tensors(optimizer, w) for w in weights)
-        self.offloading = offloading_of(device, settings)
-        self._lrs: list[Tensor] = []  # of each group, for updates that take it from their device's memory
         self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
         self._meeting = meeting
         self._instances: dict[tuple[int, ...], Instances] = {}
@@ -79,15 +71,6 @@ class Updater:
         self.ipus = [
             i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
         ]
-
-    def begin(self, hyper: Hyper | None) -> None:
-        """A call starts, with these rates."""
-        if hyper is None or not self._takes_tensors:
-            return
-        if not self._lrs:
-            self._lrs = [torch.empty((), device=self.device.place) for _ in hyper.groups]
-        for tensor, rates in zip(self._lrs, hyper.groups, strict=True):
-            tensor.fill_(rates["lr"])
 
     def update(
         self,
@@ -164,16 +147,13 @@ class Updater:
         for group, rates in enumerate(hyper.groups):
             names = [name for name in mine if optimizer.group_of.get(name) == group]
             if names:
-                given = {**rates, "lr_tensor": self._lrs[group]} if self._lrs else rates
-                found.append(self._phases(names, given, key, prepare))
+                found.append(self._phases(names, rates, key, prepare))
         return found
 
     def _renew(self, keys: Sequence[str]) -> None:
         """Make ready what the update of these parameters writes to."""
         assert self.settings.optimizer is not None
-        self.store.renew(
-            [name for name in keys if name in self.settings.optimizer.group_of], self._off_device()
-        )
+        self.store.renew([name for name in keys if name in self.settings.optimizer.group_of])
 
     def _arriving(self) -> Iterator[list[str]]:
         """The parameters of each bucket as soon as its sum is there. They are updated while others are on their way."""
@@ -247,53 +227,20 @@ class Updater:
             yield name
 
     def _may_overflow(self, scale: float) -> bool:
-        """Whether a loss scale may make gradients overflow that nobody looks at. (A GPU would be waited for.)"""
-        return scale != 1 and not self.settings.automatic_loss_scaling and not self.device.is_remote
+        """Whether a loss scale may make gradients overflow that nobody looks at."""
+        return scale != 1 and not self.settings.automatic_loss_scaling
 
     def _phases(
         self, names: Sequence[str], rates: Mapping[str, Any], key: int, prepare: Sequence[Prepare]
     ) -> Iterator[list[Task]]:
         """The update of some parameters of one group."""
-        store = self.store
-        if self.offloading is None:
-            states = [store.states[name] for name in names]
-            yield from self._phases_here(names, rates, key, states, prepare)
-            return
-        weights = {name: store.state[store.slot[name]] for name in names}
-        for some in portions(names, [weight.numel() for weight in weights.values()]):
-            states = [store.states[name] for name in some]
-            here = [self.offloading.brought(weights[n], state) for n, state in zip(some, states, strict=True)]
-            yield from self._phases_here(some, rates, key, here, prepare)
-            for name, values in zip(some, here, strict=True):
-                self.offloading.take_back(store, name, values)
-
-    def _off_device(self) -> set[tuple[str, str]]:
-        """(name, parameter) of the states that are moved for each update."""
-        if self.offloading is None:
-            return set()
-        store, moves = self.store, self.offloading.moves
-        return {
-            (name, key)
-            for key, state in store.states.items()
-            for name in state
-            if moves(store.state[store.slot[key]], name)
-        }
-
-    def _phases_here(
-        self,
-        names: Sequence[str],
-        rates: Mapping[str, Any],
-        key: int,
-        states: Sequence[dict[str, Tensor]],
-        prepare: Sequence[Prepare],
-    ) -> Iterator[list[Task]]:
         store, optimizer = self.store, self.settings.optimizer
         assert optimizer is not None
         weights = [store.state[store.slot[name]] for name in names]
         generators = self._generators(names, weights, key) or [None] * len(names)
         parts = [
-            Part(weight, store.sums[name], state, store.old.get(name, {}), generator)
-            for name, weight, state, generator in zip(names, weights, states, generators, strict=True)
+            Part(weight, store.sums[name], store.states[name], store.old.get(name, {}), generator)
+            for name, weight, generator in zip(names, weights, generators, strict=True)
         ]
         return phases(optimizer, rates, parts, prepare)
 

@@ -1,8 +1,6 @@
 """The rules that torch has as one kernel for all parameters: Adam and AdamW with bias correction, and SGD.
 
-They differ from `formulas.py` by rounding. The learning rate may be a tensor and the steps are, so that nothing has to
-be known when the kernel is started: a CUDA graph of it serves every rate and every step. The steps count this update
-already.
+They differ from `formulas.py` by rounding. The steps count this update already.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
-Kernel = Callable[[Group, "Tensor | float", list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
+Kernel = Callable[[Group, list[Tensor], list[Tensor], list[dict[str, Tensor]]], None]
 
 
 def _by_moments(
     kernel: str,
     group: Group,
-    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
@@ -32,8 +29,8 @@ def _by_moments(
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],
-        [state["step"] for state in states],
-        lr=rate,
+        [state["step"].to(parameters[0].device) for state in states],
+        lr=group["lr"],
         beta1=group["beta1"],
         beta2=group["beta2"],
         weight_decay=group["weight_decay"],
@@ -49,13 +46,12 @@ adam, adamw = partial(_by_moments, "_fused_adam_"), partial(_by_moments, "_fused
 
 def sgd(
     group: Group,
-    rate: Tensor | float,
     parameters: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
 ) -> None:
     """One step of `formulas.sgd`, in place."""
-    momentum, dampening = group["momentum"], group.get("dampening", 0.0)
+    rate, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
     if momentum == 0 and dampening != 0:
         # The kernel dampens velocities only, and our velocity is all there is of a step (see formulas.py).
         rate = rate * (1 - dampening)

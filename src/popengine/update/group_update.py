@@ -19,31 +19,18 @@ from popengine.update.layerwise import by_layers, with_room
 from popengine.update.one_chunk import Prepare, begin_chunk, each, update_by_kernel, update_in_float
 from popengine.update.optimizer_rules import rule_of
 
-FUSED_DEVICES = ("cuda",)  # on others a user has to ask for fused kernels: torch's default has other bits
-
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """The state of one parameter before its first update: zeros, but ones for the TensorFlow RMSprop."""
     state = {}
     for name in (kept.name for kept in rule_of(optimizer).kept(optimizer)):
-        if name == "step":
-            home = "cpu" if reads_numbers(optimizer, parameter) else parameter.device
-            state[name] = torch.zeros((), dtype=torch.float32, device=home)
+        if name == "step":  # the host reads it
+            state[name] = torch.zeros((), dtype=torch.float32)
         else:
             state[name] = _zeros(optimizer, name, parameter)
     if optimizer.tf_variant:
         state["square_avg"].fill_(1)
     return state
-
-
-def takes_tensors(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether the learning rate of this parameter's updates may be a tensor, on its device."""
-    return parameter.device.type in FUSED_DEVICES and has_kernel(optimizer, parameter)
-
-
-def reads_numbers(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether its updates read how many there were, as numbers of the host."""
-    return rule_of(optimizer).counts(optimizer) and not takes_tensors(optimizer, parameter)
 
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -67,8 +54,7 @@ def update(
 ) -> None:
     """Update parameters and states in place, by one step. Under no_grad; gradients may be overwritten.
 
-    Args: group: the rates, with the keys that `popengine.settings.Hyper` lists; and "lr_tensor", the learning rate
-              as a float32 scalar on the parameters' device, for those that `takes_tensors`
+    Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
           generators: one a parameter. Half precision parameters are then rounded stochastically, with numbers
               that depend on the parameter alone, not on what shares its stage. None: to nearest.
     """
@@ -112,8 +98,7 @@ def phases(
 
 
 def _is_fused(optimizer: Optimizer, group: Rates, parameter: Tensor) -> bool:
-    is_wanted = parameter.device.type in FUSED_DEVICES or bool(group.get("fused"))
-    return is_wanted and has_kernel(optimizer, parameter)
+    return bool(group.get("fused")) and has_kernel(optimizer, parameter)
 
 
 def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Parameters or states that aren't float32 are computed on in float32 and rounded 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +45,8 @@ def begin_chunk(chunk: Chunk, prepare: Sequence[Prepare]) -> list[Part]:
 def update_by_kernel(rule: Rule, group: Rates, begin: Begin, chunk: Chunk) -> None:
     assert rule.fused is not None
     parts = begin(chunk)
-    given: Any = group
-    rate = given.get("lr_tensor", group["lr"])
     weights, gradients = [part.parameter for part in parts], [part.gradient for part in parts]
-    rule.fused(group, rate, weights, gradients, [part.state for part in parts])
+    rule.fused(group, weights, gradients, [part.state for part in parts])
 
 
 def update_in_float(

@@ -80,12 +80,6 @@ class Rule:
             elif not state.when or getattr(optimizer, state.when):
                 yield state
 
-    def counts(self, optimizer: Optimizer) -> bool:
-        """Whether the formula reads how many updates there were."""
-        return (optimizer.bias_correction or optimizer.torch_dampening) and any(
-            state.name == "step" for state in self.kept(optimizer)
-        )
-
 
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
 _MOMENTS = (

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from popengine.compile import schedule as schedules
 from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
 from popengine.ir import Plan
+from popengine.run import devices
 from popengine.settings import Settings
 
 from ..reporting.changed_options import counted
@@ -71,7 +72,7 @@ def announce(plan: Plan, settings: Settings) -> None:
     if not logger.isEnabledFor(logging.DEBUG):
         return
     if plan.schedule.micro_batches <= _DRAWN:
-        order = schedules.as_run(plan.schedule, settings.device, torch.get_num_threads())
+        order = schedules.as_run(plan.schedule, devices.cores(settings.device))
         logger.debug("schedule (%s):\n%s", order.name, schedules.draw(order).rstrip())
     else:
         logger.debug("schedule of %d micro-batches, too many to draw", plan.schedule.micro_batches)

@@ -80,7 +80,7 @@ class DeviceLease:
         """Start the devices' threads; upload weights, and all that was kept."""
         executable, kept = self.need_executable(), self.kept
         # What was compiled elsewhere runs on the devices of this program.
-        settings = replace(executable.settings, device=device_of(self._options))
+        settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed())
         if kept.random is not None:

@@ -6,7 +6,7 @@ from typing import Self
 from poptorch.enums import ConnectionType, SyncPattern
 from poptorch.options.option_base import OptionsDict, Value, expect, recorded
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "xpu")
 
 
 class DeviceOptions(OptionsDict):
@@ -20,7 +20,7 @@ class DeviceOptions(OptionsDict):
     use_model: Value[bool] = Value()
 
     def device(self, kind: str) -> Self:
-        """*Ours*: what the ipus are, "cpu" (any core), or "cuda" (streams of GPUs).
+        """*Ours*: what computes, "cpu", or one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
 
         Wins over the environment variable POPTORCH_DEVICE; without either it is the CPU.
         """

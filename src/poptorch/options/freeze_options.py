@@ -79,10 +79,10 @@ def freeze(
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
         shard_optimizer=_least_shared(options) if training and counts.global_replicas > 1 else None,
-        off_device=_off_device(options, device_of(options)),
+        off_device=_off_device(options),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",
-        device=device_of(options),
+        device=device_of(options, training),
         backend=_chosen(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
     )
 
@@ -95,15 +95,15 @@ def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
     return "running" if strategy == MeanReductionStrategy.Running else "mean"
 
 
-def device_of(options: Options) -> DeviceKind:
-    """What the ipus are: as the options say, else the environment.
+def device_of(options: Options, training: bool) -> DeviceKind:
+    """What computes: as the options say, else the environment.
 
     Raises:
         Error: POPTORCH_DEVICE names no kind of device, or there is no such device to attach to
     """
     kind: Any = _chosen(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:
-        devices.check(kind)
+        devices.check(kind, options._counts().instances if training else 1)
     return kind
 
 
@@ -125,20 +125,11 @@ def _least_shared(options: Options) -> int | None:
     return values.get("min_elements_for_replicated_tensor_sharding", 0)
 
 
-def _off_device(options: Options, device: DeviceKind) -> tuple[str, ...]:
-    """The kinds of tensors that the user allows to be kept in the host's memory."""
+def _off_device(options: Options) -> tuple[str, ...]:
+    """The kinds of tensors that the user allows to be kept in the host's memory: recorded, for profiles."""
     kinds = ("activation", "weight", "optimizer", "accumulator")
     locations = options.TensorLocations.toDict()
     found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
-    if found and device == "cpu":
-        logger.info(
-            "useOnChipStorage(False) for %s: the devices are CPUs, whose memory is the host's, so nothing moves",
-            ", ".join(found),
-        )
-    elif others := [kind for kind in found if kind != "optimizer"]:
-        logger.warning(
-            "useOnChipStorage(False) for %s: on a GPU only the optimizer's state can be in the host's memory; these"
-            " stay on the GPU",
-            ", ".join(others),
-        )
+    if found:
+        logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", ", ".join(found))
     return found

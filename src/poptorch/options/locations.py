@@ -18,7 +18,7 @@ class TensorLocationSettings(OptionsDict):
     on_chip_storage: Value[bool] = Value()
     replicated_tensor_sharding: Value[bool] = Value()
 
-    @recorded("tensors of all sizes are moved, where they are")
+    @recorded("tensors stay where they are computed")
     def minElementsForOffChip(self, min_elements: int) -> Self:
         return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
 
@@ -27,11 +27,9 @@ class TensorLocationSettings(OptionsDict):
         expect("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
+    @recorded("tensors stay where they are computed; a profile says what the moves would take")
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """On a GPU, False keeps the optimizer's state in the host's memory; CPUs have the host's memory.
-
-        None forgets the setting.
-        """
+        """None forgets the setting."""
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
@@ -71,7 +69,7 @@ class TensorLocations(OptionsDict):
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        """Where the optimizer's state is: shared out over replicas, on a GPU also in the host's memory."""
+        """Whether the optimizer's state is shared out over replicas."""
         return self.set(location_optimizer=location)
 
     @recorded("sums of gradients stay where they are computed")

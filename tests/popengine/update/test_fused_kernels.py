@@ -1,4 +1,4 @@
-"""Fused kernels update as the rules do, but for rounding. Those of CPUs stand in for those of GPUs."""
+"""Fused kernels update as the rules do, but for rounding."""
 
 from dataclasses import replace
 
@@ -40,12 +40,11 @@ def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
     kind, rates = CASES[case]
     optimizer = Optimizer(kind, {})
     weights, states = trained(optimizer, rates)
-    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
     calls = []
     real = getattr(fused_kernels, kind)
     watched = replace(RULES[kind], fused=lambda *given: (calls.append(1), real(*given)))
     monkeypatch.setitem(RULES, kind, watched)
-    found, found_states = trained(optimizer, {**rates, "lr_tensor": torch.tensor(rates["lr"])})
+    found, found_states = trained(optimizer, {**rates, "fused": True})
     assert len(calls) == 5
     for one, two in zip(weights, found, strict=True):
         torch.testing.assert_close(one, two)
@@ -55,9 +54,8 @@ def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
             torch.testing.assert_close(one[name], two[name])
 
 
-def test_a_group_may_hold_both_kinds_of_parameters(monkeypatch):
-    optimizer, rates = Optimizer("adamw", {}), {**ADAM, "weight_decay": 0.1}
-    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
+def test_a_group_may_hold_both_kinds_of_parameters():
+    optimizer, rates = Optimizer("adamw", {}), {**ADAM, "weight_decay": 0.1, "fused": True}
     torch.manual_seed(0)
     weights = [torch.randn(5), torch.randn(5).half(), torch.randn(5)]
     states = [group_update.init_state(optimizer, weight) for weight in weights]
@@ -66,11 +64,6 @@ def test_a_group_may_hold_both_kinds_of_parameters(monkeypatch):
     for weight, old, state in zip(weights, before, states, strict=True):
         torch.testing.assert_close(weight, (old * (1 - 0.001) - 0.01).to(weight.dtype), atol=2e-3, rtol=0)
         assert state["step"] == 1
-
-
-def test_cpus_keep_the_rules_with_torchs_bits():
-    assert not group_update.takes_tensors(Optimizer("adamw", {}), torch.zeros(3))
-    assert group_update.reads_numbers(Optimizer("adamw", {}), torch.zeros(3))
 
 
 @pytest.mark.parametrize(
@@ -86,13 +79,5 @@ def test_cpus_keep_the_rules_with_torchs_bits():
         (Optimizer("rmsprop", {}), torch.float32, False),
     ],
 )
-def test_what_has_no_kernel_is_updated_by_its_rule(optimizer, dtype, fits, monkeypatch):
-    monkeypatch.setattr(group_update, "FUSED_DEVICES", ("cpu",))
-    assert group_update.takes_tensors(optimizer, torch.zeros(3, dtype=dtype)) is fits
-
-
-def test_rules_read_steps_as_numbers_only_to_correct_a_bias():
-    one = torch.zeros(3)
-    assert group_update.reads_numbers(Optimizer("lamb", {}), one)
-    assert not group_update.reads_numbers(Optimizer("lamb", {}, bias_correction=False), one)
-    assert not group_update.reads_numbers(Optimizer("rmsprop", {}), one)
+def test_what_has_no_kernel_is_updated_by_its_rule(optimizer, dtype, fits):
+    assert group_update.has_kernel(optimizer, torch.zeros(3, dtype=dtype)) is fits

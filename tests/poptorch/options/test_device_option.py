@@ -7,8 +7,8 @@ import poptorch
 from poptorch.options.freeze_options import freeze, resolved
 
 
-def device_of(options):
-    return freeze(resolved(options, training=False), training=False, optimizer=None).device
+def device_of(options, training=False):
+    return freeze(resolved(options, training=training), training=training, optimizer=None).device
 
 
 def test_ipus_are_threads_of_the_cpu_unless_somebody_says_otherwise(monkeypatch):
@@ -16,23 +16,40 @@ def test_ipus_are_threads_of_the_cpu_unless_somebody_says_otherwise(monkeypatch)
     assert device_of(poptorch.Options()) == "cpu"
 
 
-def test_the_environment_chooses_a_device_and_the_option_wins_over_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.fixture
+def accelerator(request, monkeypatch):
+    """What torch finds."""
+    found = None if request.param is None else torch.device(request.param)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    return request.param
+
+
+@pytest.mark.parametrize("accelerator", ["cuda"], indirect=True)
+def test_the_environment_chooses_a_device_and_the_option_wins_over_it(accelerator, monkeypatch):
     monkeypatch.setenv("POPTORCH_DEVICE", "cuda")
     assert device_of(poptorch.Options()) == "cuda"
     assert device_of(poptorch.Options().device("cpu")) == "cpu"
 
 
 def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
-    with pytest.raises(AssertionError, match="device takes one of cpu, cuda; found 'ipu'"):
+    with pytest.raises(AssertionError, match="device takes one of cpu, cuda, xpu; found 'ipu'"):
         poptorch.Options().device("ipu")
     monkeypatch.setenv("POPTORCH_DEVICE", "tpu")
     with pytest.raises(poptorch.Error, match="POPTORCH_DEVICE is 'tpu'"):
         device_of(poptorch.Options())
 
 
-def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("accelerator", ["cuda"], indirect=True)
+def test_processes_that_train_together_are_refused_on_a_gpu(accelerator):
+    options = poptorch.Options().device("cuda")
+    options.Distributed.configureProcessId(0, 2)
+    assert device_of(options) == "cuda"
+    with pytest.raises(poptorch.Error, match=r'"cuda", and 2 processes train together'):
+        device_of(options, training=True)
+
+
+@pytest.mark.parametrize("accelerator", [None], indirect=True)
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_compiled(accelerator):
     model = poptorch.inferenceModel(lambda x: pytest.fail("captured"), poptorch.Options().device("cuda"))
     with pytest.raises(
         poptorch.Error, match=r'the device is "cuda", but torch (.|\n)*options.device\("cpu"\)'
@@ -40,13 +57,13 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_compiled(monkeyp
         model(torch.zeros(2))
 
 
-def test_what_is_only_compiled_needs_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("accelerator", [None], indirect=True)
+def test_what_is_only_compiled_needs_no_gpu(accelerator):
     options = poptorch.Options().device("cuda").useOfflineIpuTarget()
     poptorch.inferenceModel(lambda x: x + 1, options).compile(torch.zeros(2))
 
 
-def test_what_was_compiled_for_a_gpu_runs_where_there_is_none(tmp_path, monkeypatch):
+def test_what_was_compiled_for_a_gpu_runs_where_there_is_none(tmp_path):
     file = tmp_path / "model.poptorch"
     model = torch.nn.Linear(2, 2)
     options = poptorch.Options().device("cuda").useOfflineIpuTarget()

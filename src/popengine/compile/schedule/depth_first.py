@@ -7,7 +7,6 @@ core 1 | F0.1 F1.1 B1.1 B0.1 F0.3 F1.3 B1.3 B0.3        are in its cache, and fe
 from __future__ import annotations
 
 from ...ir import Schedule
-from ...settings import DeviceKind
 from ...virtual_time import simulate
 from .check import Numbers
 
@@ -25,8 +24,8 @@ def depth_first(stages: int, micro_batches: int, training: bool, cores: int) -> 
     return Schedule(found, stages, micro_batches, training, in_flight, "depth first", "core")
 
 
-def as_run(schedule: Schedule, device: DeviceKind, cores: int) -> Schedule:
-    """The order in which a plan's actions run: on a CPU, whose cores share all ipus, a pipeline goes depth first."""
-    if device != "cpu" or not schedule.overlaps:
+def as_run(schedule: Schedule, cores: int) -> Schedule:
+    """The order in which a plan's actions run where cores share all ipus: a pipeline goes depth first."""
+    if not schedule.overlaps:
         return schedule
     return depth_first(schedule.stages, schedule.micro_batches, schedule.training, cores)

@@ -1,7 +1,7 @@
 """Backends: what makes the pieces of a plan callable. Choosing another changes how fast a piece runs, no more.
 
 eager     the source of a piece, run as it is: no wait, and the same bits in every layout
-inductor  each piece compiled by torch._inductor into fused C++ kernels; results differ by rounding
+inductor  each piece compiled by torch._inductor into fused C++ kernels, on CPUs; results differ by rounding
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import torch
 
 from ...ir import Plan
 from ...settings import Settings
-from . import gpu_operations
-from .eager import CPU, Code, build
+from ..devices import CPU
+from .eager import Code, build
 
 
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
     """The functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
-    if device.type != "cpu":
-        gpu_operations.check(plan.partition, device)
     if not is_eager(settings):
         from . import inductor  # it loads sympy, which takes longer than all of this package
 

@@ -1,7 +1,7 @@
 """Makes a piece callable: the eager backend runs its source as it is.
 
-A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for another device, its
-operations are those of that device.
+A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for an accelerator, its
+operations make tensors there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch import Tensor
 
 from popengine.ir import Piece
 
+from ..devices import CPU
 from ..state.random_draws import draw, drawing_on
-from . import gpu_operations
 from .direct_calls import direct, operation_of
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
 # Kernels that make the workspace of their backward only where gradients are on.
 NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
-
-
-CPU = torch.device("cpu")
+# Accelerators' kernels may lay out their results otherwise in memory, so that such a view has to be a copy.
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def build(
@@ -52,20 +51,21 @@ def build(
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         # Draws look at what they are given to draw.
-        function = operation if is_drawn else _there(operation, call, device)
+        function = operation if is_drawn else _on_accelerator(operation, device) or call(operation)
         names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.written(after, alone), _file(piece), "exec"), names)
     return names["piece"]
 
 
-def _there(
-    operation: Any, call: Callable[[Any], Callable[..., Any]], device: torch.device
-) -> Callable[..., Any]:
-    if device.type != "cpu":
-        function = gpu_operations.for_device(operation, device)
-        if function is not direct(operation):  # it stands in for the operation there
-            return function
-    return call(operation)
+def _on_accelerator(operation: Any, device: torch.device) -> Callable[..., Any] | None:
+    """Return what to call on an accelerator where it is not the operation itself."""
+    if device.type == "cpu":
+        return None
+    if operation in _VIEWS:
+        return Tensor.reshape
+    if any(argument.name == "device" and argument.kwarg_only for argument in operation._schema.arguments):
+        return lambda *args, **kwargs: operation(*args, **{**kwargs, "device": device, "pin_memory": None})
+    return None
 
 
 def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:

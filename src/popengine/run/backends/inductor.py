@@ -1,15 +1,14 @@
 """The inductor backend: each piece compiled into fused kernels by torch._inductor, before the first call.
 
 Kernels for CPUs are C++ and have one thread, as an ipu is a thread: left alone, inductor bakes the number of
-cores at hand into each kernel, and the ipus would compete for them. Those for GPUs are Triton's. Inductor keeps
-what it compiles on disk, by graph, shapes, options and versions of torch and the compiler
-(`TORCHINDUCTOR_CACHE_DIR`), and compiles the kernels of a piece in parallel.
+cores at hand into each kernel, and the ipus would compete for them. Inductor keeps what it compiles on disk, by
+graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and compiles the kernels of
+a piece in parallel.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import threading
 import warnings
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ir import Partition, Piece
-from .eager import CPU, NEEDS_GRADIENTS_ON, Code, build
+from .eager import NEEDS_GRADIENTS_ON, Code, build
 from .tracing import Like, trace, values_read
 
 OPTIONS = {
@@ -33,7 +32,7 @@ _compiling = threading.Lock()  # inductor has global state
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     """The functions of all pieces; the eager ones of those that can't be compiled, with a warning."""
-    missing = why_not(device.type)
+    missing = why_not(device)
     if missing:
         warnings.warn(
             f"the compiled backend is not used: {missing[0]}\n"
@@ -44,17 +43,17 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
         )
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
-        reads = values_read(partition, device)
-        pairs = zip(partition.pieces, reads, strict=True)
-        return tuple(_function(piece, likes, device) for piece, likes in pairs)
+        pairs = zip(partition.pieces, values_read(partition), strict=True)
+        return tuple(_function(piece, likes) for piece, likes in pairs)
 
 
-def why_not(kind: str) -> tuple[str, str] | None:
-    """Why nothing can be compiled for this kind of device, and what helps; None if it can."""
-    if kind != "cpu":
-        if importlib.util.find_spec("triton") is None:
-            return "there is no Triton, which makes a GPU's kernels", "pip install triton"
-        return None
+def why_not(device: torch.device) -> tuple[str, str] | None:
+    """Why nothing can be compiled for this device, and what helps; None if it can."""
+    if device.type != "cpu":
+        return (
+            f"pieces are compiled for CPUs only, and the device is {device.type!r}",
+            'options.device("cpu")',
+        )
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -65,11 +64,11 @@ def why_not(kind: str) -> tuple[str, str] | None:
     return None
 
 
-def _function(piece: Piece, reads: Sequence[Like], device: torch.device) -> Code:
+def _function(piece: Piece, reads: Sequence[Like]) -> Code:
     if not piece.calls or piece.gathers or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
-        return build(piece, device=device)
+        return build(piece)
     try:
-        return compiled(piece, tuple(reads), device)
+        return compiled(piece, tuple(reads))
     except Exception as error:  # whatever a compiler runs into, the piece itself can run
         phase = "forward" if piece.phase == "F" else "backward"
         warnings.warn(
@@ -78,18 +77,18 @@ def _function(piece: Piece, reads: Sequence[Like], device: torch.device) -> Code
             RuntimeWarning,
             stacklevel=2,
         )
-        return build(piece, device=device)
+        return build(piece)
 
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
-def compiled(piece: Piece, reads: tuple[Like, ...], device: torch.device = CPU) -> Code:
+def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
     """The compiled function of a piece that reads values like these."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    graph, fakes = trace(piece, reads, select_decomp_table(), device)
+    graph, fakes = trace(piece, reads, select_decomp_table())
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
     mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]
@@ -108,9 +107,8 @@ def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
             values.append(torch.tensor(key - (1 << 64) if key >> 63 else key))
         for i, stride in enumerate(strides):
             if values[i].stride() != stride:
-                values[i] = torch.empty_strided(
-                    values[i].shape, stride, dtype=values[i].dtype, device=values[i].device
-                ).copy_(values[i])
+                like = torch.empty_strided(values[i].shape, stride, dtype=values[i].dtype)
+                values[i] = like.copy_(values[i])
         return code(values)
 
     return call

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from popengine.control_flow import LIBRARY
 
 from ...ir import Partition, Piece
-from ..state.random_draws import draw, kwargs_on
-from .eager import CPU, build
+from ..state.random_draws import draw
+from .eager import build
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,45 +31,38 @@ class Like:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
 
     @staticmethod
     def of(value: Tensor) -> Like:
-        return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+        return Like(tuple(value.shape), value.stride(), value.dtype)
 
     def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
-def values_read(partition: Partition, device: torch.device) -> list[tuple[Like, ...]]:
+def values_read(partition: Partition) -> list[tuple[Like, ...]]:
     """For each piece what it will read, found by running all pieces in order on fake tensors."""
     fake = FakeTensorMode()
     found = []
     with fake, torch.no_grad():
-        values = {
-            slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
-            for slot in partition.signature.slots
-        }
+        values = {slot.name: torch.empty(slot.shape, dtype=slot.dtype) for slot in partition.signature.slots}
         for name, piece in partition.prepared.items():
-            (values[name],) = build(piece, device=device)([values[read] for read in piece.reads])
+            (values[name],) = build(piece)([values[read] for read in piece.reads])
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
-            code = build(piece, device=device, alone=True, draw=_pretend_draw(device))
+            code = build(piece, alone=True, draw=_pretend_draw)
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
     return found
 
 
-def _pretend_draw(device: torch.device) -> Callable[..., Any]:
-    def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs_on(device, func, kwargs))
-
-    return draw
+def _pretend_draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def trace(
-    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any], device: torch.device = CPU
+    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """The fx graph of a piece, and the fake tensors it was traced on (the last one is the key, if it draws)."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
@@ -78,10 +71,7 @@ def trace(
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
 
-    def draw_there(func: Any, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
-        return _draw(func, key, place, *args, **kwargs_on(device, func, kwargs))
-
-    code = build(piece, _opaque, device, draw=draw_there)
+    code = build(piece, _opaque, draw=_draw)
     traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
     with fake, torch.no_grad():
         return traced(*values), values

@@ -2,8 +2,7 @@
 
     the host's cores    any core takes any task, depth first: it mostly stays with a micro-batch, whose values are in
                         its cache, and nobody is idle while there is something to do
-    lanes               each ipu does one thing at a time, in the order of its program: several GPUs, and profiles
-    one thread          on one GPU, where kernels run by themselves; the order is that of the schedule, exactly
+    lanes               each ipu does one thing at a time, in the order of its program: profiles
 
 What waits for what says `tasks.py`. Tasks too short to be shared are left to one core. What an update does is shared
 out over all cores (`update_pool.py`), but for lanes.
@@ -70,9 +69,8 @@ class Driver:
         # Cores that share an update.
         self._sharing = cores if cores > 1 and settings.training and not lanes else 0
         self._pool: UpdatePool | None = None  # there once a large update has been
-        # Several instances wait for each other within updates, which so have to go on at the same time; and what is
-        # started on a device takes as long there, however short it is here.
-        self._is_shared = threads > 1 and (settings.counts.instances > 1 or workers[0].device.is_remote)
+        # Several instances wait for each other within updates, which so have to go on at the same time.
+        self._is_shared = threads > 1 and settings.counts.instances > 1
         self._judged, self._spent = 2 * _JUDGED if self._is_shared or threads == 1 else 0, 0.0
         for number in range(1, threads):
             threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True).start()
@@ -107,8 +105,7 @@ class Driver:
     def begin(self, run: Run) -> None:
         """Tell all workers of a call."""
         for worker in self._workers:
-            with worker.device.running():
-                worker.begin(run)
+            worker.begin(run)
 
     def steps(self, run: Run) -> None:
         """All that a call computes, once every worker has begun it."""
@@ -118,8 +115,7 @@ class Driver:
         try:
             for step in range(run.steps):
                 for worker in self._workers:
-                    with worker.device.running():
-                        worker.begin_step(step)
+                    worker.begin_step(step)
                 if run.recorder is None:
                     self._step()
                 else:
@@ -127,9 +123,6 @@ class Driver:
                         self._step()
         finally:
             del self._run
-        for worker in self._workers:
-            with worker.device.running():
-                worker.finish()
 
     def close(self) -> None:
         with self._changed:
@@ -198,12 +191,11 @@ class Driver:
         worker, start, body, waits = self._nodes[node]
         if waits:
             return self._go_on(node, core)
-        with worker.device.running():
-            if self._run.recorder is None:
-                for handle, instruction in body:
-                    handle(instruction)
-            else:
-                self._run.recorder.perform(worker, start, body, core)
+        if self._run.recorder is None:
+            for handle, instruction in body:
+                handle(instruction)
+        else:
+            self._run.recorder.perform(worker, start, body, core)
         return True
 
     def _go_on(self, node: int, core: int) -> bool:
@@ -213,8 +205,7 @@ class Driver:
         work, name = self._resumed.pop(node, (None, None))
         if work is None:
             work = recorder.performing(worker, start, body, core) if recorder else worker.performing(body)
-        with worker.device.running():
-            name = worker.go_on(work, name)
+        name = worker.go_on(work, name)
         if name is not None:
             self._paused[node] = work, name
         return name is None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import torch
 
+from .. import devices
 from .driver import Driver
 from .one_call import Run
-from .replays import Replays
 from .thread_teams import let_go_of_team
 from .worker import Worker
 
@@ -20,12 +20,11 @@ class Crew:
 
     Args:
         driver: with its thread as the first
-        replays: runs the driver, or a graph of what it does
+        device: the device that the workers' tensors are on
     """
 
-    def __init__(self, workers: Sequence[Worker], driver: Driver, replays: Replays | None = None) -> None:
-        self._workers, self._driver = workers, driver
-        self._perform: Callable[[Run], None] = replays or driver
+    def __init__(self, workers: Sequence[Worker], driver: Driver, device: torch.device = devices.CPU) -> None:
+        self._workers, self._driver, self._device = workers, driver, device
         self._inbox: SimpleQueue[Run | SimpleQueue[None] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="core 0", daemon=True)
         self.thread.start()
@@ -56,16 +55,14 @@ class Crew:
             try:
                 # Some libraries keep one number for the process, so `Run.end` puts it back.
                 torch.set_num_threads(self._driver.inside)
-                with torch.inference_mode():
-                    self._perform(run)
+                with torch.inference_mode(), devices.running(self._device):
+                    self._driver(run)
+                    devices.settle(self._device)
                 if self._driver.inside > 1:
                     let_go_of_team()
             except BaseException as error:  # whatever it is, the caller must hear of it
                 failure = error
             for worker in self._workers:
-                try:
-                    worker.end()
-                except BaseException as error:  # of a device that can't be used any more
-                    failure = error
+                worker.end()
             run.end(failure)
             del run, failure

@@ -21,7 +21,7 @@ from popengine.settings import Settings
 
 from ..backends import is_eager
 from ..backends.eager import Code, user_line
-from ..devices.base import Device
+from ..devices import upload
 from ..instances.buckets import handing
 from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_in
 from ..measure.float_exceptions import FiniteCheck
@@ -38,7 +38,7 @@ _MOMENTS = AFTER_OTHERS, AT_THE_END  # nothing comes
 
 
 class Worker:
-    """Runs one ipu's program. This one is for the host's own memory; `device_worker.py` has the others."""
+    """Runs one ipu's program on a device."""
 
     def __init__(
         self,
@@ -49,12 +49,11 @@ class Worker:
         store: Store,
         meeting: Any,
         codes: Sequence[Code],
-        device: Device,
+        device: torch.device,
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store, self.device = store, device
-        self._remote = device if device.is_remote else None
-        self._updater = Updater(ipu, replica, plan, settings, store, meeting, device)
+        self._updater = Updater(ipu, replica, plan, settings, store, meeting)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._prepared = Prepared(plan, ipu, store, device)
         self._gathering = Gathering(ipu, replica, settings.counts, meeting)
@@ -63,8 +62,11 @@ class Worker:
         self.step = 0
         pieces = plan.partition.pieces
         self._code = {i: codes[i] for i, p in enumerate(pieces) if plan.partition.ipus[p.stage] == ipu}
-        chained = {} if device.is_remote else chains(plan, settings)
-        self._chained = {i: code_of(pieces[i], chain) for i, chain in chained.items() if i in self._code}
+        self._chained = {
+            i: code_of(pieces[i], chain, device)
+            for i, chain in chains(plan, settings).items()
+            if i in self._code
+        }
         handlers: dict[type, Callable[[Any], Any]] = {
             ir.Load: self._load,
             ir.Receive: self._receive,
@@ -88,7 +90,7 @@ class Worker:
         ]
         freed = freed_at_once(plan.programs[ipu])
         self._freed = frozenset() if store.buckets else freed
-        hands_over = settings.counts.replicas == 1 and is_eager(settings) and not device.is_remote
+        hands_over = settings.counts.replicas == 1 and is_eager(settings)
         self._handing = handing(plan, store.buckets, freed, self._hand_over) if hands_over else {}
         self._given = {slot.name for slot in plan.partition.signature.slots}
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
@@ -96,7 +98,6 @@ class Worker:
     def begin(self, run: Run) -> None:
         """A call starts."""
         self.run = run
-        self._updater.begin(run.hyper)
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -105,9 +106,6 @@ class Worker:
             scale = self.run.hyper.loss_scaling * self.store.loss_factor
             self.store.set_loss_scale(scale)
             self.run.results.loss_scale = scale
-
-    def finish(self) -> None:
-        """The last step of a call is done."""
 
     def end(self) -> None:
         """The call is over, or has failed: let go of what was made in it."""
@@ -123,7 +121,7 @@ class Worker:
                 value = self.store.state[self.store.slot[anchor.key]]
                 steps = (self.step,) if self.settings.training else range(self.settings.counts.iterations)
                 for iteration in steps:
-                    self.run.results.put_weight(anchor, iteration, self.replica, value, self._remote)
+                    self.run.results.put_weight(anchor, iteration, self.replica, value)
 
     # ---- the instructions --------------------------------------------------------------------------------
 
@@ -133,7 +131,7 @@ class Worker:
         group = self.settings.counts.group_of(self.replica)
         for name, key in zip(instruction.names, instruction.keys, strict=True):
             started = perf_counter()
-            frame[name] = self.device.upload(self.run.inputs[int(key)][place][group])
+            frame[name] = upload(self.run.inputs[int(key)][place][group], self.device)
             self.run.results.load(int(key), *place, self.replica, started)
 
     def _iteration(self, micro_batch: int) -> tuple[int, int]:
@@ -261,7 +259,7 @@ class Worker:
         if self._hands_over(instruction.micro_batch):
             return
         frame = self.frames[instruction.micro_batch]
-        if instruction.micro_batch == 0 and self._remote is None:
+        if instruction.micro_batch == 0:
             begin_sums(self.store.sums, instruction.keys, frame, instruction.names, self._freed)
         else:
             gradients = [frame[name] for name in instruction.names]
@@ -289,7 +287,7 @@ class Worker:
             value = frame[name]
             if position in self._scaled and self.run.hyper is not None:
                 value = value / (self.run.hyper.loss_scaling * self.store.loss_factor)
-            self.run.results.put(position, iteration, accumulation, self.replica, value, self._remote)
+            self.run.results.put(position, iteration, accumulation, self.replica, value)
 
     def _free(self, instruction: ir.Free) -> None:
         frame = self.frames[instruction.micro_batch]

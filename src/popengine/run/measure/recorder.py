@@ -20,7 +20,8 @@ from typing import Any
 
 from popengine.ir import Compute, Piece, Update
 
-from ..backends.eager import build
+from .. import devices
+from ..backends.eager import Code, build
 from ..instances.ordered_sums import AT_THE_END
 from .memory_meter import Meter
 
@@ -163,7 +164,7 @@ class Recorder:
                 if worker.ipu in self.details:
                     detail.fastest = self.details[worker.ipu].fastest
                 if worker.settings.backend == "eager":  # compiled pieces have no operations any more
-                    worker._code = _ticking(worker.plan.partition.pieces, worker._code, self._ticks)
+                    worker._code = _ticking(worker, self._ticks)
         inside = perf_counter_ns()
         try:
             yield
@@ -192,7 +193,7 @@ class Recorder:
         """
         times = self._times[worker.replica, worker.ipu]
         detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
-        is_host = not worker.device.is_remote
+        is_host = worker.device.type == "cpu"
         begin = perf_counter_ns()
         for index, (handle, instruction) in enumerate(body, start):
             self._ticks.read.clear()
@@ -203,7 +204,7 @@ class Recorder:
             if work is not None:
                 spent, begun = yield from _timed(work)
                 computed, begin = computed + spent, begun or begin
-            worker.device.settle()
+            devices.settle(worker.device)
             end = perf_counter_ns()
             times.note(index, begin, end, core, computed if is_work else 0)
             if detail is not None and index < times.length:
@@ -239,7 +240,11 @@ class _Ticks(threading.local):
         self.read.append((perf_counter_ns(), thread_time_ns()))
 
 
-def _ticking(pieces: Sequence[Piece], codes: Mapping[int, Any], ticks: _Ticks) -> dict[int, Any]:
+def _ticking(worker: Any, ticks: _Ticks) -> dict[int, Code]:
     """The same pieces, reading the clock before their first line and after each."""
-    everywhere = {i: dict.fromkeys(range(-1, len(pieces[i].lines)), "; tick()") for i in codes}
-    return {i: build(pieces[i], after=after, tick=ticks.note) for i, after in everywhere.items()}
+    pieces: Mapping[int, Piece] = {i: worker.plan.partition.pieces[i] for i in worker._code}
+    everywhere = {i: dict.fromkeys(range(-1, len(piece.lines)), "; tick()") for i, piece in pieces.items()}
+    return {
+        i: build(piece, device=worker.device, after=everywhere[i], tick=ticks.note)
+        for i, piece in pieces.items()
+    }

@@ -9,6 +9,7 @@ from timeit import repeat
 from types import SimpleNamespace
 from typing import Any
 
+from ..devices import CPU
 from .recorder import Program, Recorder, Times
 
 _FEW, _MANY = 4, 64  # instructions
@@ -32,8 +33,7 @@ def _of_tasks() -> tuple[float, float]:
 def _taken(length: int) -> float:
     """ns that a task of so many instructions takes longer when it is recorded."""
     recorder = Recorder()
-    worker: Any = SimpleNamespace(replica=1, ipu=0)
-    worker.device = SimpleNamespace(is_remote=False, settle=_nothing)
+    worker: Any = SimpleNamespace(replica=1, ipu=0, device=CPU)
     recorder._times[1, 0] = Times(0, 0, length)
     body: Program = [(_nothing, None)] * length
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from popengine.ir import Piece, Plan
 from popengine.settings import Settings
 
@@ -35,7 +37,7 @@ def chains(plan: Plan, settings: Settings) -> Mapping[int, Chain]:
     return found
 
 
-def code_of(piece: Piece, chain: Chain) -> Code:
+def code_of(piece: Piece, chain: Chain, device: torch.device) -> Code:
     """The piece as a generator. It yields (a buffer's name, None), and is sent its value; and (the name, its next
     value)."""
     after: dict[int, str] = {}
@@ -48,4 +50,4 @@ def code_of(piece: Piece, chain: Chain) -> Code:
                 after[place - 1] = after.get(place - 1, "") + f"; {name} = yield {name!r}, None"
         if line.name in old:
             after[place] = after.get(place, "") + f"; yield {old[line.name]!r}, {line.name}"
-    return build(piece, after=after)
+    return build(piece, device=device, after=after)

@@ -16,10 +16,9 @@ from popengine.ir import Plan
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
-from ..devices.base import Device
+from .. import devices
 from ..instances.buckets import buckets_of
 from .alignment import begins_well
-from .offloading import offloading_of
 from .state_owners import Owner, owners, owning_instance
 from .store import Kept, Store
 
@@ -39,7 +38,7 @@ class Tensors:
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        device:  from the number of an ipu to a new device for it
+        device:  the device where all of them are
     """
 
     def __init__(
@@ -47,45 +46,37 @@ class Tensors:
         plan: Plan,
         settings: Settings,
         weights: Mapping[str, Tensor],
-        device: Callable[[int], Device],
+        device: torch.device,
     ) -> None:
-        self.plan, self.settings = plan, settings
+        self.plan, self.settings, self.device = plan, settings, device
         # Held by whoever reads what is kept, and by a call while it writes there.
         self.still = threading.Lock()
         self.lost: Error | None = None  # why what is kept can't be used any more
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         self.stores: dict[tuple[int, int], Store] = {}  # by replica and ipu
-        self.devices: dict[tuple[int, int], Device] = {}
         for replica in range(settings.counts.replicas):
             for ipu in plan.programs:
                 keys = {n: s.key for n, s in self._slots.items() if s.role in ("parameter", "buffer")}
-                home = self.devices[replica, ipu] = device(ipu)
-                self.stores[replica, ipu] = Store(keys, home)
-        for place, store in self.stores.items():
-            self._fill(place, store)
+                self.stores[replica, ipu] = Store(keys)
+                self._fill(ipu, self.stores[replica, ipu])
         self.snapshot = self._drafted()
         self.write(weights)
-        for place, store in self.stores.items():
-            with self.devices[place].running():
-                self._prepare_updates(place, store)
+        for (replica, ipu), store in self.stores.items():
+            self._prepare_updates(replica, ipu, store)
         self.snapshot = self._drafted()
 
-    def _fill(self, place: tuple[int, int], store: Store) -> None:
-        home = self.devices[place]
-        with home.running():
-            for name in self.plan.state[place[1]]:
-                slot = self._slots[name]
-                if slot.role == "constant":
-                    constant = self.plan.partition.signature.constants[slot.key].to(home.place)
-                    store.state[name] = begins_well(constant)
-                elif slot.role == "loss_scale":
-                    store.state[name] = torch.ones(slot.shape, dtype=slot.dtype, device=home.place)
-                else:
-                    store.state[name] = torch.empty(slot.shape, dtype=slot.dtype, device=home.place)
+    def _fill(self, ipu: int, store: Store) -> None:
+        for name in self.plan.state[ipu]:
+            slot = self._slots[name]
+            if slot.role == "constant":
+                constant = self.plan.partition.signature.constants[slot.key].to(self.device)
+                store.state[name] = begins_well(constant)
+            elif slot.role == "loss_scale":
+                store.state[name] = torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
+            else:
+                store.state[name] = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
 
-    def _prepare_updates(self, place: tuple[int, int], store: Store) -> None:
-        replica, ipu = place
-        offloading = offloading_of(self.devices[place], self.settings)
+    def _prepare_updates(self, replica: int, ipu: int, store: Store) -> None:
         optimizer = self.settings.optimizer
         if optimizer is None:
             return
@@ -105,8 +96,6 @@ class Tensors:
             store.sums[key] = torch.zeros_like(weight, dtype=optimizer.type_for(weight.dtype))
             if key in updated and store.owner.get(key, me) == me:
                 store.states[key] = init_state(optimizer, weight)
-                if offloading is not None:
-                    store.states[key] = offloading.on_host(weight, store.states[key])
         if self.settings.counts.instances > 1:
             store.buckets = buckets_of(
                 self.plan,
@@ -128,11 +117,6 @@ class Tensors:
         for place, store in self.stores.items():
             store.begin(self.snapshot.kept[place], in_place)
 
-    def _settle(self) -> None:
-        """Wait for all devices."""
-        for home in self.devices.values():
-            home.settle()
-
     # ---- in and out --------------------------------------------------------------------------------------
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
@@ -149,13 +133,12 @@ class Tensors:
         with torch.no_grad():
             for place, kept in before.kept.items():
                 state, weights = dict(kept.state), weights_of(place[0])
-                with self.devices[place].running():
-                    for key, name in names.items():
-                        if key in weights and name in state:
-                            weight = self._row(key, weights[key], place[0])
-                            state[name] = torch.empty_like(state[name]).copy_(weight)
+                for key, name in names.items():
+                    if key in weights and name in state:
+                        weight = self._row(key, weights[key], place[0]).to(self.device)
+                        state[name] = torch.empty_like(state[name]).copy_(weight)
                 after[place] = replace(kept, state=state)
-        self._settle()
+        devices.settle(self.device)
         host_is_stale = before.host_is_stale and not names.keys() <= weights_of(0).keys()
         self.snapshot = replace(before, kept=after, host_is_stale=host_is_stale)
         self._begin()
@@ -185,8 +168,7 @@ class Tensors:
         return found
 
     def _fetch(self, place: tuple[int, int], name: str) -> Tensor:
-        with self.devices[place].running():
-            return self.devices[place].fetch(self.snapshot.kept[place].state[name])
+        return self.snapshot.kept[place].state[name].cpu()
 
     def host_has_read(self) -> None:
         """The host has got the weights as they are."""
@@ -236,9 +218,7 @@ class Tensors:
         return list(dict.fromkeys(key for ipu in self.plan.programs for key in self.stores[0, ipu].sums))
 
     def _fetch_state(self, place: tuple[int, int], key: str) -> dict[str, Tensor]:
-        with self.devices[place].running():
-            state = self.snapshot.kept[place].states[key]
-            return {name: self.devices[place].fetch(value).clone() for name, value in state.items()}
+        return {name: value.cpu().clone() for name, value in self.snapshot.kept[place].states[key].items()}
 
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
@@ -246,14 +226,13 @@ class Tensors:
         """Copy optimizer state into every replica, all or none; what is not given stays."""
         before, after = self.snapshot, {}
         for place, kept in before.kept.items():
-            with self.devices[place].running():
-                written = {
-                    key: {**state, **self._written_state(place, key, states.get(key, {}))}
-                    for key, state in kept.states.items()
-                }
+            written = {
+                key: {**state, **self._written_state(place, key, states.get(key, {}))}
+                for key, state in kept.states.items()
+            }
             factor = kept.loss_factor if loss_factor is None else loss_factor
             after[place] = replace(kept, states=written, loss_factor=factor)
-        self._settle()
+        devices.settle(self.device)
         self.snapshot = replace(before, kept=after)
         self._begin()
 
@@ -261,15 +240,12 @@ class Tensors:
         self, place: tuple[int, int], key: str, state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """A replica's copies of a parameter's state."""
-        offloading = offloading_of(self.devices[place], self.settings)
         kept, found = self.snapshot.kept[place], {}
         for name, value in state.items():
             like = kept.states[key].get(name)
             home = (like if like is not None else kept.state[self.stores[place].slot[key]]).device
             dtype = value.dtype if like is None else like.dtype
             found[name] = self._row(key, value, place[0]).detach().to(home, dtype, copy=True)
-            if offloading is not None:
-                found[name] = offloading.kept(found[name])
         return found
 
     def _is_grouped(self, key: str) -> bool:

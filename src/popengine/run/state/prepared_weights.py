@@ -9,19 +9,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import torch
 from torch import Tensor
 
 from popengine import ir
 
 from ..backends.eager import build
-from ..devices.base import Device
 from .store import Store
 
 
 class Prepared:
     """The prepared values of one ipu of one replica. Several cores may ask at the same time."""
 
-    def __init__(self, plan: ir.Plan, ipu: int, store: Store, device: Device) -> None:
+    def __init__(self, plan: ir.Plan, ipu: int, store: Store, device: torch.device) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
         self._names = {i: tuple(n for n in piece.reads if n in makers) for i, piece in enumerate(pieces)}
         self._uses = Counter(
@@ -30,7 +30,7 @@ class Prepared:
             if isinstance(instruction, ir.Compute)
             for name in self._names[instruction.piece]
         )
-        self._makers = {name: (build(makers[name], device=device.place), makers[name]) for name in self._uses}
+        self._makers = {name: (build(makers[name], device=device), makers[name]) for name in self._uses}
         self._store = store
         self._made: dict[str, Tensor] = {}
         self._left: dict[str, int] = {}

@@ -7,10 +7,8 @@ every layout of stages draws the same numbers, and recomputing a draw gives the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -45,37 +43,8 @@ _LIKE: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Source(Protocol):
-    """Whoever hands out generators."""
-
-    def generator(self, device: torch.device, key: int, place: int) -> torch.Generator:
-        """One that draws the numbers of `key` and `place`."""
-        ...
-
-    def refuse(self, operation: Any) -> None:
-        """Told of each operation that can't draw from a generator of its own."""
-        ...
-
-
-# Set where generators have to be known beforehand: in a call that is captured as a graph.
-_source: ContextVar[Source | None] = ContextVar("source of generators", default=None)
-
-
-@contextmanager
-def drawing_from(source: Source) -> Iterator[None]:
-    """All draws inside take their generators from here."""
-    token = _source.set(source)
-    try:
-        yield
-    finally:
-        _source.reset(token)
-
-
 def generator(device: torch.device, key: int, place: int) -> torch.Generator:
     """The generator of one draw."""
-    source = _source.get()
-    if source is not None:
-        return source.generator(device, key, place)
     return torch.Generator(device).manual_seed(mix(key, place))
 
 
@@ -102,39 +71,27 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     func = _WITH_GENERATOR.get(func, func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=numbers, **kwargs)
-    if (source := _source.get()) is not None:
-        source.refuse(func)
     return _from_default(numbers, func, *args, **kwargs)
 
 
-def drawing_on(there: torch.device) -> Callable[..., Any]:
-    """`draw`, where all that is drawn is to be on this device."""
+def drawing_on(accelerator: torch.device) -> Callable[..., Any]:
+    """Return `draw`, for a graph that was captured on the CPU and runs on an accelerator."""
 
     def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
-        return draw(func, key, place, *args, **kwargs_on(there, func, kwargs))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = accelerator
+        return draw(func, key, place, *args, **kwargs)
 
     return draw_there
 
 
-def kwargs_on(there: torch.device, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation that makes tensors, so that it makes them on this device."""
-    if there.type != "cpu" and any(argument.name == "device" for argument in func._schema.arguments):
-        return {**kwargs, "device": there}
-    return kwargs
-
-
 def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Fused kernels and custom operations draw from torch's own generator, and take no other."""
-    device = numbers.device
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        default = torch.cuda.default_generators[index]
-    else:
-        default = torch.default_generator
+    own = torch.random if numbers.device.type == "cpu" else torch.get_device_module(numbers.device)
     with _default:
-        before = default.get_state()
-        default.set_state(numbers.get_state())
+        before = own.get_rng_state()
+        own.set_rng_state(numbers.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            default.set_state(before)
+            own.set_rng_state(before)

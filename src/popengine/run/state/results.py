@@ -5,9 +5,8 @@ For each output tensor the chosen (iteration, accumulation, replica) stand after
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -17,11 +16,8 @@ from torch import Tensor
 from popengine.ir import Result, Signature
 from popengine.settings import Anchor, Counts, Outputs, Settings
 
-from ..devices.base import Device
-
 logger = logging.getLogger("popengine")
 
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 # Devices have no 64-bit types in this model; what returns to the user is narrower, where it fits.
 _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
@@ -36,7 +32,7 @@ class Rows:
         period: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        empty: Empty,
+        device: torch.device,
     ) -> None:
         self._counts, self._mode, self._period = counts, mode, period
         copies = {
@@ -45,49 +41,22 @@ class Rows:
             "sum": counts.replicas,
             "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
         }[mode]
-        self.values = empty((copies, *shape), dtype)
+        self.values = torch.empty((copies, *shape), dtype=dtype, device=device)
         if mode == "sum":
             self.values.zero_()
-        self._totals: dict[int, tuple[Device, Tensor]] = {}  # sums that are still on their device
         self.started, self.finished = [0.0] * copies, [0.0] * copies
 
-    def put(
-        self, iteration: int, accumulation: int, replica: int, value: Tensor, device: Device | None
-    ) -> None:
-        """Copy one micro-batch's value to its row, if the mode wants it. `device`: where it is, if not here."""
+    def put(self, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
+        """Copy one micro-batch's value to its row, if the mode wants it."""
         row = self._row(iteration, accumulation, replica)
         if row is None:
             return
         self.started[row] = perf_counter()
-        if device is not None:
-            self._take_from(device, row, value)
-        elif self._mode == "sum":
+        if self._mode == "sum":
             self.values[row].add_(value)
         else:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
-
-    def _take_from(self, device: Device, row: int, value: Tensor) -> None:
-        if self._mode != "sum":
-            device.download(self.values[row], value)
-            return
-        if row not in self._totals:
-            self._totals[row] = device, torch.zeros_like(value, dtype=self.values.dtype)
-        self._totals[row][1].add_(value)
-
-    def finish(self, device: Device) -> None:
-        """The device's last value has been put."""
-        for row, (home, total) in list(self._totals.items()):
-            if home is device:
-                device.download(self.values[row], total)
-                del self._totals[row]
-
-    def copied(self) -> Rows:
-        """The values as they are, with the present as the time at which they came."""
-        rows, now = copy.copy(self), perf_counter()
-        rows.values = self.values.clone()
-        rows.started, rows.finished = [now] * len(self.started), [now] * len(self.finished)
-        return rows
 
     def _row(self, iteration: int, accumulation: int, replica: int) -> int | None:
         counts = self._counts
@@ -105,7 +74,7 @@ class Rows:
     @property
     def joined(self) -> Tensor:
         """[copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
-        values = _narrowed(self.values)
+        values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
         return values.flatten(0, 1)
@@ -127,13 +96,9 @@ def _narrowed(values: Tensor) -> Tensor:
 
 
 class Results:
-    """Result tensors of one call, allocated before it.
+    """Result tensors of one call, allocated before it on the device; the host gets them after the call."""
 
-    Args:
-        empty: makes a tensor in the host's memory
-    """
-
-    def __init__(self, signature: Signature, settings: Settings, empty: Empty) -> None:
+    def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         counts = self._counts = settings.counts
         self.loss_scale = 1.0  # in the latest step
         self._results: Sequence[Result] = signature.results
@@ -146,15 +111,15 @@ class Results:
         for position, result in enumerate(signature.results):
             if result.kind == "output":
                 mode, period = modes.get(position, (settings.outputs, settings.return_period))
-                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, empty)
+                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, device)
             elif result.kind == "input":  # every micro-batch's value goes back
-                every = (counts.iterations, counts.accumulation, counts.groups)
-                self._written[position] = empty((*every, *result.shape), result.dtype)
+                shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
+                self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
         weights = {slot.key: slot for slot in signature.slots if slot.role in ("parameter", "buffer")}
         for anchor in settings.anchors:
             if anchor.is_weight:
                 slot, once = weights[anchor.key], replace(counts, accumulation=1)
-                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, empty)
+                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, device)
                 self._anchors[anchor] = rows
         start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
         inputs = sum(slot.role == "input" for slot in signature.slots)
@@ -167,40 +132,17 @@ class Results:
         row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
-    def put(
-        self,
-        position: int,
-        iteration: int,
-        accumulation: int,
-        replica: int,
-        value: Tensor,
-        device: Device | None = None,
-    ) -> None:
-        """Take one micro-batch's value of a result, from a device that is not the host or from here."""
+    def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
+        """Take one micro-batch's value of a result."""
         if position in self._written:
             group = self._counts.group_of(replica)
-            target = self._written[position][iteration, accumulation, group]
-            target.copy_(value) if device is None else device.download(target, value)
+            self._written[position][iteration, accumulation, group].copy_(value)
         else:
-            self._rows[position].put(iteration, accumulation, replica, value, device)
+            self._rows[position].put(iteration, accumulation, replica, value)
 
-    def put_weight(
-        self, anchor: Anchor, iteration: int, replica: int, value: Tensor, device: Device | None = None
-    ) -> None:
+    def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
         """Take a weight's value that somebody asked for."""
-        self._anchors[anchor].put(iteration, 0, replica, value, device)
-
-    def finish(self, device: Device) -> None:
-        """The device has no more values: what it has summed up goes to the host."""
-        for rows in (*self._rows.values(), *self._anchors.values()):
-            rows.finish(device)
-
-    def copied(self) -> Results:
-        """The results as they are now, in memory of their own."""
-        results = copy.copy(self)
-        results._rows = {position: rows.copied() for position, rows in self._rows.items()}
-        results._anchors = {anchor: rows.copied() for anchor, rows in self._anchors.items()}
-        return results
+        self._anchors[anchor].put(iteration, 0, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
         """What an anchor has kept, joined as outputs are."""
@@ -216,4 +158,4 @@ class Results:
 
     def inputs(self) -> dict[int, Tensor]:
         """The new values of inputs that the forward wrote into, by position of the result."""
-        return {position: rows.flatten(0, 3) for position, rows in self._written.items()}
+        return {position: rows.flatten(0, 3).cpu() for position, rows in self._written.items()}

@@ -8,13 +8,12 @@ interrupts it. The one update of a call that has no other writes to what is kept
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..devices.base import Device
 from ..instances.buckets import Bucket
 from .state_owners import Owner
 
@@ -43,13 +42,11 @@ class Store:
     weight's as "weight", and its states' by name.
     """
 
-    def __init__(self, slots: Mapping[str, str], device: Device) -> None:
+    def __init__(self, slots: Mapping[str, str]) -> None:
         self.slot = {key: name for name, key in slots.items()}  # canonical name -> slot name
         self.sums: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []  # where there are other instances: the memory of the sums
         self.owner: dict[str, Owner] = {}  # of parameters whose state the replicas share: who has it
-        self._device = device
-        self._targets: dict[tuple[str, str], Tensor] = {}
         self.old: dict[str, dict[str, Tensor]] = {}
         self.begin(Kept({}, {}))
 
@@ -58,21 +55,17 @@ class Store:
         self.state = dict(kept.state)
         self.states = {key: dict(state) for key, state in kept.states.items()}
         self.loss_factor, self._loss_scale = kept.loss_factor, kept.loss_scale
-        self._spare, self._targets, self.old = {} if in_place else kept.spare, {}, {}
+        self._spare, self.old = {} if in_place else kept.spare, {}
         self._is_renewed = in_place
 
     def draft(self) -> Kept:
         """The draft as a value."""
         return Kept(self.state, self.states, self.loss_factor, self._loss_scale, self._spare)
 
-    def renew(self, keys: Iterable[str], off_device: Container[tuple[str, str]] = ()) -> None:
+    def renew(self, keys: Iterable[str]) -> None:
         """Before the first update of a call: let all that updates of these parameters write be in the spare set.
 
         What is to be copied there first is in `old`, for whoever updates it: so a value is copied when a core needs it.
-
-        Args:
-            off_device: (name, parameter) of states that an update reads from the host's memory and writes back
-                there: they are not copied, but written to other memory (`target`)
         """
         self.old = {}
         if self._is_renewed:
@@ -80,37 +73,17 @@ class Store:
         spare = dict(self._spare)
         for key in keys:
             state, slot = self.states.get(key, {}), self.slot[key]
-            self.old[key] = {"weight": self.state[slot]}
-            self.old[key] |= {name: value for name, value in state.items() if (name, key) not in off_device}
-            for name, value in {"weight": self.state[slot], **state}.items():
-                place = name, key
-                new = self._spare.get(place)
+            self.old[key] = {"weight": self.state[slot], **state}
+            for name, value in self.old[key].items():
+                new = self._spare.get((name, key))
                 if new is None:
-                    new = self._like(value, place in off_device)
-                if place in off_device:
-                    self._targets[place] = spare[place] = new
-                    continue
-                spare[place] = value
+                    new = torch.empty_like(value)
+                spare[name, key] = value
                 if name == "weight":
                     self.state[slot] = new
                 else:
                     state[name] = new
         self._spare, self._is_renewed = spare, True
-
-    def target(self, key: str, name: str, like: Tensor) -> Tensor:
-        """Where an update writes a state that is off the device; it is the state from now on."""
-        state, place = self.states[key], (name, key)
-        if place in self._targets:
-            self._spare = {**self._spare, place: state[name]}
-            state[name] = self._targets.pop(place)
-        elif name not in state:  # the update has begun it
-            state[name] = self._device.host_empty(like.shape, like.dtype)
-        return state[name]
-
-    def _like(self, value: Tensor, off_device: bool) -> Tensor:
-        if off_device or value.device != self._device.place:
-            return self._device.host_empty(value.shape, value.dtype)
-        return torch.empty_like(value)
 
     def spare(self) -> Iterable[Tensor]:
         """The memory that an update does not write to, so that a failed call finds what was before."""

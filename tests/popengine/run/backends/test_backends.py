@@ -11,7 +11,7 @@ from engine_models import graph_of, net
 from popengine.compile import compile_graph
 from popengine.run import backends
 from popengine.run.backends import inductor
-from popengine.run.backends.eager import CPU, build
+from popengine.run.backends.eager import build
 from popengine.run.backends.tracing import Like, trace, values_read
 from popengine.run.engine import Engine
 from popengine.run.measure.recorder import Recorder
@@ -97,7 +97,7 @@ def test_kernels_have_one_thread_whatever_the_caller_has(monkeypatch):
     )
     inductor.compiled.cache_clear()
     partition = partition_of(net(0.5))
-    inductor.load(partition, CPU)
+    inductor.load(partition, torch.device("cpu"))
     assert seen == [1] * len(partition.pieces)
 
 
@@ -106,10 +106,10 @@ def test_what_was_compiled_is_found_on_disk_by_the_next_process():
     from torch._dynamo.utils import counters
 
     partition = partition_of(net(0.5))
-    inductor.load(partition, CPU)
+    inductor.load(partition, torch.device("cpu"))
     inductor.compiled.cache_clear()  # as in another process
     counters.clear()
-    inductor.load(partition, CPU)
+    inductor.load(partition, torch.device("cpu"))
     assert counters["inductor"]["fxgraph_cache_hit"] == len(partition.pieces)
     assert not counters["inductor"]["fxgraph_cache_bypass"]
 
@@ -117,7 +117,7 @@ def test_what_was_compiled_is_found_on_disk_by_the_next_process():
 @needs_a_compiler
 def test_values_that_lie_otherwise_in_memory_are_copied():
     partition = partition_of(net(0.5))
-    piece, likes = partition.pieces[0], values_read(partition, CPU)[0]
+    piece, likes = partition.pieces[0], values_read(partition)[0]
     code, eager = inductor.compiled(piece, likes), build(piece)
     torch.manual_seed(1)
     values = [torch.randn(like.shape).abs().to(like.dtype) for like in likes]
@@ -131,16 +131,16 @@ def test_values_that_lie_otherwise_in_memory_are_copied():
 def test_what_a_piece_will_read_is_known_before_anything_has_run():
     partition = partition_of(net(0.5))
     slots = {slot.name for slot in partition.signature.slots}
-    likes = dict(zip(partition.pieces[1].reads, values_read(partition, CPU)[1], strict=True))
+    likes = dict(zip(partition.pieces[1].reads, values_read(partition)[1], strict=True))
     activations = {like for name, like in likes.items() if name not in slots}
-    assert activations == {Like((2, 4), (4, 1), torch.float32, torch.device("cpu"))}
+    assert activations == {Like((2, 4), (4, 1), torch.float32)}
 
 
 def test_a_draw_is_one_opaque_call_in_the_compiled_graph():
     partition = partition_of(net(0.5))
     traced = [
         trace(piece, likes, {})[0]
-        for piece, likes in zip(partition.pieces, values_read(partition, CPU), strict=True)
+        for piece, likes in zip(partition.pieces, values_read(partition), strict=True)
     ]
     calls = [node for graph in traced for node in graph.graph.nodes if "popengine.eager" in str(node.target)]
     assert len(calls) == 1
@@ -174,15 +174,21 @@ def forget_the_compiler():
 def test_a_piece_that_can_not_be_compiled_runs_eagerly_and_is_named(monkeypatch):
     real = inductor.compiled
 
-    def fails(piece, reads, device):
+    def fails(piece, reads):
         if str(piece) == "F1":
             raise NotImplementedError("no lowering")
-        return real(piece, reads, device)
+        return real(piece, reads)
 
     monkeypatch.setattr(inductor, "compiled", fails)
     with pytest.warns(RuntimeWarning, match=r"forward of stage 1 \(piece F1\) .* eagerly.*no lowering"):
         found = trained("inductor")
     assert_close(found, trained("eager"))
+
+
+def test_pieces_for_an_accelerator_run_eagerly_with_a_warning():
+    with pytest.warns(RuntimeWarning, match="and the device is 'cuda'"):
+        codes = inductor.load(partition_of(net()), torch.device("cuda"))
+    assert len(codes) == 4
 
 
 def test_checks_of_each_operation_run_the_eager_backend(monkeypatch):

@@ -7,14 +7,11 @@ import time
 import pytest
 import torch
 from engine_models import Net, graph_of, net, stages
-from stand_ins import (
+from small_engines import (
     LAYOUTS,
-    Remote,
-    Serial,
-    SerialRemote,
     assert_same,
     batch_for,
-    engine_on,
+    engine_of,
     rates,
     trained,
 )
@@ -24,7 +21,6 @@ from popengine.compile.schedule import as_run, depth_first
 from popengine.compile.schedule.check import ticks
 from popengine.errors import RunError
 from popengine.ir import Compute, Update
-from popengine.run.devices.base import Device
 from popengine.run.drivers import driver
 from popengine.run.drivers.driver import Driver
 from popengine.run.drivers.leading_thread import Crew
@@ -53,8 +49,8 @@ def any_order(request, monkeypatch):
 def test_any_order_that_tasks_allow_gives_the_bits_of_lanes(layout, any_order):
     options = LAYOUTS[layout]
     assert_same(
-        trained(engine_on(lambda ipu: Device(), **options)),
-        trained(engine_on(lambda ipu: Remote(), **options)),
+        trained(engine_of(**options)),
+        trained(engine_of(**options), recorder=Recorder()),
     )
 
 
@@ -109,7 +105,7 @@ def test_as_many_cores_as_torch_has_threads_work_for_all_ipus():
     torch.set_num_threads(3)
     try:
         before_it = {thread.ident for thread in threading.enumerate()}
-        engine = engine_on(lambda ipu: Device(), counts=(2, 8, 2))
+        engine = engine_of(counts=(2, 8, 2))
         made = {thread.name for thread in threading.enumerate() if thread.ident not in before_it}
         assert made == {"core 0", "core 1", "core 2"}, "others share an update once one is large"
         engine.run(batch_for(engine), rates("sgd"))
@@ -124,7 +120,7 @@ def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine = engine_on(lambda ipu: Device(), counts=(4, 8, 2))
+        engine = engine_of(counts=(4, 8, 2))
     finally:
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))  # judged here
@@ -144,34 +140,29 @@ def noted(code, seen):
     return call
 
 
-@pytest.mark.parametrize("device", [Serial, Remote, SerialRemote])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_driver_gives_the_bits_of_the_cores(layout, device):
+def test_a_profiled_run_gives_the_bits_of_the_cores(layout):
     options = LAYOUTS[layout]
-    assert_same(
-        trained(engine_on(lambda ipu: Device(), **options)),
-        trained(engine_on(lambda ipu: device(), **options)),
-    )
+    assert_same(trained(engine_of(**options)), trained(engine_of(**options), recorder=Recorder()))
 
 
-@pytest.mark.parametrize("device", [Device, Serial, SerialRemote])
-def test_a_failed_call_leaves_no_trace_and_names_its_place(device):
+@pytest.mark.parametrize("recorder", [None, Recorder()], ids=["cores", "lanes"])
+def test_a_failed_call_leaves_no_trace_and_names_its_place(recorder):
     options = {"counts": (2, 8, 2), "kind": "adamw"}
-    engine, twin = (engine_on(lambda ipu: device(), **options) for _ in range(2))
+    engine, twin = (engine_of(**options) for _ in range(2))
     for each in (engine, twin):
         each.run(batch_for(each), rates("adamw"))
     x, y = batch_for(engine)
     y[-1] = 77  # no such class; the last micro-batch of the second update
     with pytest.raises(RunError, match=r"forward of stage 3 .* micro-batch 7, replica 1"):
-        engine.run([x, y], rates("adamw"))
+        engine.run([x, y], rates("adamw"), recorder)
     assert engine.random_state == twin.random_state
     assert_same(trained(engine), trained(twin))
 
 
-@pytest.mark.parametrize("device", [Device, Serial])
-def test_an_interrupt_ends_the_call_and_leaves_no_trace(device, monkeypatch):
+def test_an_interrupt_ends_the_call_and_leaves_no_trace(monkeypatch):
     """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
-    engine, twin = (engine_on(lambda ipu: device(), counts=(50, 8, 1)) for _ in range(2))
+    engine, twin = (engine_of(counts=(50, 8, 1)) for _ in range(2))
     running = threading.Event()
     worker = engine._workers[0]
     code = dict(worker._code)
@@ -198,7 +189,7 @@ def test_an_interrupt_ends_the_call_and_leaves_no_trace(device, monkeypatch):
 
 
 def test_a_recorder_sees_each_ipu():
-    engine, twin = (engine_on(lambda ipu: SerialRemote()) for _ in range(2))
+    engine, twin = (engine_of() for _ in range(2))
     recorder = Recorder()
     found = engine.run(batch_for(engine), rates("sgd"), recorder)
     assert torch.equal(found.outputs()[1], twin.run(batch_for(twin), rates("sgd")).outputs()[1])
@@ -248,10 +239,8 @@ LANES = [
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("options", LANES, ids=str)
-@pytest.mark.parametrize("device", [Device, SerialRemote, Remote])
-def test_lanes_run_their_schedule_as_it_is_drawn(device, options, threads):
-    """Separate devices, and profiles of them, whoever drives them."""
-    engine = engine_on(lambda ipu: device(), **options)
+def test_lanes_run_their_schedule_as_it_is_drawn(options, threads):
+    engine = engine_of(**options)
     found = recorded(engine, lanes=True, threads=threads)
     drawn = rows(engine.plan.schedule)
     assert {ipu: [text for at, text in found if at == ipu] for ipu in drawn} == drawn
@@ -259,8 +248,8 @@ def test_lanes_run_their_schedule_as_it_is_drawn(device, options, threads):
 
 
 def test_one_thread_begins_actions_tick_by_tick():
-    """One GPU, or the rows of the drawing one below the other: its columns."""
-    engine = engine_on(lambda ipu: Serial(), ipus=(0, 0, 1, 1))
+    """The rows of the drawing one below the other: its columns."""
+    engine = engine_of(ipus=(0, 0, 1, 1))
     found = recorded(engine, lanes=True, threads=1)
     when = {str(action): tick for action, tick in ticks(engine.plan.schedule).items()}
     assert [when[text] for _, text in found] == sorted(when.values())
@@ -269,7 +258,7 @@ def test_one_thread_begins_actions_tick_by_tick():
 
 @pytest.mark.parametrize("mode", ["pipelined", "sharded"])
 def test_one_core_goes_depth_first_as_it_is_drawn(mode):
-    engine = engine_on(lambda ipu: Device(), mode=mode)
+    engine = engine_of(mode=mode)
     found = recorded(engine, lanes=False, threads=1)
     assert [text for _, text in found] == rows(depth_first(4, 8, True, cores=1))[0]
     engine.close()
@@ -284,7 +273,7 @@ def test_cores_in_virtual_time_run_as_it_is_drawn(mode, cores):
     found = tasks_of(plan, settings, cores, lanes=False)
     line = timeline(found, [float(task.piece >= 0) for task in found], cores)
     computed = [number for number in line.order if found[number].piece >= 0]
-    drawn = as_run(plan.schedule, "cpu", cores)
+    drawn = as_run(plan.schedule, cores)
     when = {str(action): tick for action, tick in ticks(drawn).items()}
     pieces = plan.partition.pieces
     assert {

@@ -6,9 +6,8 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from stand_ins import LAYOUTS, assert_same, batch_for, engine_on, rates, trained
+from small_engines import LAYOUTS, assert_same, batch_for, engine_of, rates, trained
 
-from popengine.run.devices.base import Device
 from popengine.run.drivers.update_pool import UpdatePool
 from popengine.update.optimizer_rules import RULES
 
@@ -90,20 +89,20 @@ NAMES = ["adam", "replicas", "sharded state", "clipping", "automatic loss scalin
 def test_an_update_that_cores_share_has_the_bits_of_one_core(options, three_cores, tiny_chunks, monkeypatch):
     if options.get("kind") == "lamb":  # whose norms are those of chunks
         torch.set_num_threads(1)
-        expected = trained(engine_on(lambda ipu: Device(), **options))
+        expected = trained(engine_of(**options))
         torch.set_num_threads(3)
     else:
         with monkeypatch.context() as whole:
             whole.setattr("popengine.update.chunks.CHUNK", 1 << 18)
-            expected = trained(engine_on(lambda ipu: Device(), **options))
-    assert_same(trained(engine_on(lambda ipu: Device(), **options)), expected)
+            expected = trained(engine_of(**options))
+    assert_same(trained(engine_of(**options)), expected)
 
 
 @pytest.mark.parametrize("accumulation", [1, 8])
 def test_a_failure_in_a_shared_update_leaves_the_weights_as_they_were(
     accumulation, three_cores, tiny_chunks, monkeypatch
 ):
-    engine = engine_on(lambda ipu: Device(), mode="sharded", counts=(2, accumulation, 1), kind="adamw")
+    engine = engine_of(mode="sharded", counts=(2, accumulation, 1), kind="adamw")
     engine.run(batch_for(engine), rates("adamw"))
     before = {name: value.clone() for name, value in engine.read().items()}
     states, calls = engine.read_optimizer(), []

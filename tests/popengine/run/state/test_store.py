@@ -2,7 +2,6 @@
 
 import torch
 
-from popengine.run.devices.base import Device
 from popengine.run.state.store import Kept, Store
 
 
@@ -11,7 +10,7 @@ def filled(**state):
         {"slot_w": torch.ones(3), "slot_b": torch.zeros(3)},
         {"w": state or {"velocity": torch.full((3,), 5.0)}},
     )
-    store = Store({"slot_w": "w", "slot_b": "b"}, Device())
+    store = Store({"slot_w": "w", "slot_b": "b"})
     store.sums = {"w": torch.zeros(3)}
     store.begin(kept)
     return store, kept

@@ -1,10 +1,9 @@
-"""Devices for tests: the host, made to look like devices that are not there, and engines on them."""
+"""Engines of a small net, by name of what is special about them."""
 
 import torch
 from engine_models import graph_of, net, stages
 
 from popengine.compile import compile_graph
-from popengine.run.devices.base import Device
 from popengine.run.engine import Engine
 from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
 
@@ -15,7 +14,7 @@ TYPES = {
     "adam": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
 }
 
-# By name, options of `engine_on`.
+# By name, options of `engine_of`.
 LAYOUTS = {
     "one ipu": {"ipus": (0, 0, 0, 0)},
     "pipelined": {},
@@ -42,30 +41,7 @@ def rates(kind, lr=0.05):
     return Hyper(({**(SGD if kind == "sgd" else ADAM), "lr": lr, "maximize": False},))
 
 
-class Serial(Device):
-    """The host, driven by one thread."""
-
-    is_serial = True
-
-
-class Remote(Device):
-    """The host, as if it were far: all that comes and goes is copied."""
-
-    is_remote = True
-
-    def upload(self, value):
-        return value.clone()
-
-    def fetch(self, value):
-        return value.clone()
-
-
-class SerialRemote(Remote):
-    is_serial = True
-
-
-def engine_on(
-    device,
+def planned(
     ipus=(0, 1, 2, 3),
     mode="pipelined",
     kind="sgd",
@@ -75,7 +51,7 @@ def engine_on(
     optimizer=None,
     **more,
 ):
-    """An engine of the small net whose ipus are made by `device`."""
+    """What an engine of the small net is made of."""
     model = net(dropout)
     iterations, accumulation, replicas = counts
     names = {name: 0 for name, _ in model.named_parameters()}
@@ -90,7 +66,12 @@ def engine_on(
     )
     plan = compile_graph(graph_of(model if training else model.eval(), training), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, 3, device)
+    return plan, settings, weights, 3
+
+
+def engine_of(**options):
+    """An engine of the small net."""
+    return Engine(*planned(**options))
 
 
 def batch_for(engine, call=0):
@@ -99,7 +80,7 @@ def batch_for(engine, call=0):
     return [torch.randn(rows, 4), torch.randint(0, 3, (rows,))]
 
 
-def trained(engine, calls=3, hyper=None):
+def trained(engine, calls=3, hyper=None, recorder=None):
     """All that some calls leave behind, by name."""
     hyper = (
         hyper or [rates(engine.settings.optimizer.kind)] * calls
@@ -108,7 +89,7 @@ def trained(engine, calls=3, hyper=None):
     )
     found = {}
     for call in range(calls):
-        results = engine.run(batch_for(engine, call), hyper[call])
+        results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
     found |= {name: value.clone() for name, value in engine.read().items()}
     for key, state in engine.read_optimizer().items() if engine.settings.training else ():

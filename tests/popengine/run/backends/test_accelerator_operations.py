@@ -1,8 +1,7 @@
-"""What was captured on the CPU runs on a GPU: each operation has a kernel there or a stand-in.
+"""What is captured for a GPU runs on one: each operation has a kernel there.
 
 Without a GPU, two things can be held against it: torch's own list of kernels, and fake tensors that say they are
-on a GPU, which refuse to be mixed with others. Fake tensors have no numbers; those are compared in
-`test_gpu_attention.py`.
+on a GPU, which refuse to be mixed with others. Fake tensors have no numbers.
 """
 
 import functools
@@ -11,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from device_models import ROWS, everything
+from device_models import ROWS, Function, everything
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
-from popengine.errors import Error
-from popengine.run.backends import gpu_attention, gpu_operations
-from popengine.run.backends.eager import build
+from popengine.run.backends.direct_calls import operation_of
+from popengine.run.backends.eager import _on_accelerator, build
 from popengine.settings import Strategy
 
 GPU = torch.device("cuda")
@@ -42,7 +40,7 @@ def listed():
     return {**generated, **found}
 
 
-def has_kernel(operation, device):
+def has_kernel(operation):
     """Whether torch lists a kernel for GPUs, or one for all devices."""
     if operation.namespace != "aten":
         return True  # ours are made of others
@@ -71,7 +69,7 @@ def run_on_a_gpu(graph, parts):
     described = {node.name: node.meta["val"] for node in graph.code.nodes if "val" in node.meta}
 
     def draw(operation, key, place, *args, **kwargs):
-        return gpu_operations.for_device(operation, GPU)(*args, **kwargs)
+        return (_on_accelerator(operation, GPU) or operation)(*args, **kwargs)
 
     with FakeTensorMode(), torch.inference_mode():
         values = {
@@ -81,7 +79,7 @@ def run_on_a_gpu(graph, parts):
             for slot in graph.slots
         }
         for piece in parts.pieces:
-            code = build(piece, lambda operation: gpu_operations.for_device(operation, GPU), draw=draw)
+            code = build(piece, device=GPU, draw=draw)
             key = [0] if piece.draws else []
             values.update(
                 zip(piece.writes, code([*(values[name] for name in piece.reads), *key]), strict=True)
@@ -94,52 +92,41 @@ MODELS = list(everything())
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("model", MODELS, ids=[name for name, *_ in MODELS])
-def test_a_captured_model_runs_on_a_gpu(model, training, monkeypatch):
+def test_a_captured_model_runs_on_a_gpu(model, training):
     name, module, *samples = model
     graph, parts = pieces_of(module, samples, training)
-    assert not gpu_operations.unsupported(parts, GPU, has_kernel)
+    called = {name for piece in parts.pieces for name in piece.calls}
+    assert [name for name in called if not has_kernel(operation_of(name))] == []
     if name in NOT_AS_FAKES:
         return
-    for kernel in ("flash", "efficient", "math"):
-        monkeypatch.setattr(gpu_attention, "choose", lambda *given, kernel=kernel: kernel)
-        values, described = run_on_a_gpu(graph, parts)
-        assert {value.device.type for value in values.values()} == {"cuda"}
-        for result in graph.results:
-            assert values[result.name].shape == described[result.name].shape
-            assert values[result.name].dtype == described[result.name].dtype
+    values, described = run_on_a_gpu(graph, parts)
+    assert {value.device.type for value in values.values()} == {"cuda"}
+    for result in graph.results:
+        assert values[result.name].shape == described[result.name].shape
+        assert values[result.name].dtype == described[result.name].dtype
 
 
-def test_a_recurrent_layer_is_one_operation_on_the_cpu_only():
+@pytest.mark.parametrize(
+    ("layer", "samples", "operation"),
+    [
+        (nn.LSTM(5, 6), [ROWS[None]], "aten.mkldnn_rnn_layer.default"),
+        (
+            Function(nn.functional.scaled_dot_product_attention),
+            [torch.randn(2, 4, 6, 8)] * 3,
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        ),
+    ],
+    ids=["recurrent", "attention"],
+)
+def test_what_is_one_operation_on_cpus_only_is_several_elsewhere(layer, samples, operation):
     names = {}
     for device in ("cpu", "cuda"):
-        _, parts = pieces_of(nn.LSTM(5, 6), [ROWS[None]], training=False, device=device)
+        _, parts = pieces_of(layer, samples, training=False, device=device)
         names[device] = parts.pieces[0].calls
-    assert "aten.mkldnn_rnn_layer.default" in names["cpu"]
-    assert "aten.mkldnn_rnn_layer.default" not in names["cuda"]
+    assert operation in names["cpu"]
+    assert operation not in names["cuda"]
     assert torch.backends.mkldnn.enabled
-
-
-def test_what_has_no_kernel_is_an_error_with_its_name_its_line_and_a_way_out(monkeypatch):
-    _, parts = pieces_of(nn.LSTM(5, 6), [ROWS[None]], training=True, device="cpu")
-    monkeypatch.setattr(gpu_operations, "_has_kernel", has_kernel)
-    with pytest.raises(Error) as caught:
-        gpu_operations.check(parts, GPU)
-    assert "no kernel for a 'cuda' device" in caught.value.message
-    assert f"aten.mkldnn_rnn_layer.default at {__file__}:" in caught.value.message
-    assert "POPTORCH_DEVICE=cpu" in caught.value.message
-
-
-def test_a_model_whose_operations_all_run_passes_the_check(monkeypatch):
-    _, parts = pieces_of(nn.Linear(5, 2), [ROWS], training=True)
-    monkeypatch.setattr(gpu_operations, "_has_kernel", has_kernel)
-    gpu_operations.check(parts, GPU)
-
-
-def test_a_torch_without_kernels_for_gpus_passes_the_check():
-    if torch.backends.cuda.is_built():
-        pytest.skip("this torch has them")
-    _, parts = pieces_of(nn.LSTM(5, 6), [ROWS[None]], training=True, device="cpu")
-    gpu_operations.check(parts, GPU)
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize(
@@ -157,20 +144,20 @@ def test_a_torch_without_kernels_for_gpus_passes_the_check():
 )
 def test_an_operation_that_makes_a_tensor_makes_it_on_the_device(operation, args, kwargs):
     with FakeTensorMode():
-        assert gpu_operations.for_device(operation, GPU)(*args, **kwargs).device.type == "cuda"
+        assert _on_accelerator(operation, GPU)(*args, **kwargs).device.type == "cuda"
 
 
 def test_a_cast_to_the_device_of_the_capture_stays_where_it_is():
     with FakeTensorMode():
         value = torch.empty(3, device=GPU)
-        cast = gpu_operations.for_device(aten._to_copy.default, GPU)
+        cast = _on_accelerator(aten._to_copy.default, GPU)
         assert cast(value, dtype=torch.half, device=torch.device("cpu")).device.type == "cuda"
 
 
 def test_any_other_operation_is_itself():
-    assert gpu_operations.for_device(aten.addmv.default, GPU) is aten.addmv.default._op
+    assert _on_accelerator(aten.addmv.default, GPU) is None
 
 
 def test_a_view_of_what_lies_otherwise_in_memory_is_a_copy():
-    view = gpu_operations.for_device(aten.view.default, GPU)
+    view = _on_accelerator(aten.view.default, GPU)
     assert torch.equal(view(ROWS.t(), [20]), ROWS.t().reshape(20))
