@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "popart": set(),
     "popengine.environment": set(),
     "popdist": {"popengine.environment", "popdist.rendezvous"},
-    "popdist.rendezvous": VALUES | {"popengine.environment", "popengine.run"},
+    "popdist.signed_store": set(),
+    "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.signed_store", "popengine.run"},
     "popdist.collectives": VALUES | {"popengine.environment", "popengine.run"},
     "poptorch": VALUES | ENGINE | {"popengine.environment"},
     "popdist.checkpoint": VALUES
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popengine.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives"},
-    "poprun": {"popdist", "popengine.environment"},
+    "poprun": {"popdist", "popengine.environment", "popdist.signed_store"},
     "ipujob": {"popdist", "popengine.environment"},
     "popvision": {"popengine", "popengine.profile", "popengine.virtual_time"},
     "lightning_ipu.autoload": set(),

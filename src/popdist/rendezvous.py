@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
+import logging
 import os
 import re
+import socket
+import struct
 import time
+from contextlib import suppress
 from datetime import timedelta
 from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
 
-from popengine.environment import Launch
+from popengine.environment import SECRET, STORE, Launch, is_one_host
 from popengine.errors import Error
 from popengine.run.instances import this_process
 from popengine.run.instances.meeting import in_a_thread
 
+from .signed_store import Server, Store, is_loopback, own_address
+
+logger = logging.getLogger("popengine")
+
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
+_SIOCGIFADDR = 0x8915
+_kept: list[Any] = []  # torch keeps no reference to a store that is written in Python
 _PATIENCE = 0.2  # seconds; an interrupt wakes nobody who waits
 
 
@@ -46,6 +57,9 @@ def meet(launch: Launch) -> None:
 
 
 def _address() -> tuple[str, int]:
+    if STORE in os.environ:
+        address, _, port = os.environ[STORE].rpartition(":")
+        return address, int(port)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if "SLURM_STEP_ID" in os.environ:  # srun tells where its tasks run, but no address
         first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
@@ -74,6 +88,9 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
                 f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
             )
         time.sleep(0.02)
+    interface = _interface(address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would listen where the host's name is
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("torch", store),
@@ -84,25 +101,62 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """The store at the address: instance 0 keeps it, or torchrun's agent."""
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = launch.instance == 0 and not of_agent
+    """Return the store at the address, which poprun serves, or torchrun, or else instance 0."""
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = launch.instance == 0 and not of_torchrun and STORE not in os.environ
+    secret = os.environ.get(SECRET, "")
+    if serves:
+        _serve(address, port, secret)
     try:
-        store = dist.TCPStore(
-            address, port, None, keeps, timeout=timedelta(seconds=seconds), wait_for_workers=False
-        )
+        if of_torchrun:
+            store = dist.TCPStore(
+                address, port, None, False, timeout=timedelta(seconds=seconds), wait_for_workers=False
+            )
+        else:
+            store = Store(address, port, secret, seconds)
     except RuntimeError as error:
-        if keeps:
-            raise Error(
-                f"popdist.init(): instance 0 can't use {address}:{port}: {str(error).splitlines()[0]}\n"
-                "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
-            ) from error
         raise Error(
             f"popdist.init(): instance {launch.instance} found nobody at {address}:{port} in {seconds:g} s:"
             f" {str(error).splitlines()[0]}\n"
             "  fix: MASTER_ADDR must be the host of instance 0, and MASTER_PORT its port, in all instances;"
-            f" {TIMEOUT} is the limit in seconds"
+            f" {SECRET} must be equal in all, if it is set; {TIMEOUT} is the limit in seconds"
         ) from error
-    if of_agent:  # it outlives restarts
-        return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store
+    _kept.append(store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # poprun's and torchrun's store outlives restarts
+    return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
+
+
+def _serve(address: str, port: int, secret: str) -> None:
+    try:
+        server = Server(address, port, secret, is_open=not is_one_host())
+    except OSError as error:
+        raise Error(
+            f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
+            "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
+        ) from error
+    if server.is_reachable and not secret:
+        logger.warning(
+            "instance 0 listens at %s:%d and serves every caller: %s is not set\n"
+            "  fix: export %s=$(openssl rand -hex 32), with the same value in all instances",
+            *(address, port, SECRET, SECRET),
+        )
+
+
+def _interface(address: str) -> str | None:
+    """Return the network interface by which the other instances reach this one; None: gloo has to find one."""
+    names = [name for _, name in socket.if_nameindex()]
+    with suppress(OSError):
+        own = own_address(address)
+        if is_one_host() or is_loopback(own):
+            return next((name for name in ("lo", "lo0") if name in names), None)
+        return next((name for name in names if _has(name, own)), None)
+    return None
+
+
+def _has(interface: str, address: str) -> bool:
+    """Return whether an IPv4 address is the interface's, which Linux tells."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+        return socket.inet_ntoa(answer[20:24]) == address
+    return False

@@ -21,6 +21,10 @@ LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
+# Where poprun keeps the store by which instances meet, as HOST:PORT, and what its callers must know.
+STORE = "POPDIST_STORE"
+SECRET = "POPDIST_SECRET"
+
 # Of other launchers: how many processes there are, which one this is, and which on its host.
 OTHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -91,6 +95,13 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
         instances=_number(environment, "OMPI_COMM_WORLD_SIZE", total // local),
         instance=_number(environment, "OMPI_COMM_WORLD_RANK", offset // local),
     )
+
+
+def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher says that all processes run on this host."""
+    instances = str(read(environment).instances)
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:

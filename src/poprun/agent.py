@@ -1,7 +1,7 @@
 """The instances of one node, under torch.distributed.elastic.
 
-Elastic starts them, hands their output on, ends all when one fails, meets the other nodes and starts all again. Added
-here is what it doesn't know: popdist's variables, who failed first, and how long a survivor may take to end.
+Elastic starts them, hands their output on, ends all when one fails, and starts all again. Added here is what it doesn't
+know: popdist's variables, which instance failed first, and how long a survivor may take to end.
 """
 
 from __future__ import annotations
@@ -10,36 +10,38 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+
+from popengine.environment import SECRET, STORE
 
 from . import instance as instance_program
 from .command_line import Request
 from .guard import exit_code
+from .hangs import Hangs
+from .hosts import CONSEQUENCE, WATCH
 from .log import Log
+from .nodes import Lost, Nodes
 from .numa import cores_of as numa_cores
 from .topology import Node, launch_of, local_instances
 
 PATIENCE = 5  # seconds for a survivor to end after another instance has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
-_LOOK = 0.2  # seconds between two looks at the other nodes
+_LOOK = 0.2  # seconds between two looks at the other nodes and at what instances wait for
 _LAST_LINES = 20
 
 
@@ -49,39 +51,38 @@ def work(request: Request, node: Node, log: Log, folder: str) -> int:
         logging.disable(logging.CRITICAL)  # elastic's words about what is said here
     for stream in (sys.stdout, sys.stderr):  # what elastic hands on of the instances' output
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    nodes = Nodes(node, request.max_restarts, log)
+    code = 1
     try:
-        agent = _Agent(request, node, log, folder)
+        agent = _Agent(request, node, nodes, log, folder)
         result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
+        code = agent.exit_code if result.is_failed() else 0
     except SignalException as error:
-        return 128 + error.sigval
-    except (RendezvousError, _Lost) as error:
+        code = 128 + error.sigval
+    except Lost as error:
         log.error(str(error))
-        return 1
-    agent.goodbye()
-    return agent.exit_code if result.is_failed() else 0
+        code = CONSEQUENCE if WATCH in os.environ else 1
+    finally:
+        nodes.leave(has_failed=code != 0)
+    return code
 
 
 _ALIASES = Path(__file__).parent / "aliases"
 
 
-class _Lost(Exception):
-    """The other nodes are not there."""
-
-
 class _Agent(LocalElasticAgent):
-    def __init__(self, request: Request, node: Node, log: Log, folder: str) -> None:
-        self._request, self._node, self._log = request, node, log
+    def __init__(self, request: Request, node: Node, nodes: Nodes, log: Log, folder: str) -> None:
+        self._request, self._node, self._nodes, self._log = request, node, nodes, log
         count = local_instances(request, node.count)
         self._first = node.rank * count  # number of this node's first instance
-        self._begun = 0  # how often all have been started
         self._running: dict[int, int] = {}  # local instance by the descriptor that tells of its end
         self._ended: list[int] = []  # local instances in the order of their ends
+        self._hangs: Hangs | None = None
         self.exit_code = 1
-        self._handler = _meet(node, log)
         spec = WorkerSpec(
             role="instance",
             local_world_size=count,
-            rdzv_handler=self._handler,
+            rdzv_handler=nodes,
             entrypoint=sys.executable,
             # Elastic puts values in the place of `${names}`.
             args=("-I", "-S", instance_program.__file__, os.getpid(), *_escaped(request.program)),
@@ -94,15 +95,16 @@ class _Agent(LocalElasticAgent):
         prefix = "[${rank}] " if request.tags_output else None
         super().__init__(spec, logs, log_line_prefix_template=prefix, shutdown_timeout=PATIENCE_AT_SIGNALS)
 
-    def goodbye(self) -> None:
-        """Tell the other nodes that this one has ended."""
-        self._handler.shutdown()
-
     # ---- what elastic calls ------------------------------------------------------------------------------
 
-    def _assign_worker_ranks(self, store: Any, group_rank: int, *args: Any) -> Any:
-        """Number instances by nodes; elastic would number them by addresses."""
-        return super()._assign_worker_ranks(store, self._node.rank, *args)  # pyright: ignore[reportCallIssue]
+    def _assign_worker_ranks(self, store: Any, group_rank: int, *args: Any) -> list[Worker]:
+        """Number instances by nodes, without messages: all nodes have the same number of them."""
+        places = range(self._worker_group.spec.local_world_size)
+        size = self._request.instances
+        return [Worker(i, self._first + i, self._first + i, size, size) for i in places]
+
+    def _exit_barrier(self) -> None:
+        """Return at once: `_monitor_workers` has waited for the other nodes."""
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -119,17 +121,19 @@ class _Agent(LocalElasticAgent):
             paths = [worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), str(_ALIASES)]
             worker_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         worker_env |= dict(self._request.variables)
+        worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
         # The same number on every node, though only one may have seen the failure: workers meet under it.
-        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._begun)
-        worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + self._begun)
+        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.round)
+        worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + self._nodes.round)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._remaining_restarts = self._request.max_restarts - self._begun
-        if self._begun:
-            again = f"{self._begun} of at most {self._request.max_restarts} times"
-            self._log.warning(f"all instances start again, {again}")
+        begun = self._nodes.round
+        self._remaining_restarts = self._request.max_restarts - begun
+        if begun:
+            self._log.warning(
+                f"all instances start again, {begun} of at most {self._request.max_restarts} times"
+            )
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        self._begun += 1
         context = self._pcontext
         assert context is not None
         close = context.close
@@ -138,6 +142,15 @@ class _Agent(LocalElasticAgent):
         for local, pid in pids.items():
             self._log.debug(f"instance {self._first + local} is process {pid}")
             self._running[os.pidfd_open(pid)] = local
+        assert self._nodes.store is not None
+        self._hangs = Hangs(
+            self._nodes.store,
+            f"attempt/{begun}/pando",
+            {self._first + local: pid for local, pid in pids.items()},
+            self._request.instances,
+            self._request.hang_timeout,
+            self._log,
+        )
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = PATIENCE) -> None:
@@ -152,8 +165,10 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.is_failed():
             self._tell(result)
-        elif self._node.count > 1 and self._running and self._handler.is_closed():
-            raise _Lost("another node has given up: its poprun says why")
+        elif result.state == WorkerState.SUCCEEDED and not self._nodes.are_done():
+            return RunResult(state=WorkerState.HEALTHY)  # another node may fail, and all start again
+        elif self._running and self._hangs is not None:
+            self._hangs.look()
         return result
 
     # ---- who failed --------------------------------------------------------------------------------------
@@ -171,11 +186,19 @@ class _Agent(LocalElasticAgent):
         self.exit_code = exit_code(code)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         number = self._first + first
-        self._log.error(f"instance {number} of {self._request.instances} failed first, with {how}")
+        node = self._nodes.first_failure()
+        if node == self._node.rank:
+            self._log.error(f"instance {number} of {self._request.instances} failed first, with {how}")
+        else:
+            self._log.error(f"instance {number} failed with {how}, after an instance of node {node}")
+            self.exit_code = CONSEQUENCE if WATCH in os.environ else self.exit_code
         assert self._pcontext is not None
         silent = _silenced(self._request, number)
         files = [(Std.OUT, self._pcontext.stdouts), (Std.ERR, self._pcontext.stderrs)]
         lines = [line for std, paths in files if std in silent for line in _last_lines(paths[first])]
+        with suppress(Lost):
+            if lost := self._nodes.lost():
+                self._log.error(lost)
         if lines:
             self._log.error(f"the last lines of instance {number}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -196,52 +219,3 @@ def _last_lines(path: str) -> list[str]:
     with suppress(OSError):
         return Path(path).read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return []
-
-
-# ---- meeting the other nodes -----------------------------------------------------------------------------
-
-
-def _meet(node: Node, log: Log) -> DynamicRendezvousHandler:
-    """Wait until all nodes are here.
-
-    Raises:
-        _Lost: some are missing after the time, which the error names, or two have one number
-    """
-    patience = timedelta(seconds=int(os.environ.get("POPRUN_NODE_TIMEOUT", "600")))
-    where = f"{node.address}:{node.port}"
-    if node.count > 1:
-        log.info(f"node {node.rank} of {node.count} waits for the others at {where}")
-    try:
-        store = TCPStore(
-            node.address, node.port, is_master=node.rank == 0, timeout=patience, wait_for_workers=False
-        )
-    except (RuntimeError, OSError) as error:
-        raise _Lost(
-            f"node 0 is not to be reached at {where}: {str(error).splitlines()[0]}\n"
-            "  fix: MASTER_ADDR and MASTER_PORT are the address of node 0 and a free port there"
-        ) from None
-    keys = [f"poprun/node/{rank}" for rank in range(node.count)]
-    if store.add(keys[node.rank], 1) > 1:
-        raise _Lost(f"two nodes have the number {node.rank}\n  fix: POPRUN_NODE_RANK differs on every node")
-    try:
-        store.wait(keys, patience)
-    except RuntimeError:
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        raise _Lost(f"of {node.count} nodes these have not come in {patience.seconds} s: {missing}") from None
-    return DynamicRendezvousHandler.from_backend(
-        run_id="poprun",
-        store=store,
-        backend=C10dRendezvousBackend(store, "poprun"),
-        min_nodes=node.count,
-        max_nodes=node.count,
-        local_addr=node.address if node.rank == 0 else _own_address(node),
-        timeout=RendezvousTimeout(join=patience),
-    )
-
-
-def _own_address(node: Node) -> str:
-    """The address of this host on the way to node 0, where other nodes can reach it too."""
-    family, *_, address = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return probe.getsockname()[0]

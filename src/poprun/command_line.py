@@ -29,6 +29,7 @@ class Request:
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
     max_restarts: int = 0
+    hang_timeout: float = 600  # seconds; 0: none
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False
     only_output: int | None = None  # the instance whose output is shown
@@ -55,6 +56,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     for name in ("num_replicas", "num_instances", "ipus_per_replica"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
+    if not given.hang_timeout >= 0:
+        parser.error(f"--hang-timeout must not be negative, got {given.hang_timeout:g}")
     if given.num_replicas % given.num_instances:
         parser.error(
             f"--num-replicas {given.num_replicas} is not a multiple of --num-instances {given.num_instances}: "
@@ -77,6 +80,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         ipus_per_replica=given.ipus_per_replica,
         hosts=tuple(host.strip() for host in (given.host or "").split(",") if host.strip()),
         max_restarts=given.max_restarts,
+        hang_timeout=given.hang_timeout,
         variables=tuple(variables.items()),
         tags_output=given.tag_output or mpi.tag_output,
         only_output=given.only_output_from_instance,
@@ -120,6 +124,13 @@ class _Parser(argparse.ArgumentParser):
             default=0,
             metavar="N",
             help="start all again that often after a failure",
+        )
+        add(
+            "--hang-timeout",
+            type=float,
+            default=600,
+            metavar="SECONDS",
+            help="end an instance that others wait for and that does nothing for so long (600); 0: never",
         )
         add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all instances")
         add(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from popengine.environment import NODE_RANK, NUM_NODES
+from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 
 from .command_line import Request
 from .guard import exit_code
@@ -21,19 +22,22 @@ from .topology import local_instances
 _HERE = ("localhost", socket.gethostname())
 _PORT = "29500"
 _PATIENCE = 8  # seconds for a host to end after another has failed: more than it gives its instances
+_PATIENCE_FOR_CAUSE = (
+    30  # seconds for the host that failed first to end, after another one has ended because of it
+)
+CONSEQUENCE = 75  # exit code of a host that ended because another one did, with WATCH
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # set where poprun ends as soon as its standard input does
 
 
 def work(request: Request, words: Sequence[str], log: Log) -> int:
     """Run poprun with the same words on every host; the exit code of the first that failed."""
     local_instances(request, len(request.hosts))
-    commands = [_command(request, words, rank) for rank in range(len(request.hosts))]
+    secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
     code = 0
     try:
-        for rank, command in enumerate(commands):
-            log.debug(shlex.join(command))
-            running[rank] = subprocess.Popen(command, stdin=subprocess.PIPE)
+        for rank, host in enumerate(request.hosts):
+            running[rank] = _start(host, words, _variables(request, rank, secret), log)
         deadline = float("inf")
         while running and time.monotonic() < deadline:
             for rank, process in list(running.items()):
@@ -41,25 +45,31 @@ def work(request: Request, words: Sequence[str], log: Log) -> int:
                 if ended is None:
                     continue
                 del running[rank]
-                if ended and not code:
-                    code = exit_code(ended)
-                    log.error(f"host {request.hosts[rank]} failed first, with exit code {code}{_hint(code)}")
+                if ended == CONSEQUENCE:
+                    deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
+                elif ended and code in (0, CONSEQUENCE):
                     deadline = time.monotonic() + _PATIENCE
+                    log.error(
+                        f"host {request.hosts[rank]} failed first, with exit code {exit_code(ended)}{_hint(ended)}"
+                    )
                     _end(running)
+                if ended and code in (0, CONSEQUENCE):
+                    code = exit_code(ended)
             time.sleep(0.05)
     finally:
         _end(running)
         for process in running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE)
-    return code
+    return 1 if code == CONSEQUENCE else code
 
 
 def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
     """Ssh hands no signals over, but the end of standard input."""
     for process in running.values():
         assert process.stdin is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _hint(code: int) -> str:
@@ -70,22 +80,39 @@ def _hint(code: int) -> str:
     )
 
 
-def _command(request: Request, words: Sequence[str], rank: int) -> list[str]:
-    host = request.hosts[rank]
+def _variables(request: Request, rank: int, secret: str) -> dict[str, str]:
+    """Return what the poprun of a host finds in its environment."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and any(name not in _HERE for name in request.hosts):
         address = socket.gethostname()  # as the others know this host
-    variables = {
+    return {
         NUM_NODES: str(len(request.hosts)),
         NODE_RANK: str(rank),
         "MASTER_ADDR": address,
         "MASTER_PORT": os.environ.get("MASTER_PORT", _PORT),
         WATCH: "1",
         **dict(request.variables),
+        SECRET: secret,
     }
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    command = ["env", *settings, sys.executable, "-m", "poprun", *words]
+
+
+def _start(
+    host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
+) -> subprocess.Popen[bytes]:
+    """Start the poprun of a host. Variables travel by standard input: every user can read a command line."""
+    command = [sys.executable, "-m", "poprun", *words]
     if host in _HERE:
-        return command
-    remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-    return ["ssh", "-o", "BatchMode=yes", host, remote]
+        log.debug(shlex.join(command))
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **variables})
+    settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    count = settings.count("\n")
+    script = f'eval "$(head -n {count})" && cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}'
+    # `--`: a host whose name begins with a dash is no option.
+    remote = ["ssh", "-oBatchMode=yes", "--", host, f"exec sh -c {shlex.quote(script)}"]
+    log.debug(shlex.join(remote))
+    process = subprocess.Popen(remote, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # its exit code tells
+        process.stdin.write(settings.encode())
+        process.stdin.flush()
+    return process

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -41,31 +42,101 @@ def hosts():
             ip("netns", "del", name)
 
 
-def test_a_training_over_two_hosts_has_equal_weights(hosts, tmp_path):
+def started(hosts, *words, secrets=("of this test", "of this test"), **variables):
+    """A poprun on each host, with the secret that it is given."""
     common = {
         "POPRUN_NUM_NODES": "2",
         "MASTER_ADDR": "10.77.0.1",
         "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "cable",
         "POPRUN_NODE_TIMEOUT": str(LIMIT),
+        **variables,
     }
-    poprun = [sys.executable, "-m", "poprun", "--num-replicas=2", "--num-instances=2"]
-    runs = [
+    poprun = [sys.executable, "-m", "poprun", "--num-replicas=2", "--num-instances=2", sys.executable]
+    return [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *poprun, sys.executable, PROGRAM, tmp_path, "3"],
-            env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank)},
+            ["ip", "netns", "exec", host, *poprun, *words],
+            env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank), "POPDIST_SECRET": secrets[rank]},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank, host in enumerate(hosts)
     ]
+
+
+def ended(runs):
+    """What each poprun has said, at its end."""
     try:
-        said = [run.communicate(timeout=LIMIT)[0] for run in runs]
+        return [run.communicate(timeout=LIMIT)[0] for run in runs]
     finally:
         for run in runs:
             run.terminate()
             run.wait(30)
+
+
+def listening(host):
+    """The addresses at which anything listens on a host."""
+    found = subprocess.run(
+        ["ip", "netns", "exec", host, sys.executable, "-S", "-c", LISTENS],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    return set(found.stdout.split())
+
+
+LISTENS = """
+import glob, ipaddress
+for path in glob.glob("/proc/net/tcp*"):
+    for line in open(path).read().splitlines()[1:]:
+        place, state = line.split()[1], line.split()[3]
+        text = place.partition(":")[0]
+        words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
+        if state == "0A":
+            print(ipaddress.ip_address(b"".join(words)))
+"""
+WAITS = """
+import popdist, sys, time, os
+popdist.init()
+popdist.synchronize()
+open(f"{sys.argv[1]}/met-{popdist.getInstanceIndex()}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}/seen"):
+    time.sleep(0.05)
+"""
+
+
+def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts, tmp_path):
+    runs = started(hosts, "-c", WAITS, tmp_path)
+    until = time.monotonic() + LIMIT
+    while len(list(tmp_path.glob("met-*"))) < 2 and time.monotonic() < until:
+        assert all(run.poll() is None for run in runs), ended(runs)
+        time.sleep(0.05)
+    found = [listening(host) for host in hosts]
+    (tmp_path / "seen").touch()
+    said = ended(runs)
+    assert found == [{"10.77.0.1"}, {"10.77.0.2"}], said
+    assert [run.returncode for run in runs] == [0, 0] and said == ["", ""]
+
+
+def test_a_node_with_another_secret_is_refused(hosts):
+    runs = started(hosts, "-S", "-c", "pass", secrets=("right", "wrong"), POPRUN_NODE_TIMEOUT="4")
+    said = ended(runs)
+    assert [run.returncode for run in runs] == [1, 1]
+    assert "of 2 nodes these have not come in 4 s: 1" in said[0]
+    assert "does not take this process's secret" in said[1]
+
+
+def test_nodes_without_a_secret_are_warned(hosts):
+    runs = started(hosts, "-S", "-c", "pass", secrets=("", ""))
+    said = ended(runs)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert "serves every caller: POPDIST_SECRET is not set" in said[0] and said[1] == ""
+
+
+def test_a_training_over_two_hosts_has_equal_weights(hosts, tmp_path):
+    runs = started(hosts, PROGRAM, tmp_path, "3", GLOO_SOCKET_IFNAME="cable")
+    said = ended(runs)
     assert [run.returncode for run in runs] == [0, 0], said
     first, second = (torch.load(tmp_path / f"result-{instance}.pt") for instance in range(2))
     assert [n for n, w in first["weights"].items() if not torch.equal(w, second["weights"][n])] == []

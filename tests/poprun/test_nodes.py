@@ -41,10 +41,14 @@ def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
 
 
 def test_nodes_that_do_not_come_are_named(poprun):
-    words = ("--num-replicas=3", "--num-instances=3", "true")
-    runs = nodes(poprun, 3, words, ranks=[0, 2], POPRUN_NODE_TIMEOUT="1")
-    assert [run.wait() for run in runs] == [1, 1]
-    assert "of 3 nodes these have not come in 1 s: 1" in runs[0].said()
+    words = ("-v", "--num-replicas=3", "--num-instances=3", "true")
+    place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    last = poprun(*words, POPRUN_NODE_RANK="2", **place)
+    last.until("node 2 of 3 waits for the others")
+    first = poprun(*words, POPRUN_NODE_RANK="0", POPRUN_NODE_TIMEOUT="3", **place)
+    assert (first.wait(), last.wait()) == (1, 1)
+    assert "of 3 nodes these have not come in 3 s: 1" in first.said()
+    assert "another node has given up: the poprun of node 0 says why" in last.said()
 
 
 def test_a_missing_first_node_is_named_by_its_address(poprun):
@@ -73,20 +77,84 @@ def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun
 
 
 def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
-    """A stand-in for ssh runs here what it is told to run there."""
+    """A stand-in for ssh runs here what it is told to run there; from the host that failed, news comes late."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho "$3" >> "$LOG"\nexec sh -c "$4"\n')
+    ssh.write_text(
+        '#!/bin/sh\necho "$3" >> "$LOG"\nsh -c "$4"\ncode=$?\n[ $3 = one ] || sleep 3\nexit $code\n'
+    )
     ssh.chmod(0o755)
     program = (
         "import os, sys, time\n"
         'os.write(1, f\'instance {os.environ["RANK"]} {os.environ["A"]}\\n\'.encode())\n'  # whole lines
-        "sys.exit(6) if os.environ['RANK'] == '1' else time.sleep(50)"
+        "is_first = os.environ['RANK'] == '0'\n"
+        "if is_first: open(sys.argv[1] + '/here', 'w').close()\n"
+        "while not os.path.exists(sys.argv[1] + '/here'): time.sleep(0.01)\n"
+        "time.sleep(50) if is_first else sys.exit(6)"
     )
-    words = ("-H", "one,two", "--num-replicas=2", "--num-instances=2", "-x", "A=b", *PYTHON, program)
+    words = (
+        "-H",
+        "one,two",
+        "--num-replicas=2",
+        "--num-instances=2",
+        "-x",
+        "A=b",
+        *PYTHON,
+        program,
+        tmp_path,
+    )
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
     run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **variables)
     assert run.wait() == 6, run.said()
     assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
     assert "instance 0 b" in run.said() and "instance 1 b" in run.said()
-    assert "host two failed first, with exit code 6" in run.said()
+    assert "instance 1 of 2 failed first, with exit code 6" in run.said()
+    assert run.said().count("failed first") == 2 and "host two failed first, with exit code 6" in run.said()
     assert run.nothing_left()
+
+
+def test_an_instance_that_fails_after_another_nodes_is_not_called_the_first(poprun, tmp_path):
+    """Instance 0 fails later than instance 2, as one does that has lost its peer, and while node 1 still ends."""
+    program = (
+        "import os, signal, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(sys.argv[1] + rank, 'w').close()\n"
+        "if rank in '13': time.sleep(50)\n"
+        "while not all(os.path.exists(sys.argv[1] + one) for one in '0123'): time.sleep(0.01)\n"
+        "time.sleep(0 if rank == '2' else 2)\n"
+        "sys.exit(6 if rank == '2' else 9)"
+    )
+    words = ("--num-replicas=4", "--num-instances=4", *PYTHON, program, tmp_path / "here")
+    first, second = nodes(poprun, 2, words)
+    assert (first.wait(), second.wait()) == (9, 6)
+    assert "instance 2 of 4 failed first, with exit code 6" in second.said()
+    assert "instance 0 failed with exit code 9, after an instance of node 1" in first.said()
+
+
+def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is_never_an_option(
+    poprun, tmp_path
+):
+    """A command line can be read by every user of a host."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor word; do echo "$word" >> "$LOG"; done\nexec sh -c "$4"\n')
+    ssh.chmod(0o755)
+    program = "import os; print(os.environ['POPDIST_SECRET'], os.environ['A'])"
+    words = (
+        "-H",
+        "-oProxyCommand=false,two",
+        "--num-replicas=2",
+        "--num-instances=2",
+        "-x",
+        "A",
+        *PYTHON,
+        program,
+    )
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "A": "a b\n$c"}
+    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **variables)
+    assert run.wait() == 0, run.said()
+    secret = run.out.read_text().partition(" ")[0]
+    assert len(secret) == 64 and run.out.read_text() == f"{secret} a b\n$c\n" * 2
+    log = (tmp_path / "log").read_text().splitlines()
+    for host in ("-oProxyCommand=false", "two"):
+        assert log[log.index(host) - 1] == "--"
+    assert not [line for line in log if secret in line or "a b" in line]

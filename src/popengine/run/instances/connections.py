@@ -25,6 +25,7 @@ from popengine.errors import Error, UnrecoverableError
 logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds without another instance, until somebody is told
+STALE = 5.0  # seconds without news from an instance that waits, after which it is taken to be stopped
 LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits for the others to agree on a call's end
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
@@ -63,7 +64,9 @@ class Connections:
         self._until: float | None = (
             None  # how long to wait for the agreement on a call's end; None: there is none
         )
-        self._waits: dict[int, list[Any]] = {}  # by thread: since when, for which instance, what for
+        self._waits: dict[
+            int, list[Any]
+        ] = {}  # by thread: since when, for which instance, what for, when to warn
 
     # ---- messages ----------------------------------------------------------------------------------------
 
@@ -95,14 +98,53 @@ class Connections:
             raise self._failed(error, other, generation) from error
 
     def _watch(self) -> None:
-        """Say for whom this instance has been waiting long."""
+        """Publish for which instance this one waits, and warn when it has waited long."""
+        key, count = f"waits/{self.names[self.place]}", 0
         while True:
-            time.sleep(min(1.0, WARN_AFTER / 2))
-            for wait in list(self._waits.values()):
+            time.sleep(pause := min(1.0, WARN_AFTER / 2))
+            waits = [wait for wait in list(self._waits.values()) if time.monotonic() - wait[0] > pause]
+            with suppress(RuntimeError):
+                if waits:
+                    count += 1
+                    self._store.set(
+                        key, json.dumps({"for": waits[0][1], "what": waits[0][2], "count": count})
+                    )
+                elif count:
+                    count = 0
+                    self._store.set(key, "")
+            for wait in waits:
                 since, other, what, limit = wait
                 if time.monotonic() - since > limit:
                     wait[3] += WARN_AFTER
-                    logger.warning("%s has not arrived at %s for %.0f s", other, what, limit)
+                    threading.Thread(target=self._warn, args=(other, what, limit), daemon=True).start()
+
+    def _warn(self, other: int, what: str, seconds: float) -> None:
+        last = self._last_of_waits(other)
+        logger.warning("instance %d has not arrived at %s for %.0f s", last, what, seconds)
+
+    def _last_of_waits(self, instance: int) -> int:
+        """Return the instance at the end of a chain of waits: the one that does not wait itself."""
+        seen = {self.names[self.place]}
+        while instance not in seen:
+            seen.add(instance)
+            wait = self._wait_of(instance)
+            if wait is None:
+                break
+            instance = wait["for"]
+        return instance
+
+    def _wait_of(self, instance: int) -> dict[str, Any] | None:
+        """Return what another instance waits for; None if it does not wait, or is stopped and so says nothing new."""
+        key, first, until = f"waits/{instance}", b"", time.monotonic() + STALE
+        with suppress(RuntimeError):
+            while self._store.check([key]) and (text := self._store.get(key)):
+                if first and text != first:
+                    return json.loads(text)
+                if time.monotonic() > until:
+                    break
+                first = text
+                time.sleep(0.1)
+        return None
 
     # ---- connections -------------------------------------------------------------------------------------
 
@@ -142,7 +184,7 @@ class Connections:
         return dist.ProcessGroupGloo(store, self.place, self.size, timeout=_FOREVER)
 
     def _wait_for(self, other: int, what: str) -> list[Any]:
-        return [time.monotonic(), f"instance {self.names[other]}", what, WARN_AFTER]
+        return [time.monotonic(), self.names[other], what, WARN_AFTER]
 
     def _probe(self, other: int) -> None:
         """Raises RuntimeError if the process of another instance is gone: its first connection has closed then."""

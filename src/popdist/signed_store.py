@@ -1,0 +1,287 @@
+"""A small store of keys and values by which processes meet: one of them serves it, the others connect.
+
+torch's TCPStore listens on all interfaces and serves every caller. This server listens on one address, and answers only
+callers that know the secret: each message is signed with HMAC-SHA256 over the secret, fresh numbers of both ends and a
+counter, so that nothing can be forged, replayed or reflected. Messages are JSON; nothing is unpickled or run.
+They are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_NONCE = 16  # bytes
+_SIGNATURE = hashlib.sha256().digest_size
+_LARGEST = 1 << 22  # bytes of a message that the server reads
+_HANDSHAKE = 10.0  # seconds for a caller to show that it knows the secret
+# A host that lost its power is noticed after 10 + 3 * 5 s.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+
+
+class StoreError(RuntimeError):
+    """The server is gone, or it does not know the secret."""
+
+
+class _Channel:
+    """Signed messages over a socket."""
+
+    def __init__(self, connected: socket.socket, secret: str, is_server: bool) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        mine = os.urandom(_NONCE)
+        connected.sendall(mine)
+        theirs = self._read(_NONCE)
+        nonces = theirs + mine if is_server else mine + theirs
+        names = (b"server", b"client") if is_server else (b"client", b"server")
+        self._keys = [hmac.digest(secret.encode(), name + nonces, "sha256") for name in names]
+        self._counts = [0, 0]
+
+    def send(self, message: Any) -> None:
+        body = json.dumps(message).encode()
+        self._socket.sendall(struct.pack("!I", len(body)) + self._signed(0, body) + body)
+
+    def receive(self, largest: int | None = None) -> Any:
+        """Return the next message; raises OSError if it is forged, too large, or the other end is gone."""
+        (size,) = struct.unpack("!I", self._read(4))
+        if largest is not None and size > largest:
+            raise OSError(f"a message of {size} bytes")
+        signature, body = self._read(_SIGNATURE), self._read(size)
+        if not hmac.compare_digest(signature, self._signed(1, body)):
+            raise OSError("a message with another secret")
+        return json.loads(body)
+
+    def _signed(self, direction: int, body: bytes) -> bytes:
+        number = struct.pack("!Q", self._counts[direction])
+        self._counts[direction] += 1
+        return hmac.digest(self._keys[direction], number + body, "sha256")
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            part = self._socket.recv(min(size - len(found), 1 << 16))
+            if not part:
+                raise ConnectionError("the other end has closed the connection")
+            found += part
+        return bytes(found)
+
+
+class Server:
+    """Serves a store in threads of this process until it ends.
+
+    Args:
+        host:    the name or address to listen on
+        port:    0: any that is free
+        secret:  callers must know it
+        is_open: other hosts connect; a name that means loopback here (as Debian's hosts file has it) then means the
+            address of this host's default route, too
+    Raises:
+        OSError: the address is not one of this host, or in use
+    """
+
+    def __init__(self, host: str, port: int, secret: str, is_open: bool = False) -> None:
+        self._secret = secret
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+        family, address = _resolved(host, port)
+        addresses = [address]
+        if is_open and is_loopback(address) and host not in ("localhost", address):
+            with suppress(OSError):
+                addresses.append(own_address("192.0.2.1"))  # sends nothing: reserved for documentation
+        self.is_reachable = not all(map(is_loopback, addresses))  # by other hosts
+        for one in addresses:
+            listening = socket.create_server((one, port), family=family, backlog=1024)
+            self.port: int = listening.getsockname()[1]
+            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            connected, _ = listening.accept()
+            threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        held: list[str] = []
+        with connected, suppress(OSError, ValueError, TypeError, KeyError):
+            connected.settimeout(_HANDSHAKE)
+            channel = _Channel(connected, self._secret, is_server=True)
+            while True:
+                name, *arguments = channel.receive(_LARGEST)
+                connected.settimeout(None)
+                with self._lock:
+                    answer = _OPERATIONS[name](self._values, held, *arguments)
+                channel.send(answer)
+        with self._lock:
+            for key in held:
+                self._values.pop(key, None)
+
+
+def _get(values: dict[str, str], held: list[str], keys: Sequence[str]) -> list[str | None]:
+    return [values.get(key) for key in keys]
+
+
+def _set(values: dict[str, str], held: list[str], key: str, value: str) -> None:
+    values[key] = value
+
+
+def _add(values: dict[str, str], held: list[str], key: str, amount: int) -> int:
+    values[key] = str(int(values.get(key, "0")) + amount)
+    return int(values[key])
+
+
+def _compare_set(values: dict[str, str], held: list[str], key: str, expected: str, desired: str) -> str:
+    if values.get(key, "") == expected:
+        values[key] = desired
+    return values.get(key, expected)
+
+
+def _delete(values: dict[str, str], held: list[str], key: str) -> bool:
+    return values.pop(key, None) is not None
+
+
+def _hold(values: dict[str, str], held: list[str], key: str, value: str) -> bool:
+    if key in values and key not in held:
+        return False
+    values[key] = value
+    held.append(key)
+    return True
+
+
+_OPERATIONS: dict[str, Any] = {
+    "get": _get,
+    "set": _set,
+    "add": _add,
+    "compare_set": _compare_set,
+    "delete": _delete,
+    "hold": _hold,
+}
+
+
+class Store(dist.Store):
+    """A connection to a `Server`, as torch.distributed takes it.
+
+    Args:
+        patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
+    Raises:
+        StoreError: no server listens there in this time, or it has another secret
+    """
+
+    def __init__(self, host: str, port: int, secret: str, patience: float) -> None:
+        super().__init__()
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._socket = _connected(host, port, patience)
+        try:
+            self._channel = _Channel(self._socket, secret, is_server=False)
+            self._call("get", [])
+        except (OSError, StoreError) as error:
+            raise StoreError(
+                f"{host}:{port} does not take this process's secret, or serves something else ({error})"
+            ) from None
+
+    def close(self) -> None:
+        """Close the connection: keys that it holds vanish."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def hold(self, key: str, value: str) -> bool:
+        """Set a key that vanishes with this connection; False: another connection holds it."""
+        return self._call("hold", key, value)
+
+    def read(self, keys: Sequence[str]) -> list[str | None]:
+        """Return the values of these keys now, None for those that are not there."""
+        return self._call("get", list(keys))
+
+    # ---- as torch calls it -------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call("set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        (value,) = self.read([key])
+        return (value or "").encode("latin-1")
+
+    def add(self, key: str, value: int) -> int:
+        return self._call("add", key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._call("compare_set", key, _text(expected), _text(desired)).encode("latin-1")
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete", key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self.read(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._patience if timeout is None else timeout.total_seconds()
+        until, pause = time.monotonic() + seconds, 0.001
+        while not self.check(keys):
+            if time.monotonic() > until:
+                raise StoreError(f"nothing was said of {', '.join(keys)} for {seconds:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+
+    def _call(self, *message: Any) -> Any:
+        try:
+            with self._lock:
+                self._channel.send(message)
+                return self._channel.receive()
+        except OSError as error:
+            raise StoreError(f"the connection to the process that keeps the store is lost: {error}") from None
+
+
+def _text(value: str | bytes) -> str:
+    """Return bytes as letters of the same numbers."""
+    return (value.encode() if isinstance(value, str) else value).decode("latin-1")
+
+
+def _connected(host: str, port: int, patience: float) -> socket.socket:
+    until = time.monotonic() + patience
+    while True:
+        try:
+            connected = socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1))
+            connected.settimeout(None)
+            return connected
+        except OSError as error:
+            if time.monotonic() > until:
+                raise StoreError(str(error)) from None
+        time.sleep(0.05)
+
+
+def _resolved(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
+    """Return the address of a name; of IPv4, if it has one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
+def own_address(host: str) -> str:
+    """Return this host's address on the way to another host, which need not answer."""
+    family, address = _resolved(host)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this host reaches the address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,107 @@
+"""The store by which processes meet: keys and values, and what callers without the secret get."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from popdist.signed_store import Server, Store, StoreError
+
+SECRET = "of this test"
+
+
+@pytest.fixture
+def server():
+    return Server("localhost", 0, SECRET)
+
+
+def connected(server):
+    return Store("localhost", server.port, SECRET, 20)
+
+
+def test_connections_read_what_others_have_set(server):
+    first, second = connected(server), connected(server)
+    first.set("a", b"\x00\xff")
+    assert second.get("a") == b"\x00\xff" and not second.check(["a", "b"])
+    assert [second.add("n", 2), first.add("n", 1)] == [2, 3]
+    assert second.compare_set("c", "", "mine") == b"mine" and first.compare_set("c", "", "yours") == b"mine"
+    assert first.delete_key("a") and not second.delete_key("a")
+
+
+def test_get_waits_for_a_key_and_names_it_when_it_does_not_come(server):
+    store, other = connected(server), connected(server)
+    threading.Timer(0.2, other.set, ("late", "1")).start()
+    assert store.get("late") == b"1"
+    with pytest.raises(StoreError, match="nothing was said of never"):
+        Store("localhost", server.port, SECRET, 0.1).get("never")
+
+
+def test_a_key_that_is_held_is_its_holders_alone_and_vanishes_with_its_connection(server):
+    holder, other = connected(server), connected(server)
+    assert holder.hold("node", "1") and holder.hold("node", "2") and not other.hold("node", "3")
+    assert other.read(["node"]) == ["2"]
+    holder.close()
+    until = time.monotonic() + 20
+    while not other.hold("node", "3"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("wrong", ["", "guessed", SECRET + " "])
+def test_another_secret_is_refused(server, wrong):
+    with pytest.raises(StoreError, match="does not take this process's secret"):
+        Store("localhost", server.port, wrong, 5)
+
+
+def spoken(server, *messages):
+    """What the server answers to bytes after its greeting."""
+    with socket.create_connection(("localhost", server.port), 20) as caller:
+        found = b""
+        with suppress(ConnectionError):
+            for message in (b"n" * 16, *messages):
+                caller.sendall(message)
+            while part := caller.recv(4096):
+                found += part
+        return found[16:]
+
+
+def test_messages_that_are_forged_or_too_large_are_not_answered(server):
+    body = b'["set", "a", "b"]'
+    assert spoken(server, len(body).to_bytes(4, "big"), bytes(32), body) == b""
+    assert spoken(server, (1 << 31).to_bytes(4, "big"), bytes(32), bytes(4096)) == b""
+    assert connected(server).read(["a"]) == [None]
+
+
+def test_a_recorded_connection_can_not_be_played_again(server):
+    recorded = []
+    with socket.create_server(("localhost", 0)) as between:
+
+        def pass_on():
+            inner, _ = between.accept()
+            outer = socket.create_connection(("localhost", server.port), 20)
+            threading.Thread(target=copied, args=(outer, inner, []), daemon=True).start()
+            copied(inner, outer, recorded)
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        store = Store("localhost", between.getsockname()[1], SECRET, 20)
+        store.add("n", 1)
+    nonce, *messages = recorded[0][:16], recorded[0][16:], *recorded[1:]
+    assert len(nonce) == 16 and messages
+    assert spoken(server, *messages) == b""
+    assert connected(server).read(["n"]) == ["1"]
+
+
+def copied(source, target, recorded):
+    with suppress(OSError):
+        while part := source.recv(4096):
+            recorded.append(part)
+            target.sendall(part)
+
+
+def test_a_server_listens_at_the_address_that_was_named_only(server):
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), 5)
+    with pytest.raises(OSError, match="assign"):
+        Server("192.0.2.77", 0, SECRET)

@@ -1,0 +1,81 @@
+"""What listens during a training, and what callers without the secret can do there: nothing."""
+
+import os
+import pickle
+import sys
+import time
+from base64 import b64encode
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import listening
+import pytest
+from torch.distributed import TCPStore
+
+from popdist.signed_store import Store, StoreError
+
+TWO = ("--num-replicas", 2, "--num-instances", 2)
+MEETS = (
+    "import os, time, popdist\n"
+    "popdist.init()\n"
+    "popdist.synchronize()\n"
+    "os.write(1, f'met {popdist.getInstanceIndex()}\\n'.encode())\n"
+    "time.sleep(100)"
+)
+
+
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def secrets(run):
+    """The secrets that a run's instances have been given."""
+    items = {
+        i
+        for pid in run.processes("popdist.init")
+        for i in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    }
+    return {item[15:].decode() for item in items if item.startswith(b"POPDIST_SECRET=")}
+
+
+@pytest.fixture
+def training(poprun):
+    """A poprun with two instances that have met, and the addresses at which its processes listen."""
+    run = poprun(*TWO, sys.executable, "-c", MEETS)
+    run.until("met 0"), run.until("met 1")
+    return run, listening.addresses({*run.processes(), run.pid, run.agent()})
+
+
+def test_on_one_host_everything_listens_on_loopback_only(training):
+    _, addresses = training
+    assert len(addresses) >= 3  # the store, and gloo in each instance
+    assert [str(address) for address, _ in addresses if not address.is_loopback] == []
+
+
+def test_callers_without_the_secret_change_nothing_and_nothing_is_unpickled(training, tmp_path):
+    run, _ = training
+    ((address, port),) = listening.addresses([run.agent()])
+    with suppress(RuntimeError):  # what serves there is no TCPStore
+        store = TCPStore(str(address), port, is_master=False, timeout=timedelta(seconds=1))
+        store.set("torch.rendezvous.poprun", b64encode(pickle.dumps(Touches(tmp_path / "taken over"))))
+        time.sleep(2)  # nodes look several times a second
+    assert not (tmp_path / "taken over").exists()
+    for wrong in ("", "guessed"):
+        with pytest.raises(StoreError, match="secret"):
+            Store(str(address), port, wrong, 5)
+    (right,) = secrets(run)
+    assert len(right) >= 32 and Store(str(address), port, right, 5).check(["attempt/0/here/0"])
+
+
+def test_the_secret_is_on_no_command_line(training):
+    run, _ = training
+    (secret,) = secrets(run)
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [line for line in lines if secret.encode() in line]
