@@ -52,18 +52,18 @@ def work(request: Request, node: Node, log: Log, folder: str) -> int:
     for stream in (sys.stdout, sys.stderr):  # what elastic hands on of the instances' output
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     nodes = Nodes(node, request.max_restarts, log)
-    code = 1
+    code = 0
     try:
         agent = _Agent(request, node, nodes, log, folder)
         result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
-        code = agent.exit_code if result.is_failed() else 0
+        if result.is_failed():
+            code = agent.exit_code
     except SignalException as error:
-        code = 128 + error.sigval
+        return 128 + error.sigval  # others may wait for this node to come back
     except Lost as error:
         log.error(str(error))
         code = CONSEQUENCE if WATCH in os.environ else 1
-    finally:
-        nodes.leave(has_failed=code != 0)
+    nodes.leave(has_failed=code != 0)
     return code
 
 

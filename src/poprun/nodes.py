@@ -79,8 +79,8 @@ class Nodes(RendezvousHandler):
             except StoreError:
                 self._disconnect()
                 if self._node.rank == 0 or time.monotonic() > until:
-                    raise Lost(self._node_0_is_lost()) from None
-                self._log.warning(f"{self._node_0_is_lost()}; {self._waiting(until)}")
+                    raise Lost(self._is_lost("0")) from None
+                self._log.warning(f"{self._is_lost('0')}; {self._waiting(until)}")
 
     def _connected(self, until: float) -> Store:
         """Return the connection to the store; node 0 begins to serve it."""
@@ -187,8 +187,9 @@ class Nodes(RendezvousHandler):
             "  fix: start the same command there again"
         )
 
-    def _node_0_is_lost(self) -> str:
-        return f"node 0 is lost: its poprun at {self.address} has ended, or its host does not answer"
+    def _is_lost(self, ranks: str) -> str:
+        several = "s" if "," in ranks else ""
+        return f"node{several} {ranks} lost: poprun has ended there, or the host does not answer"
 
     # ---- during a round ----------------------------------------------------------------------------------
 
@@ -216,27 +217,29 @@ class Nodes(RendezvousHandler):
         assert self.store is not None
         try:
             records = self._records(self.store)
+            done = self.store.read(self._done())  # these may leave
         except StoreError:
-            return self._node_0_is_lost()
+            return self._is_lost("0")
         gone = [
-            str(rank) for rank, record in enumerate(records) if not record or record["id"] != self._ids[rank]
+            str(rank)
+            for rank, record in enumerate(records)
+            if not done[rank] and (not record or record["id"] != self._ids[rank])
         ]
-        if not gone:
-            return ""
-        names = f"node{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
-        return f"{names} lost: the poprun there has ended, or the host does not answer"
+        return self._is_lost(", ".join(gone)) if gone else ""
 
     def are_done(self) -> bool:
         """Return whether the instances of all nodes have ended well, as this node's have."""
         if self._node.count == 1:
             return True
         assert self.store is not None
-        keys = [f"done/{self.round}/{rank}" for rank in range(self._node.count)]
         try:
-            self.store.set(keys[self._node.rank], "1")
-            return self.store.check(keys)
+            self.store.set(self._done()[self._node.rank], "1")
+            return self.store.check(self._done())
         except StoreError:
-            raise Lost(self._node_0_is_lost()) from None
+            raise Lost(self._is_lost("0")) from None
+
+    def _done(self) -> list[str]:
+        return [f"done/{self.round}/{rank}" for rank in range(self._node.count)]
 
     def first_failure(self) -> int:
         """Return which node was the first of this round to call this, after an instance of its own had failed."""

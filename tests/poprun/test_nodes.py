@@ -1,8 +1,11 @@
 """One training over several nodes: popruns that meet, hosts that ssh reaches, and nodes that fail or don't come."""
 
 import os
+import signal
 import socket
 import sys
+
+import pytest
 
 PYTHON = (sys.executable, "-S", "-c")
 PLACE = "import os; print(*(os.environ[n] for n in ('GROUP_RANK', 'RANK', 'LOCAL_RANK', 'POPDIST_NUM_TOTAL_REPLICAS')))"
@@ -74,6 +77,53 @@ def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun
     assert "another node has given up" in first.said()
     assert "attempt 1 of 0" in first.said() and "attempt 1 of 1" in second.said()
     assert first.nothing_left() and second.nothing_left()
+
+
+STAYS = (
+    "import os, sys, time\n"
+    "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'] + '.', flush=True)\n"
+    "while not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_was_killed_comes_back_and_all_start_again(poprun, tmp_path, lost):
+    words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=2", *PYTHON, STAYS, tmp_path / "end")
+    place = {"MASTER_PORT": free_port()}
+    runs = nodes(poprun, 2, words, **place)
+    for rank, run in enumerate(runs):
+        run.until(f"attempt 0 of {rank}.")
+    left = runs[1 - lost]
+    os.kill(runs[lost].pid, signal.SIGKILL)
+    left.until(f"node {lost} lost: poprun has ended there")
+    left.until("this one waits for")
+    (back,) = nodes(poprun, 2, words, ranks=[lost], **place)
+    for rank, run in ((lost, back), (1 - lost, left)):
+        run.until(f"attempt 1 of {rank}.")
+    (tmp_path / "end").touch()
+    assert (left.wait(), back.wait()) == (0, 0), left.said() + back.said()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_without_a_restart_left_is_named_at_once(poprun, tmp_path, lost):
+    runs = nodes(poprun, 2, ("--num-replicas=2", "--num-instances=2", *PYTHON, STAYS, tmp_path / "end"))
+    for rank, run in enumerate(runs):
+        run.until(f"attempt 0 of {rank}.")
+    os.kill(runs[lost].pid, signal.SIGKILL)
+    assert runs[1 - lost].wait() == 1
+    assert f"poprun: node {lost} lost: poprun has ended there" in runs[1 - lost].said()
+    assert runs[1 - lost].nothing_left()
+
+
+def test_two_nodes_of_one_number_are_refused(poprun):
+    words = ("-v", "--num-replicas=2", "--num-instances=2", "true")
+    place = {"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    port = free_port()
+    first = poprun(*words, MASTER_PORT=port, **place)
+    first.until("node 0 of 2 waits")
+    second = poprun(*words, MASTER_PORT=port, **place)
+    assert second.wait() == 1
+    assert "node 0 can't listen at 127.0.0.1" in second.said()
 
 
 def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):

@@ -1,0 +1,52 @@
+"""An instance that stands still is named and ended; peers that only wait, and one that computes, are not."""
+
+import re
+import sys
+
+MEETS = """
+import os, signal, sys, time
+import popdist
+from popengine.run.instances import connections
+
+connections.WARN_AFTER = 2.0
+popdist.init()
+popdist.synchronize()
+rank = popdist.getInstanceIndex()
+"""
+
+
+def test_a_stopped_instance_is_named_and_ended_and_its_waiting_peers_are_not(poprun):
+    """Instances 1 and 3 wait for instance 0, which waits for instance 2."""
+    program = MEETS + (
+        "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "popdist.execute_on_instances({0, 2}, popdist.synchronize)\n"
+        "popdist.synchronize()\n"
+    )
+    words = ("--num-replicas=4", "--num-instances=4", "--hang-timeout=12", sys.executable, "-c", program)
+    run = poprun(*words)
+    assert run.wait(120) == 137, run.said()
+    assert (
+        "instance 2 has done nothing for 12 s (it is stopped by a signal), and instance 0 waits" in run.said()
+    )
+    assert "instance 2 of 4 failed first, with signal SIGKILL" in run.said()
+    assert set(re.findall(r"instance (\d) has not arrived", run.said())) == {"2"}, run.said()
+    assert run.nothing_left()
+
+
+def test_an_instance_that_computes_for_longer_than_the_limit_is_not_ended(poprun):
+    program = MEETS + (
+        "until = time.monotonic() + 8\n"
+        "while rank == 1 and time.monotonic() < until: pass\n"
+        "popdist.synchronize()\n"
+    )
+    words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=2", sys.executable, "-c", program)
+    run = poprun(*words)
+    assert run.wait(120) == 0, run.said()
+
+
+def test_without_a_limit_nothing_is_ended(poprun):
+    program = MEETS + "time.sleep(6 if rank else 0)\npopdist.synchronize()\n"
+    words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=0", sys.executable, "-c", program)
+    run = poprun(*words)
+    assert run.wait(120) == 0, run.said()
+    assert "instance 1 has not arrived" in run.said()
