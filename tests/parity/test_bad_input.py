@@ -427,3 +427,36 @@ def test_an_empty_batch_is_refused():
 def test_output_backward_is_refused():
     with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):
         fragile_executor()(*batch(8)).backward()
+
+
+# ---- models that would not train --------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.layer, self.loss = nn.Linear(SIZE, SIZE), loss
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.loss(self.layer, x), "mean")
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda layer, x: layer.requires_grad_(False)(x), "all of them are frozen"),
+        (lambda layer, x: layer(x).detach(), "the loss depends on none of those that require one"),
+        (lambda layer, x: x, "the loss depends on none of those that require one"),
+        (lambda layer, x: layer(x).argmax(1).float(), "the loss depends on none of those that require one"),
+    ],
+    ids=["frozen", "detached", "left out", "in integers"],
+)
+def test_a_model_none_of_whose_parameters_gets_a_gradient_is_refused(loss, why):
+    model = Frozen(loss)
+    if why.startswith("all"):
+        model.requires_grad_(False)
+    executor = poptorch.trainingModel(model, options(accumulation=1), adam(model))
+    with pytest.raises(poptorch.Error, match="no parameter gets a gradient") as caught:
+        executor(batch(1)[0])
+    assert why in str(caught.value)
+    assert "poptorch.inferenceModel" in str(caught.value)

@@ -69,6 +69,7 @@ def capture(
     stand_ins = StandIns(module, pretend)
     if training:
         stand_ins.check_writable()
+        stand_ins.take_hooks()
     state = Capture(training)
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
@@ -91,7 +92,7 @@ def capture(
         active.reset(token)
         torch.set_rng_state(random)
         attributes.put_back(lambda value: recorder.has_met(value) or stand_ins.has_met(value))
-    attributes.check()
+    attributes.check(stand_ins.hooks)
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),
@@ -113,10 +114,10 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
         scale = scale.to(loss.dtype)
     orphans = [value for value, _ in stand_ins.orphans]
     leaves = [*wanted.values(), *orphans]
-    if not loss.requires_grad or not leaves:
-        return {}
-    made = torch.autograd.grad(loss, leaves, scale, allow_unused=True)
-    for (value, where), gradient in zip(stand_ins.orphans, made[len(wanted) :], strict=True):
+    made = (
+        torch.autograd.grad(loss, leaves, scale, allow_unused=True) if loss.requires_grad and leaves else []
+    )
+    for (value, where), gradient in zip(stand_ins.orphans, made[len(wanted) :], strict=bool(made)):
         if gradient is not None:
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
@@ -126,7 +127,20 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
                 " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
                 " or say `.detach()`, if it is meant as a constant"
             )
-    return {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    if not found:
+        raise CaptureError(
+            "the model would not train: no parameter gets a gradient\n"
+            + (
+                "  why: the loss depends on none of those that require one: forward leaves them out, or computes in"
+                " torch.no_grad(), with `.detach()` or in integers\n"
+                if wanted
+                else "  why: all of them are frozen, by requires_grad_(False)\n"
+            )
+            + "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
+            " poptorch.inferenceModel"
+        )
+    return found
 
 
 # ---- what runs around the forward ------------------------------------------------------------------------

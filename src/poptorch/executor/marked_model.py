@@ -37,6 +37,8 @@ class _Marked:
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, _Marked):
                     _ask(item.__dict__.get("_owner"))
+        if func in _HOOKS:
+            _check_hook(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -53,6 +55,20 @@ class _Marked:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
+
+
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+def _check_hook(value: Any) -> None:
+    """Raises Error for a hook that is set when the backward is compiled already."""
+    executor = _ask(value.__dict__.get("_owner"))
+    if executor is not None and executor.isCompiled():
+        raise Error(
+            "a hook is set on a parameter of a compiled model, and would never be called\n"
+            "  why: the backward was compiled at the first call, with the hooks that parameters had then\n"
+            "  fix: call register_hook before the first call; or executor.destroy(), register_hook, and call it again"
+        )
 
 
 class PoptorchParameter(_Marked, nn.Parameter):

@@ -9,7 +9,7 @@ import gc
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,17 @@ def _around(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
             yield cell.cell_contents, name, _cell_setter(cell)
         except ValueError:  # not bound yet
             continue
-    for name in function.__code__.co_names:
+    for name in _names(function.__code__):
         if name in function.__globals__ and not callable(function.__globals__[name]):
             yield function.__globals__[name], name, _setter(function.__globals__, name)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names of a function, and of those that are written within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
@@ -133,9 +141,10 @@ class Attributes:
                 ", ".join(undone),
             )
 
-    def check(self) -> None:
-        """Raises CaptureError, where a tensor is left behind."""
-        paths = sorted({leftover.path for leftover in left_behind(self._module)})
+    def check(self, others: Sequence[tuple[Any, str]] = ()) -> None:
+        """Raises CaptureError, where a tensor is left behind in the module, or in `others`, which have a path each."""
+        places = [(self._module, "model"), *others]
+        paths = sorted({leftover.path for place in places for leftover in left_behind(*place)})
         if paths:
             raise CaptureError(
                 f"the forward leaves tensors behind in {', '.join(paths)}\n"

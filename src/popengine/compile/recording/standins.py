@@ -53,11 +53,29 @@ class StandIns:
             if memory is not None:
                 self._by_memory.setdefault(memory, []).append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
+        self.hooks: list[tuple[Any, str]] = []  # of parameters, with what they are called in an error
         self.orphans: list[tuple[Tensor, str]] = []  # want a gradient, and are nobody's; with the user's line
 
     def members(self) -> list[tuple[str, Tensor]]:
         """The user's own tensors, by name."""
         return [(member.name, member.real) for member in self._members]
+
+    def take_hooks(self) -> None:
+        """Have the hooks of the user's parameters change the gradients of their stand-ins.
+
+        Raises:
+            CaptureError: a hook is called after a gradient was added to `.grad`, which a compiled model has not got
+        """
+        for name, real, fake in self._members:
+            if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                raise CaptureError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which would never be called\n"
+                    "  why: a compiled model has its gradients on the devices, and no `.grad`; its optimizer updates\n"
+                    "  fix: change gradients with `register_hook`; look at one with options.anchorTensor"
+                )
+            for hook in (real._backward_hooks or {}).values():
+                fake.register_hook(hook)
+                self.hooks.append((hook, f"a hook of {name}"))
 
     def check_writable(self) -> None:
         """Raises CaptureError, where a parameter or buffer can't be given a new value."""

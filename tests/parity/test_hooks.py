@@ -1,0 +1,97 @@
+"""Hooks on parameters and tensors change gradients as in plain PyTorch; where they can't, they are refused."""
+
+import pytest
+import torch
+from parity_runs import ACCUMULATION, ROWS, options
+from torch import nn
+
+import poptorch
+
+seen = []
+
+
+class Hooked(nn.Module):
+    """Hooks on a weight of each stage, on a value of forward, and on a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = poptorch.BeginBlock(nn.Linear(3, 3), "a", ipu_id=0)
+        self.b = poptorch.BeginBlock(nn.Linear(3, 3), "b", ipu_id=1)
+        mask = torch.eye(3)
+        self.a.weight.register_hook(lambda gradient: gradient * mask)
+        self.a.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        self.b.weight.register_hook(lambda gradient: gradient + self.a.bias.detach())
+        self.b.bias.register_hook(lambda gradient: None)
+        self.b.register_full_backward_hook(lambda layer, inner, outer: (inner[0] * 3,))
+
+    def forward(self, x):
+        y = self.a(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        return poptorch.identity_loss(self.b(y).square(), "mean")
+
+
+X = torch.randn(ACCUMULATION * ROWS, 3, generator=torch.Generator().manual_seed(3))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("stages", [("a", "b"), None], ids=["two stages", "one stage"])
+def test_hooks_change_gradients_as_in_plain_pytorch(stages):
+    user, plain = Hooked(), Hooked()
+    if stages is None:
+        poptorch.removeBlocks(user)
+    executor = poptorch.trainingModel(
+        user, options(stages and poptorch.PipelinedExecution(*stages)), sgd(user)
+    )
+    executor(X)
+    for rows in X.split(ROWS):
+        plain(rows.clone()).backward()
+    for parameter in plain.parameters():
+        parameter.grad /= ACCUMULATION
+    sgd(plain).step()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(user.state_dict()[name], value), name
+
+
+def trainer():
+    model = nn.Sequential(nn.Linear(3, 1))
+    loss = nn.Module()
+    loss.forward = lambda x: poptorch.identity_loss(model(x), "mean")
+    loss.model = model
+    return model[0].weight, poptorch.trainingModel(loss, options(accumulation=1), sgd(model))
+
+
+def test_a_hook_after_the_accumulation_of_a_gradient_is_refused_at_compilation():
+    weight, executor = trainer()
+    weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(
+        poptorch.Error, match=r"model\.0\.weight has a hook of register_post_accumulate_grad_hook"
+    ):
+        executor(X)
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_is_set_after_compilation_is_refused_where_it_is_set(name):
+    weight, executor = trainer()
+    executor(X)
+    with pytest.raises(poptorch.Error, match="would never be called"):
+        getattr(weight, name)(lambda gradient: None)
+    assert not weight._backward_hooks
+    executor.destroy()
+    weight.register_hook(lambda gradient: gradient * 0)
+
+
+def test_a_gradient_that_a_hook_keeps_is_an_error():
+    weight, executor = trainer()
+    weight.register_hook(seen.append)
+    with pytest.raises(poptorch.Error, match=r"leaves tensors behind in a hook of model\.0\.weight"):
+        executor(X)
+    seen.clear()
+    weight, executor = trainer()
+    weight.register_hook(lambda gradient: seen.append(gradient))
+    with pytest.raises(poptorch.Error, match=r"leaves tensors behind in seen\[0\]"):
+        executor(X)
+    seen.clear()
