@@ -1,7 +1,7 @@
 """Custom operations: a name in the model, an implementation in Python.
 
-A library of C++ operators for IPUs has nothing to run here, so the name is looked up among those that
-`registerCustomOp` was told.
+A library of C++ operators for IPUs has nothing to run here, so the name is looked up among the operations that were
+registered with `registerCustomOp`, then in `known_operations`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from .host import as_list, host_call, written_back
+from .known_operations import KNOWN, computed_here
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -59,17 +60,19 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Run a custom operation.
+    """Run a custom operation: a registered one, or one of those that public programs load (`known_operations`).
 
     Args:
         example_outputs: tensors of the shapes and types that it returns
         attributes: floats, integers, strings, or lists of one of them; given to the implementation by name
     Raises:
-        Error: nothing is registered under this name, and the model is being compiled
+        Error: nothing is known under this name, and the model is being compiled
     """
     attributes = {} if attributes is None else attributes
     _check(attributes)
     found = _registered.get((name, domain, domain_version))
+    if found is None and name in KNOWN:
+        return computed_here(name, inputs, attributes, example_outputs)
     if current() is None:
         if found is None:
             return [torch.zeros_like(example) for example in example_outputs]

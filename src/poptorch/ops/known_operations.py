@@ -1,0 +1,164 @@
+"""Custom operations that public programs load from compiled libraries, in torch: `custom_op` finds them by name.
+
+They become part of the captured graph, so that they are differentiated, drawn from the engine's random numbers and
+saved as every other operation is. `registerCustomOp` of the same name wins.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.errors import Error
+
+from ..reporting.logs import logger
+from .ctc import ctc_loss
+from .library import listed
+
+_NO_EFFECT = ("root_path", "grain_size")  # attributes: where code for IPUs lies, and how it is laid out there
+_REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
+_said: set[str] = set()
+
+
+def copy_tensor(x: Tensor) -> Tensor:
+    """Return a copy."""
+    return x.clone()
+
+
+def remap(x: Tensor) -> Tensor:
+    """Return the same values; on IPUs they lie elsewhere."""
+    return torch.ops.poptorch.nop(x)
+
+
+def ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zero_infinity: int = False,
+) -> Tensor:
+    """Return `torch.nn.functional.ctc_loss`; reduction: also popart's 0 (sum), 1 (mean) or 2 (none)."""
+    name = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, name, bool(zero_infinity))
+
+
+def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Tensor:
+    """Return factor · average + (1 - factor) · value, of the average's type; no input is changed."""
+    return (factor * average + (1 - factor) * value).to(average.dtype)
+
+
+class _Proxy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, gradient
+
+
+def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
+    """Return the first input; its gradient goes to the second."""
+    return _Proxy.apply(value, proxy)  # type: ignore[return-value]
+
+
+def l1_distance(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sum of absolute differences of each row [m, k] and each other row [n, k]: [m, n]."""
+    return (first.unsqueeze(1) - second.unsqueeze(0)).abs().sum(-1)
+
+
+def l2_distance(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Euclidean distance of each row [m, k] and each other row [n, k]: [m, n].
+
+    The gradient of rows that are equal is zero.
+    """
+    return torch.linalg.vector_norm(first.unsqueeze(1) - second.unsqueeze(0), dim=-1)
+
+
+def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
+    """Return the values rounded to a smaller float format, in their own type; larger ones become its largest.
+
+    The format has subnormals, and no infinity: its largest value is 2^(2^(e-1)-1) · (2 - 2^-m), its smallest normal
+    one 2^(1-2^(e-1)). Rounding: "nearest" (ties to even), or "stochastic": up or down at random, right on average.
+    """
+    bias = 2 ** (exponent_bits - 1)
+    largest = 2.0 ** (bias - 1) * (2 - 2.0**-mantissa_bits)
+    values = x.float().clamp(-largest, largest)
+    exponent = torch.frexp(values).exponent.sub(1).clamp(min=1 - bias) - mantissa_bits  # of the last bit
+    steps = torch.ldexp(values, -exponent)
+    steps = (steps + torch.rand_like(steps)).floor() if rounding == "stochastic" else steps.round()
+    return torch.ldexp(steps, exponent).to(x.dtype)
+
+
+class _Quantised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
+        ctx.bwd, ctx.how = bwd, how
+        return quantised(x, *how) if fwd else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (quantised(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
+
+
+def simulated_quant(
+    x: Tensor,
+    exponent_bits: int,
+    mantissa_bits: int,
+    rounding: str = "stochastic",
+    fwd: int = 1,
+    bwd: int = 0,
+) -> Tensor:
+    """Return `quantised` values (fwd), and pass on the gradient as it is or quantised, too (bwd)."""
+    if rounding not in ("nearest", "stochastic"):
+        raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
+    return _Quantised.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
+
+
+KNOWN: dict[str, Callable[..., Tensor]] = {
+    "CopyTensor": copy_tensor,
+    "RemapCE": remap,
+    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc),
+    "ExpMovAvg": moving_average,
+    "AutogradProxy": autograd_proxy,
+    "L1Distance": l1_distance,
+    "L2Distance": l2_distance,
+    "SimulatedQuant": simulated_quant,
+}
+
+
+def computed_here(
+    name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return what a known operation makes of its inputs, in the shape and type of its example; say once what it is.
+
+    Raises:
+        Error: other inputs or attributes than it takes, or examples of other sizes than what it makes
+    """
+    function = KNOWN[name]
+    signature = inspect.signature(function)
+    given = {key: value for key, value in attributes.items() if key not in _NO_EFFECT}
+    try:
+        signature.bind(*inputs, **given)
+    except TypeError as error:
+        raise Error(
+            f"the custom operation {name} is called with {len(inputs)} inputs and the attributes {sorted(given)}\n"
+            f"  why: the one that is known here takes {signature}: {error}\n"
+            f"  fix: poptorch.registerCustomOp({name!r}, domain, version, forward) says what yours computes"
+        ) from None
+    if name not in _said:
+        _said.add(name)
+        summary = (inspect.getdoc(function) or "").split("\n")[0]
+        logger.warning("the custom operation %s is computed by poptorch's own: %s", name, summary)
+    made = function(*inputs, **given)
+    if [made.numel()] != [example.numel() for example in examples]:
+        found, wanted = (listed((tuple(v.shape), v.dtype) for v in values) for values in ([made], examples))
+        raise Error(
+            f"the custom operation {name} makes {found}; the program's example_outputs are {wanted}\n"
+            f"  fix: an example of that shape, or poptorch.registerCustomOp({name!r}, domain, version, forward)"
+        )
+    return [made.reshape(examples[0].shape).to(examples[0].dtype)]
