@@ -173,7 +173,6 @@ def test_run_and_compile_meet_only_in_the_values():
         "popart",
         "lightning_ipu.autoload",
         "ipujob.cli",
-        "ipujob.files",
     ],
 )
 def test_what_launchers_and_viewers_import_loads_no_torch(module):

@@ -1,1 +1,1 @@
-"""IPUJob: a Kubernetes object that runs programs written for PopTorch, and the same file on a laptop."""
+"""IPUJob: a Kubernetes object that runs programs written for PopTorch, in a cluster or on one machine."""

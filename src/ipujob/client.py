@@ -1,6 +1,6 @@
-"""A cluster in six calls; objects are plain dictionaries. lightkube finds the cluster, and proves who we are.
+"""The client of an API server: six calls, with objects as plain dictionaries. lightkube configures and authenticates.
 
-Typed clients refuse what files say (`cpu: 32`), so paths and bodies are ours, and nothing else knows lightkube.
+Typed clients refuse some valid files (`cpu: 32`), so paths and bodies are built here. No other file imports lightkube.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATCH = "application/merge-patch+json"
 
 
 class Refused(Exception):
-    """The cluster answered, and said no. `status` is HTTP's: 409 is a conflict, 404 nothing there, 403 no rights."""
+    """The API server refused a request. `status` is HTTP's: 409 conflict, 404 not found, 403 forbidden."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -30,14 +30,14 @@ class Refused(Exception):
 
 
 class Unreachable(Exception):
-    """No cluster is configured, or none answers."""
+    """No cluster is configured, or it doesn't answer."""
 
 
 class Cluster:
-    """The cluster of the pod that we run in, else of $KUBECONFIG, else of ~/.kube/config.
+    """The cluster of the pod that this process runs in, else of $KUBECONFIG, else of ~/.kube/config.
 
     Raises:
-        Unreachable: nothing is configured, or lightkube isn't installed
+        Unreachable: no cluster is configured, or lightkube isn't installed
     """
 
     def __init__(self, transport: Any = None) -> None:
@@ -65,7 +65,7 @@ class Cluster:
     def list(
         self, kind: str, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> list[Object]:
-        """All objects of a kind; of all namespaces, if none is named."""
+        """Return all objects of a kind, in one namespace or in all (None)."""
         params = {"labelSelector": labels, "fieldSelector": fields}
         found = self._call("GET", _path(kind, namespace), params=params)
         version = _PLACES[kind][0].partition("/")[2]
@@ -74,33 +74,42 @@ class Cluster:
     def watch(
         self, kind: str, namespace: str | None = None, labels: str = "", seconds: int = 300
     ) -> Iterator[Object]:
-        """Objects as they change, all that are there first; it ends when the cluster ends it."""
+        """Yield all objects of a kind, and then each that changes, until the cluster ends the stream."""
         params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
         for line in self._lines(_path(kind, namespace), params):
             event = json.loads(line)
-            if event["type"] == "ERROR":  # 410: what was watched is no longer remembered
+            if event["type"] == "ERROR":  # 410: the API server has dropped the history of this watch
                 raise Refused(
                     event["object"].get("code", 500), event["object"].get("message", "the watch ended")
                 )
             yield event["object"]
 
     def create(self, made: Object) -> Object:
+        """Create an object, and return it as the API server has it."""
         return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete this very object, and not another one that bears its name by now."""
+        """Delete an object by name and uid; a new object with the same name stays.
+
+        Args: orphan: keep the objects that it owns
+        """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": known["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"
         self._call("DELETE", _path_of(known), options)
 
     def patch_status(self, known: Object, patch: Object) -> None:
-        """Change the status of what was read; 409, if somebody has changed the object since."""
+        """Change an object's status. Raises: Refused with status 409, if the object has changed since it was read."""
         body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
         self._call("PATCH", f"{_path_of(known)}/status", body, _PATCH)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
-        """The lines that the pod's worker has said."""
+        """Yield the lines of the log of a pod's worker.
+
+        Args:
+            follow:   wait for more lines until the worker ends
+            previous: of the container before its restart
+        """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
         yield from self._lines(f"{_path_of(pod)}/log", params)
@@ -111,7 +120,9 @@ class Cluster:
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": kind} if content else {}
         try:
-            answer = self._http.request(method, path, content=content, headers=headers, params=_given(params))
+            answer = self._http.request(
+                method, path, content=content, headers=headers, params=_without_empty(params)
+            )
         except self._error as error:
             raise self._unreachable(error) from None
         if answer.is_error:
@@ -120,7 +131,9 @@ class Cluster:
 
     def _lines(self, path: str, params: Any) -> Iterator[str]:
         try:
-            with self._http.stream("GET", path, params=_given(params), timeout=self._forever) as answer:
+            with self._http.stream(
+                "GET", path, params=_without_empty(params), timeout=self._forever
+            ) as answer:
                 if answer.is_error:
                     answer.read()
                     raise _refusal(answer.status_code, answer.text)
@@ -149,7 +162,7 @@ def _refusal(status: int, text: str) -> Refused:
     return Refused(status, message)
 
 
-def _given(params: dict[str, str] | None) -> dict[str, str]:
+def _without_empty(params: dict[str, str] | None) -> dict[str, str]:
     return {key: value for key, value in (params or {}).items() if value}
 
 

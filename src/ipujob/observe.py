@@ -1,16 +1,41 @@
-"""From what a cluster holds of a job to what is to be done: `observe(job, its objects) -> status, delete, create`."""
+"""The state machine of a job: `observe(job, its objects) -> status, delete, create`, a pure function.
+
+All pods of an instance start, fail and restart together, since a collective needs all of them. The state of each
+instance is kept in `status.instances`, and the status is written before pods are created or deleted:
+
+    Pending     pods are being created; missing ones are created again
+    Running     all pods were there, and one has begun; a pod that is missing now is lost
+    Restarting  the pods of this attempt are deleted; those of the next attempt are created after that
+    Lost        as Restarting, but not counted as a restart: the cluster ended a pod, not the program
+    Succeeded, Failed   final, whatever happens to the pods
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from . import instances, pods
-from .instances import ENDED, Actions, leaving, phase
-from .pods import Images, Object
-from .rules import notes, parse
+from . import pods
+from .pods import (
+    ATTEMPT,
+    ENDED,
+    INSTANCE,
+    WORKER,
+    Images,
+    Object,
+    describe_end,
+    exit_code,
+    first_start,
+    int_label,
+    is_terminating,
+    phase,
+    was_disrupted,
+    when_ended,
+    why_pending,
+)
+from .rules import parse, warnings_of
 from .spec import TTL, Job
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -18,7 +43,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, in this order: write the status, then delete, then create."""
+    """The actions for a job, in this order: write the status, then delete, then create."""
 
     status: Object  # a merge patch; empty: nothing has changed
     delete: tuple[Object, ...] = ()
@@ -26,6 +51,7 @@ class Decision:
 
 
 def stamp(time: datetime) -> str:
+    """Return a time as Kubernetes writes it."""
     return time.astimezone(UTC).strftime(_TIME)
 
 
@@ -37,34 +63,34 @@ def observe(
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
-    """Bring a job one step on.
+    """Return the next actions for a job.
 
     Args:
-        value: the IPUJob, as the API server has it
-        owned: the pods and the Service that belong to it
-        trouble: why creating pods was refused the last time
+        value:   the IPUJob object, as the API server has it
+        owned:   the pods and the Service of the job
+        trouble: why the API server refused to create pods the last time
         device, images: as in `pods.template`
     """
     old = value.get("status") or {}
-    mine = [each for each in owned if each["kind"] == "Pod"]
+    own_pods = [each for each in owned if each["kind"] == "Pod"]
     services = [each for each in owned if each["kind"] == "Service"]
     if value["metadata"].get("deletionTimestamp"):
         return Decision({})
     job, faults = parse(value)
     if old.get("completionTime"):
-        return _finished(value, job, mine, services, now)
-    invalid = "; ".join(fault.message for fault in faults) or _changed(value, mine)
+        return _finished(value, job, own_pods, services, now)
+    invalid = "; ".join(fault.message for fault in faults) or _changed(value, own_pods)
     if job is None or invalid:
         return Decision(_patch(old, _invalid(old, invalid, now), now))
-    actions = instances.advance(job, old.get("instances") or {}, mine)
-    said = [text for _, text in notes(job, value)] + [pods.image_note(job, images)]
+    actions = advance(job, old.get("instances") or {}, own_pods)
+    said = [text for _, text in warnings_of(job, value)] + [pods.image_warning(job, images)]
     status = _status(
-        job, old, actions, mine, now, trouble if actions.create else None, "; ".join(filter(None, said))
+        job, old, actions, own_pods, now, trouble if actions.create else None, "; ".join(filter(None, said))
     )
     create = [pods.pod(job, number, attempt, device, images) for number, attempt in actions.create]
     delete = list(actions.delete)
     if status.get("completionTime"):
-        delete += instances.clean(job, mine) + services
+        delete += clean(job, own_pods) + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.service(job))
     unique = {(each["kind"], each["metadata"]["name"]): each for each in delete}
@@ -74,27 +100,27 @@ def observe(
 
 
 def _finished(
-    value: Object, job: Job | None, mine: Sequence[Object], services: Sequence[Object], now: datetime
+    value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Nothing is started again; what is left over goes."""
+    """Return the actions for a job that has ended: delete what is left, and the job itself after its time to live."""
     old = value["status"]
     asked, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {asked}" if asked > had else ""
     status = {**old, "conditions": _conditions(old, {"Invalid": message}, now)}
-    gone = [pod for pod in mine if phase(pod) not in ENDED and not leaving(pod)] + list(services)
-    gone += [pod for pod in (instances.clean(job, mine) if job else []) if pod not in gone]
+    delete = [pod for pod in own_pods if phase(pod) not in ENDED and not is_terminating(pod)] + list(services)
+    delete += [pod for pod in (clean(job, own_pods) if job else []) if pod not in delete]
     ttl = (value["metadata"].get("annotations") or {}).get(TTL, "")
     if ttl.isdecimal():
         ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
-        gone += [value] if now >= ended + timedelta(seconds=int(ttl)) else []
-    return Decision(_patch(old, status, now), tuple(gone))
+        delete += [value] if now >= ended + timedelta(seconds=int(ttl)) else []
+    return Decision(_patch(old, status, now), tuple(delete))
 
 
-def _changed(value: Object, mine: Sequence[Object]) -> str:
-    """What of the spec isn't as it was when the pods were made."""
-    now = pods.marks(value)
-    for pod in mine:
-        then = pods.marks_of(pod)
+def _changed(value: Object, own_pods: Sequence[Object]) -> str:
+    """Return an error, if a field of the spec has changed since the pods were created; else an empty string."""
+    now = pods.field_hashes(value)
+    for pod in own_pods:
+        then = pods.field_hashes_of(pod)
         fields = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)] if then else []
         if fields:
             return f"spec.{fields[0]} changed after the job began: delete and create it"
@@ -102,7 +128,7 @@ def _changed(value: Object, mine: Sequence[Object]) -> str:
 
 
 def _invalid(old: Object, message: str, now: datetime) -> Object:
-    """Nothing is created or deleted until the spec is right (again): pods that run go on."""
+    """Return the status of a job with a wrong spec: nothing is created or deleted, and running pods go on."""
     conditions = _conditions(old, {"Running": "", "Invalid": message}, now)
     return {**old, "launcherStatus": "Failed", "lastMessage": message, "conditions": conditions}
 
@@ -111,18 +137,18 @@ def _status(
     job: Job,
     old: Object,
     actions: Actions,
-    mine: Sequence[Object],
+    own_pods: Sequence[Object],
     now: datetime,
     trouble: str | None,
     said: str,
 ) -> Object:
     states = [instance.state for instance in actions.instances]
-    going = [pod for pod in mine if not leaving(pod) and pod not in actions.delete]
-    phases = [phase(pod) for pod in going]
+    remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in actions.delete]
+    phases = [phase(pod) for pod in remaining]
     running = sum(state in ("Running", "Restarting", "Lost") for state in states)
     ended = bool(states) and all(state in ENDED for state in states)
     restarts = sum(instance.restarts for instance in actions.instances)
-    word, message = _summary(job, actions, going)
+    word, message = _summary(job, actions, remaining)
     status = {
         **old,
         "launcherStatus": word,
@@ -135,7 +161,7 @@ def _status(
             "succeeded": phases.count("Succeeded"),
             "failed": phases.count("Failed"),
         },
-        "iPUPartitionCreated": bool(mine) or old.get("iPUPartitionCreated", False),
+        "iPUPartitionCreated": bool(own_pods) or old.get("iPUPartitionCreated", False),
         "instances": {
             str(instance.number): {"state": instance.state, "restarts": instance.restarts}
             for instance in actions.instances
@@ -151,14 +177,14 @@ def _status(
             now,
         ),
     }
-    began = old.get("startTime") or instances.started(mine)
+    began = old.get("startTime") or first_start(own_pods)
     return (
         status | ({"startTime": began} if began else {}) | ({"completionTime": stamp(now)} if ended else {})
     )
 
 
-def _summary(job: Job, actions: Actions, going: Sequence[Object]) -> tuple[str, str]:
-    """STATUS, and one line about it."""
+def _summary(job: Job, actions: Actions, remaining: Sequence[Object]) -> tuple[str, str]:
+    """Return the job's status word, and one line about it."""
     total = job.shape.instances
     states = [instance.state for instance in actions.instances]
     if not total:
@@ -167,11 +193,11 @@ def _summary(job: Job, actions: Actions, going: Sequence[Object]) -> tuple[str, 
     if all(state in ENDED for state in states):
         if not failed:
             return "Completed", "All instances done"
-        culprits = [pod for instance in failed if (pod := instances.first_failed(instance))]
-        first = f": {culprits[0]['metadata']['name']} {instances.end_of(culprits[0])}" if culprits else ""
+        culprits = [pod for instance in failed if (pod := first_failed(instance))]
+        first = f": {culprits[0]['metadata']['name']} {describe_end(culprits[0])}" if culprits else ""
         return "Failed", f"{len(failed)} of {total} instances failed{first}"
     if all(state == "Pending" for state in states) and not any(each.restarts for each in actions.instances):
-        return "Pending", f"waiting: {instances.waiting(going)}"
+        return "Pending", f"waiting: {why_pending(remaining)}"
     parts = [f"{states.count('Running')} of {total} instances running"]
     parts += [f"{states.count(state)} {words}" for state, words in _WORDS.items() if state in states]
     return "Running", ", ".join(parts)
@@ -181,10 +207,10 @@ _WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lo
 
 
 def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object]:
-    """The conditions with some of them set: those with a message hold, those with an empty one don't."""
-    found = {condition["type"]: condition for condition in old.get("conditions") or []}
+    """Return the conditions with new messages; a condition is true if its message isn't empty."""
+    conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in true.items():
-        before = found.get(kind)
+        before = conditions.get(kind)
         if before is None and not message:
             continue
         new = {
@@ -197,8 +223,8 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
             since = stamp(now)
             if before is not None and before["status"] == new["status"]:
                 since = before.get("lastTransitionTime", since)
-            found[kind] = {**new, "lastUpdateTime": stamp(now), "lastTransitionTime": since}
-    return list(found.values())
+            conditions[kind] = {**new, "lastUpdateTime": stamp(now), "lastTransitionTime": since}
+    return list(conditions.values())
 
 
 _REASONS = {
@@ -215,7 +241,7 @@ def _patch(old: Object, new: Object, now: datetime) -> Object:
 
 
 def merged(old: Object, patch: Object) -> Object:
-    """What a merge patch makes of an object."""
+    """Apply a merge patch to an object."""
     new = {key: item for key, item in old.items() if patch.get(key, item) is not None}
     for key, item in patch.items():
         if item is not None:
@@ -224,7 +250,7 @@ def merged(old: Object, patch: Object) -> Object:
 
 
 def _merge(old: Any, new: Any) -> Object:
-    """The merge patch that turns one object into the other."""
+    """Return the merge patch that turns one object into the other."""
     change: Object = {key: None for key in old if key not in new}
     for key, item in new.items():
         if isinstance(item, dict) and isinstance(old.get(key), dict):
@@ -233,3 +259,113 @@ def _merge(old: Any, new: Any) -> Object:
         elif key not in old or old[key] != item:
             change[key] = item
     return change
+
+
+# ---- instances ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The state of an instance, and its remaining pods of all attempts."""
+
+    number: int
+    state: str
+    restarts: int
+    pods: tuple[Object, ...]
+
+    def then(self, state: str, restarts: int | None = None) -> Instance:
+        return Instance(self.number, state, self.restarts if restarts is None else restarts, self.pods)
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The next states of a job's instances, and the pods to create and to delete."""
+
+    instances: tuple[Instance, ...]
+    create: tuple[tuple[int, int], ...] = ()  # number of the pod, attempt
+    delete: tuple[Object, ...] = ()
+
+
+def advance(job: Job, record: Mapping[str, Any], pods: Sequence[Object]) -> Actions:
+    """Return the next state of each instance, and the pods to create and to delete.
+
+    Args:
+        record: `status.instances`
+        pods:   all pods of the job
+    """
+    instances, create, delete = [], [], []
+    for number in range(job.shape.instances):
+        known = record.get(str(number)) or {}
+        own_pods = tuple(pod for pod in pods if int_label(pod, INSTANCE) == number)
+        before = Instance(number, known.get("state", "Pending"), known.get("restarts", 0), own_pods)
+        after, missing, gone = _advance(job, before)
+        instances.append(after)
+        create += [(number * job.shape.workers + worker, after.restarts) for worker in missing]
+        delete += gone
+    delete += [pod for pod in pods if int_label(pod, INSTANCE) >= job.shape.instances]
+    return Actions(tuple(instances), tuple(create), tuple(pod for pod in delete if not is_terminating(pod)))
+
+
+def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Object]]:
+    """Return the next state of an instance, the workers to create, and the pods to delete."""
+    if instance.state in ENDED:
+        return instance, [], _leftovers(instance)
+    current = [pod for pod in instance.pods if int_label(pod, ATTEMPT) == instance.restarts]
+    past = [pod for pod in instance.pods if int_label(pod, ATTEMPT) != instance.restarts]
+    if instance.state == "Lost":
+        past, current = [*past, *current], []
+    if past:
+        return instance, [], past
+    there = {int_label(pod, WORKER) for pod in current}
+    missing = [worker for worker in range(job.shape.workers) if worker not in there]
+    if instance.state in ("Restarting", "Lost"):
+        instance = instance.then("Pending")
+    failed = [pod for pod in current if phase(pod) == "Failed" and not _ended_by_ttl(job, pod)]
+    own = [pod for pod in failed if not (is_terminating(pod) or was_disrupted(pod))]
+    done = not missing and all(phase(pod) == "Succeeded" or _ended_by_ttl(job, pod) for pod in current)
+    if own or done:
+        return _end(job, instance, min(own, key=when_ended) if own else None)
+    if len(own) < len(failed) or (
+        instance.state == "Running" and (missing or any(map(is_terminating, current)))
+    ):
+        return instance.then("Lost"), [], current
+    if not missing and any(phase(pod) != "Pending" for pod in current):
+        return instance.then("Running"), [], []
+    return instance, missing, []
+
+
+def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance, list[int], list[Object]]:
+    """Restart or end an instance whose workers all succeeded, or of which one (`culprit`) failed."""
+    code = exit_code(culprit) if culprit else 0
+    if job.restarts.wanted(culprit is not None, code, instance.restarts):
+        return instance.then("Restarting", instance.restarts + 1), [], list(instance.pods)
+    ended = instance.then("Failed" if culprit else "Succeeded")
+    return ended, [], _leftovers(ended)
+
+
+def _leftovers(instance: Instance) -> list[Object]:
+    """Return the pods to delete after an instance has ended; failed pods of a failed instance stay, for their logs."""
+    kept = ENDED if instance.state == "Succeeded" else ("Failed",)
+    return [pod for pod in instance.pods if phase(pod) not in kept]
+
+
+def first_failed(instance: Instance) -> Object | None:
+    """Return the pod that failed first in an instance; None, if it was deleted."""
+    failed = [pod for pod in instance.pods if phase(pod) == "Failed" and not is_terminating(pod)]
+    return min(failed, key=when_ended, default=None)
+
+
+def clean(job: Job, pods: Sequence[Object]) -> list[Object]:
+    """Return the pods to delete after the job has ended, by its cleanPodPolicy."""
+    if job.clean == "None":
+        return []
+    keeps_log = job.clean == "Workers" and job.mode == "launched"
+    return [
+        pod for pod in pods if not is_terminating(pod) and not (keeps_log and int_label(pod, WORKER) == 0)
+    ]
+
+
+def _ended_by_ttl(job: Job, pod: Object) -> bool:
+    return (
+        job.ttl is not None and phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
+    )

@@ -1,7 +1,7 @@
-"""The operator: one loop that brings every IPUJob of a cluster one step on, again and again, and remembers nothing.
+"""The operator: a loop that lists all IPUJobs of a cluster and applies `observe` to each. It keeps no state.
 
-A watch only wakes the loop, so a lost one costs nothing, and no decision rests on what was read long ago. A status is
-written on condition that the job is as it was read; so of two operators one decides, and the other reads again.
+A watch only wakes the loop, so a lost watch does no harm, and each decision uses fresh objects. A status is written on
+condition that the job is as it was read (optimistic locking), so two operators don't act on the same decision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pods import JOB, Images, Object
 _ROUND = 10.0  # seconds between rounds, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens
 _LONGEST_DELAY = 60.0  # seconds, until a refused creation is tried again
-_HINTS = {
+_HINTS = {  # a part of the API server's message: the annotation that helps
     "exceeded quota": "pando/resources: drop, or smaller resources in the template",
     "PodSecurity": "pando/security: drop",
     "podsecurity": "pando/security: drop",
@@ -35,7 +35,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """A creation that was refused: why, and when to try again."""
+    """A creation that the API server refused: its message, and when to try again."""
 
     message: str
     delay: float  # seconds
@@ -43,12 +43,14 @@ class Trouble:
 
 
 class Operator:
-    """Rounds over all jobs of a namespace, or of all.
+    """The operator of a namespace, or of all namespaces (None).
 
     Args:
-        log: takes a line for each action
-        clock: seconds, that refused creations wait by
-        beat: called before each job, to say that this process is alive
+        device: of jobs whose annotation names none
+        images: returns the replacements of images
+        log:    called with a line for each action
+        clock:  returns seconds, for the delay after a refused creation
+        beat:   called before each job; touches the file of a liveness probe
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class Operator:
     ) -> None:
         self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
         self.log, self.clock, self.beat = log, clock, beat
-        self.trouble: dict[str, Trouble] = {}  # by the job's uid; only so that it isn't tried too often
+        self.trouble: dict[str, Trouble] = {}  # by the job's uid, to delay the next try
 
     def round(self) -> None:
-        """List everything, and bring each job one step on.
+        """List all objects, and take each job's next actions.
 
         Raises:
-            Refused, Unreachable: nothing could be listed
+            Refused, Unreachable: the objects could not be listed
         """
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
@@ -85,10 +87,10 @@ class Operator:
                 self._step(job, owned[job["metadata"]["uid"]])
             except Unreachable:
                 raise
-            except Refused as error:  # the next round begins with what is there by then
+            except Refused as error:  # the next round lists all objects again
                 if error.status not in (404, 409):
                     self.log(f"{_name(job)}: {error}")
-            except Exception as error:  # one job must not hold up the others
+            except Exception as error:  # the other jobs go on
                 self.log(f"{_name(job)}: a fault of the operator: {type(error).__name__}: {error}")
 
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
@@ -97,15 +99,15 @@ class Operator:
         decision = observe(job, owned, datetime.now(UTC), said, self.device, self.images())
         create = () if trouble and self.clock() < trouble.until else decision.create
         if decision.status or create:
-            # Also where nothing is new: nobody creates who hasn't just seen that the job is as it was read.
+            # Written before each creation, even if nothing has changed: the write fails if the job has changed.
             self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(datetime.now(UTC))})
-            self._tell(job, decision.status)
+            self._report(job, decision.status)
         for each in decision.delete:
             self.log(f"{_name(job)}: delete {each['kind']} {each['metadata']['name']}")
             try:
                 self.cluster.delete(each)
             except Refused as error:
-                if error.status not in (404, 409):  # gone, or another one by that name
+                if error.status not in (404, 409):  # deleted, or a new object with that name
                     raise
         for each in create:
             self.log(f"{_name(job)}: create {each['kind']} {each['metadata']['name']}")
@@ -113,13 +115,13 @@ class Operator:
                 self.cluster.create(each)
             except Refused as error:
                 if not (error.status == 409 and each["kind"] == "Service"):
-                    self._note(job, each, error, trouble)
+                    self._remember(job, each, error, trouble)
                     return
         if create or not decision.create:
             self.trouble.pop(job["metadata"]["uid"], None)
 
-    def _note(self, job: Object, made: Object, error: Refused, before: Trouble | None) -> None:
-        """Remember why a pod could not be made; the next round says it in the job's status."""
+    def _remember(self, job: Object, made: Object, error: Refused, before: Trouble | None) -> None:
+        """Keep a refusal for the job's status in the next round, with twice the delay of the refusal before."""
         message = str(error)
         hints = [f" (annotation {hint})" for mark, hint in _HINTS.items() if mark in message]
         message = f"creating {made['metadata']['name']} was refused: {message}{hints[0] if hints else ''}"
@@ -127,8 +129,8 @@ class Operator:
         self.trouble[job["metadata"]["uid"]] = Trouble(message, delay, self.clock() + delay)
         self.log(f"{_name(job)}: {message}; tried again in {delay:g} s")
 
-    def _tell(self, job: Object, patch: Object) -> None:
-        """What users should see of a job's life: a line, and an Event."""
+    def _report(self, job: Object, patch: Object) -> None:
+        """Log a restart or an end of a job, and create an Event for it."""
         said = patch.get("lastMessage") or job.get("status", {}).get("lastMessage", "")
         if patch.get("restartCount"):
             reason, kind = "Restarting", "Warning"
@@ -170,11 +172,11 @@ def _name(job: Object) -> str:
 
 
 def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> None:
-    """Rounds until `stop`: at any change, which sets `wake`, and every 10 seconds."""
+    """Run rounds until `stop` is set: after each change, which sets `wake`, and every 10 seconds."""
     for kind, labels in (("IPUJob", ""), ("Pod", JOB)):
         threading.Thread(target=_watch, args=(operator, kind, labels, wake, stop), daemon=True).start()
     while not stop.is_set():
-        wake.clear()  # what comes during the round is seen in the next
+        wake.clear()  # a change during the round starts the next round
         try:
             operator.round()
         except (Refused, Unreachable) as error:
@@ -188,17 +190,18 @@ def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> No
 
 
 def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, stop: threading.Event) -> None:
+    """Set `wake` at each change of an object of this kind, until `stop` is set."""
     while not stop.is_set():
         try:
             for _ in operator.cluster.watch(kind, operator.namespace, labels):
                 wake.set()
-        except Exception:  # whatever it was: the loop says what is wrong with the cluster
+        except Exception:  # the loop reports errors of the cluster
             stop.wait(1)
         wake.set()
 
 
 def images_of(file: str | None) -> Callable[[], Images]:
-    """Reads lines OLD=NEW anew in each round, for the file of a ConfigMap changes."""
+    """Return a function that reads lines OLD=NEW; the file of a ConfigMap may change between rounds."""
 
     def read() -> Images:
         try:
@@ -212,7 +215,7 @@ def images_of(file: str | None) -> Callable[[], Images]:
 
 
 def operator(arguments: argparse.Namespace) -> int:
-    """The command `ipujob operator`."""
+    """Run the command `ipujob operator`, and return its exit code."""
     try:
         cluster = Cluster()
     except Unreachable as error:

@@ -1,4 +1,4 @@
-"""What a job becomes in a cluster: its worker pods, and the Service by which they find each other."""
+"""The objects of a job in a cluster: its worker pods, and the Service that names them. And what a pod's status says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
@@ -15,21 +15,32 @@ from .spec import DEVICE, IMAGE, IPUS_PER_GPU, RESOURCES, SECURITY, Job
 
 PORT = 29500  # every pod has an address of its own, so instances don't clash
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
-SPEC = "pando/spec"  # annotation of a pod: from what it was made
-_MAX_CORES = 16  # that are asked for where the file doesn't say
+SPEC = "pando/spec"  # annotation of a pod: hashes of the fields that the pod was made from
+_MAX_CORES = 16  # requested at most, where the template requests none
 _GRACE = 30  # seconds
+ENDED = ("Succeeded", "Failed")
+_DISRUPTIONS = (
+    "Evicted",
+    "Preempting",
+    "NodeLost",
+    "Shutdown",
+    "NodeShutdown",
+    "Terminated",
+    "NodeAffinity",
+    "UnexpectedAdmissionError",
+)
 
 Object = dict[str, Any]
-Images = Sequence[tuple[str, str]]  # (pattern, image): the first that matches stands for the template's image
+Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
 
 
 def pod(job: Job, number: int, attempt: int = 0, device: str = "cpu", images: Images = ()) -> Object:
-    """Worker `number % workers` of instance `number // workers`, on its `attempt`-th restart."""
+    """Return the pod of worker `number % workers` of instance `number // workers`, for its `attempt`-th restart."""
     instance, worker = divmod(number, job.shape.workers)
     name = f"{job.name}-worker-{number}"
     first = f"{job.name}-worker-{instance * job.shape.workers}.{job.name}"
-    told = variables(job, instance, str(worker), first) | {"PANDO_RESTARTS": str(attempt)}
-    made = template(job, told, device, images)
+    environment = variables(job, instance, str(worker), first) | {"PANDO_RESTARTS": str(attempt)}
+    made = template(job, environment, device, images)
     labels = {INSTANCE: str(instance), WORKER: str(worker), ATTEMPT: str(attempt)}
     made["metadata"]["labels"] |= labels
     metadata = {**made["metadata"], "name": name, "namespace": job.namespace}
@@ -42,20 +53,25 @@ def pod(job: Job, number: int, attempt: int = 0, device: str = "cpu", images: Im
 
 
 def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict[str, Any]:
-    """What a worker is told of its place; more than one worker's poprun is one of several."""
-    told = {"IPUOF_VIPU_API_PARTITION_ID": f"p-{job.name}-{job.namespace}-{instance}"}
-    if job.mode == "single":
-        return told
-    workers = str(job.shape.workers)
-    return told | {NUM_NODES: workers, NODE_RANK: rank, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
-
-
-def template(job: Job, told: Mapping[str, Any], device: str = "cpu", images: Images = ()) -> Object:
-    """The pod template of every worker, but for its name and number.
+    """Return a worker's environment variables; those of several workers connect their popruns.
 
     Args:
-        told: environment variables of the worker: text, or where a pod reads it
-        device: cpu or cuda, if the job itself doesn't say
+        rank:    the worker's number, or where a pod reads it
+        address: the host name of the instance's first worker
+    """
+    partition = {"IPUOF_VIPU_API_PARTITION_ID": f"p-{job.name}-{job.namespace}-{instance}"}
+    if job.mode == "single":
+        return partition
+    workers = str(job.shape.workers)
+    return partition | {NUM_NODES: workers, NODE_RANK: rank, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+
+
+def template(job: Job, environment: Mapping[str, Any], device: str = "cpu", images: Images = ()) -> Object:
+    """Return the pod template of all workers, which lacks a worker's name and number.
+
+    Args:
+        environment: the worker's variables: text, or where a pod reads it
+        device:      cpu or cuda, if the job's annotation doesn't name one
     """
     made = copy.deepcopy(job.template)
     metadata, spec = made.get("metadata") or {}, made["spec"]
@@ -68,15 +84,15 @@ def template(job: Job, told: Mapping[str, Any], device: str = "cpu", images: Ima
         del container["args"]
     device = job.annotations.get(DEVICE, device)
     if device == "cuda":
-        told = {**told, "POPTORCH_DEVICE": "cuda"}
-    container["env"] = _environment(job, told)
+        environment = {**environment, "POPTORCH_DEVICE": "cuda"}
+    container["env"] = _environment(job, environment)
     if job.annotations.get(SECURITY) == "drop":
         _drop_security(spec)
     if job.annotations.get(RESOURCES) == "drop":
         for each in spec["containers"] + (spec.get("initContainers") or []):
             each.pop("resources", None)
-    _ask_for_devices(job, container, device)
-    _share_memory(spec, container)
+    _request_devices(job, container, device)
+    _mount_shared_memory(spec, container)
     spec |= {"restartPolicy": "Never"} | ({"subdomain": job.name} if job.has_service else {})
     if job.ttl is not None:
         spec["activeDeadlineSeconds"] = job.ttl
@@ -85,7 +101,7 @@ def template(job: Job, told: Mapping[str, Any], device: str = "cpu", images: Ima
 
 
 def service(job: Job) -> Object:
-    """The headless Service that gives every worker a host name, before it is ready, too."""
+    """Return the headless Service that gives each worker a host name, even before the worker is ready."""
     metadata = {"name": job.name, "namespace": job.namespace, "labels": {JOB: job.name}}
     spec = {
         "clusterIP": "None",
@@ -97,7 +113,7 @@ def service(job: Job) -> Object:
 
 
 def owned(made: Object, owner: Object) -> Object:
-    """As one that goes when its IPUJob goes, and knows from which fields it was made."""
+    """Return an object with an owner reference, so that it is deleted with its IPUJob, and with the spec's hashes."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -106,15 +122,15 @@ def owned(made: Object, owner: Object) -> Object:
         "controller": True,
         "blockOwnerDeletion": False,
     }
-    annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(marks(owner))}
+    annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
     return {
         **made,
         "metadata": {**made["metadata"], "annotations": annotations, "ownerReferences": [reference]},
     }
 
 
-def marks(owner: Object) -> dict[str, str]:
-    """A short mark of each field of the spec that may not change while the job lives."""
+def field_hashes(owner: Object) -> dict[str, str]:
+    """Return a hash of each field of an IPUJob's spec that may not change while the job runs."""
     fields = {key: value for key, value in owner["spec"].items() if key != "jobInstances"}
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
@@ -122,24 +138,24 @@ def marks(owner: Object) -> dict[str, str]:
     }
 
 
-def marks_of(pod: Object) -> dict[str, str]:
-    """The marks of the spec that a pod was made from; empty, if somebody took them away."""
+def field_hashes_of(pod: Object) -> dict[str, str]:
+    """Return the `field_hashes` of the spec that a pod was made from; empty, if the annotation was removed."""
     try:
-        found = json.loads((pod["metadata"].get("annotations") or {}).get(SPEC, "{}"))
+        hashes = json.loads((pod["metadata"].get("annotations") or {}).get(SPEC, "{}"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return hashes if isinstance(hashes, dict) else {}
 
 
 def image(job: Job, images: Images = ()) -> str:
-    """The worker's image: the job's annotation, the first pattern that matches, or as the template says."""
+    """Return the worker's image: the job's annotation, the first pattern that matches, or the template's."""
     written = job.worker["image"]
     matching = (new for old, new in images if fnmatch.fnmatchcase(written, old))
     return job.annotations.get(IMAGE) or next(matching, written)
 
 
-def image_note(job: Job, images: Images = ()) -> str | None:
-    """A warning, where the worker would get Graphcore's own PopTorch."""
+def image_warning(job: Job, images: Images = ()) -> str | None:
+    """Return a warning, if the worker's image is one of Graphcore's, which holds PopTorch itself."""
     chosen = image(job, images)
     if not chosen.startswith(("graphcore/", "docker.io/graphcore/")):
         return None
@@ -147,7 +163,7 @@ def image_note(job: Job, images: Images = ()) -> str | None:
 
 
 def command(job: Job) -> dict[str, list[str]]:
-    """What a worker runs: `command` and `args`, where they are not the template's own."""
+    """Return the fields `command` and `args` of a worker, where they differ from the template's."""
     own = job.worker
     if job.mode == "launched":
         return {"command": list(job.launch), "args": []}
@@ -167,7 +183,7 @@ def command(job: Job) -> dict[str, list[str]]:
 
 
 def _environment(job: Job, ours: Mapping[str, Any]) -> list[Object]:
-    """Ours first, so that the file's own can refer to them and override them; of one name the last is kept."""
+    """Return a container's variables: ours first, so that those of the file can refer to them and override them."""
     listed = [
         {"name": name, **({"value": value} if isinstance(value, str) else {"valueFrom": value})}
         for name, value in ours.items()
@@ -178,7 +194,7 @@ def _environment(job: Job, ours: Mapping[str, Any]) -> list[Object]:
 
 
 def _drop_security(spec: Object) -> None:
-    """hostIPC and IPC_LOCK serve RDMA to IPUs; clusters often refuse both."""
+    """Remove hostIPC and IPC_LOCK, which serve RDMA to IPUs, and which clusters often refuse."""
     spec.pop("hostIPC", None)
     for container in spec["containers"] + (spec.get("initContainers") or []):
         context = container.get("securityContext") or {}
@@ -193,7 +209,8 @@ def _drop_security(spec: Object) -> None:
                 del container["securityContext"]
 
 
-def _ask_for_devices(job: Job, container: Object, device: str) -> None:
+def _request_devices(job: Job, container: Object, device: str) -> None:
+    """Request cores or GPUs for a worker's ipus, where the template requests none."""
     resources = {
         kind: dict(names or {})
         for kind, names in (container.get("resources") or {}).items()
@@ -210,10 +227,105 @@ def _ask_for_devices(job: Job, container: Object, device: str) -> None:
     container["resources"] = {**(container.get("resources") or {}), **resources}
 
 
-def _share_memory(spec: Object, container: Object) -> None:
-    """The 64 MB of a container's own /dev/shm break the workers of data loaders."""
+def _mount_shared_memory(spec: Object, container: Object) -> None:
+    """Mount memory at /dev/shm: a container's own 64 MB are too few for the workers of data loaders."""
     mounts = container.get("volumeMounts") or []
     if spec.get("hostIPC") or any(mount.get("mountPath", "").rstrip("/") == "/dev/shm" for mount in mounts):
         return
     container["volumeMounts"] = [*mounts, {"name": "pando-shm", "mountPath": "/dev/shm"}]
     spec["volumes"] = [*(spec.get("volumes") or []), {"name": "pando-shm", "emptyDir": {"medium": "Memory"}}]
+
+
+# ---- the status of a pod ------------------------------------------------------------------------------------------
+
+
+def phase(pod: Object) -> str:
+    """Return a pod's phase, which is Pending before the cluster has set one."""
+    return pod.get("status", {}).get("phase") or "Pending"
+
+
+def is_terminating(pod: Object) -> bool:
+    """Return whether a pod was deleted and waits for its containers to stop."""
+    return pod["metadata"].get("deletionTimestamp") is not None
+
+
+def exit_code(pod: Object) -> int | None:
+    """Return the exit code of the pod's worker; None, if the worker has not ended."""
+    ended = _worker(pod).get("state", {}).get("terminated") or {}
+    return ended.get("exitCode")
+
+
+def describe_end(pod: Object) -> str:
+    """Describe how a pod ended, for a message."""
+    code, status = exit_code(pod), pod.get("status", {})
+    ended = _worker(pod).get("state", {}).get("terminated") or {}
+    reason = status.get("reason") or ended.get("reason")
+    if code is None or status.get("reason"):
+        return f"failed: {reason or 'no reason given'}" + (
+            f", {status['message']}" if status.get("message") else ""
+        )
+    return f"exited with {code}" + (f" ({reason})" if reason not in (None, "Error", "Completed") else "")
+
+
+def why_pending(pods: Sequence[Object]) -> str:
+    """Return the cluster's reason why pods don't run yet."""
+    for pod in pods:
+        for condition in pod.get("status", {}).get("conditions") or []:
+            if (
+                condition["type"] == "PodScheduled"
+                and condition["status"] != "True"
+                and condition.get("message")
+            ):
+                return condition["message"]
+    for pod in pods:
+        for container in _containers(pod):
+            held = container.get("state", {}).get("waiting") or {}
+            if held.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+                return ": ".join(filter(None, (held["reason"], held.get("message"))))
+    return "its pods have not begun"
+
+
+def first_start(pods: Sequence[Object]) -> str | None:
+    """Return the time at which the first container of these pods began to run; None, if none has."""
+    times = [
+        state["startedAt"]
+        for pod in pods
+        for container in _containers(pod)
+        for state in (container.get("state") or {}).values()
+        if state and state.get("startedAt")
+    ]
+    return min(times, default=None)
+
+
+def int_label(pod: Object, name: str) -> int:
+    """Return the number in a pod's label; -1, if the label is missing or no number."""
+    text = pod["metadata"].get("labels", {}).get(name, "")
+    return int(text) if text.isdecimal() else -1
+
+
+def _containers(pod: Object) -> Iterator[Object]:
+    yield from pod.get("status", {}).get("containerStatuses") or []
+
+
+def _worker(pod: Object) -> Object:
+    """Return the status of the first container, in which the program runs."""
+    name = pod["spec"]["containers"][0]["name"]
+    return next((each for each in _containers(pod) if each.get("name") == name), {})
+
+
+def when_ended(pod: Object) -> tuple[str, int]:
+    """Return a key that sorts pods by their end, and those that ended at the same time by their worker."""
+    ended = _worker(pod).get("state", {}).get("terminated") or {}
+    return ended.get("finishedAt") or "9999", int_label(pod, WORKER)
+
+
+def was_disrupted(pod: Object) -> bool:
+    """Return whether the cluster ended a pod (by eviction, for example), and not the program in it."""
+    status = pod["status"]
+    disrupted = any(
+        condition["type"] == "DisruptionTarget" and condition["status"] == "True"
+        for condition in status.get("conditions") or []
+    )
+    reason = status.get("reason") or ""
+    # OutOf...: the node turned out to be full.
+    return disrupted or reason in _DISRUPTIONS or reason.startswith("OutOf")

@@ -1,4 +1,4 @@
-"""The commands that speak with a cluster: submit, status, logs, delete."""
+"""The commands that need a cluster: submit, status, logs, delete."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from . import instances
+from .cli import load_job, read_jobs, warn_about_image, with_changes
 from .client import Cluster, Refused, Unreachable
-from .files import changed, jobs_of, load, warn_of_image
-from .pods import ATTEMPT, JOB, Object
+from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds
-_PATIENCE = 60  # seconds that a cluster may be out of reach while we wait
+_PATIENCE = 60  # seconds; a wait survives a cluster that can't be reached for this time
 _ENDED = ("Completed", "Failed")
 
 
 def _command(run: Callable[[Cluster, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """What can't be done is said in one sentence; exit code 1."""
+    """Return a command that prints an error of the cluster in place of a traceback, with exit code 1."""
 
     @functools.wraps(run)
     def command(arguments: argparse.Namespace) -> int:
@@ -30,7 +29,7 @@ def _command(run: Callable[[Cluster, argparse.Namespace], int]) -> Callable[[arg
         except (Refused, Unreachable) as error:
             print(f"ipujob: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:  # the job goes on
+        except KeyboardInterrupt:  # ends the command; the job goes on
             return 130
 
     return command
@@ -38,12 +37,12 @@ def _command(run: Callable[[Cluster, argparse.Namespace], int]) -> Callable[[arg
 
 def submit(arguments: argparse.Namespace) -> int:
     documents = [
-        changed(document, arguments.name) if arguments.name else document
-        for document in jobs_of(arguments.file)
+        with_changes(document, arguments.name) if arguments.name else document
+        for document in read_jobs(arguments.file)
     ]
-    jobs = [load(document) for document in documents]
+    jobs = [load_job(document) for document in documents]
     for document, job in zip(documents, jobs, strict=True):
-        warn_of_image(document, job)
+        warn_about_image(document, job)
     return _command(_submit)(argparse.Namespace(values=[d.value for d in documents], **vars(arguments)))
 
 
@@ -60,10 +59,13 @@ def _submit(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
-    """Until the job ends: 0 Completed, 1 Failed."""
+    """Wait until the job ends, and return its exit code: 0 Completed, 1 Failed.
+
+    Args: follow: print the log of worker 0 meanwhile
+    """
     name, place = job["metadata"]["name"], job["metadata"]["namespace"]
-    shown: dict[str, int] = {}  # lines of each attempt's pod
-    read: set[str] = set()  # pods whose whole log was shown
+    shown: dict[str, int] = {}  # by pod, the number of lines printed
+    finished: set[str] = set()  # pods whose whole log was printed
     reached = time.monotonic()
     while True:
         try:
@@ -71,11 +73,11 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
             if now["metadata"]["uid"] != job["metadata"]["uid"]:
                 raise Refused(404, f"{name} was deleted, and another one was created")
             for pod in _pods(cluster, now) if follow else ():
-                uid, phase = pod["metadata"]["uid"], instances.phase(pod)
-                if _number(pod) == 0 and phase != "Pending" and uid not in read:
-                    # A stream may end before its pod does: the next one goes on behind what was shown.
-                    shown[uid] = _copy(cluster, pod, True, skip=shown.get(uid, 0))
-                    read |= {uid} if phase in instances.ENDED else set()
+                uid, before = pod["metadata"]["uid"], phase(pod)
+                if _number(pod) == 0 and before != "Pending" and uid not in finished:
+                    # A stream may end before its pod does: the next stream skips the printed lines.
+                    shown[uid] = _copy_log(cluster, pod, True, skip=shown.get(uid, 0))
+                    finished |= {uid} if before in ENDED else set()
             reached = time.monotonic()
         except Unreachable:
             if time.monotonic() - reached > _PATIENCE:
@@ -96,7 +98,7 @@ def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
         if arguments.name:
             text = _details(cluster, _job(cluster, arguments.name, place))
         else:
-            text = table(cluster.list("IPUJob", place)) or f"No IPUJobs found in {place} namespace."
+            text = _job_table(cluster.list("IPUJob", place)) or f"No IPUJobs found in {place} namespace."
         if text != last:
             print(text if last is None else f"\n{text}", flush=True)
         last = text
@@ -105,26 +107,27 @@ def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
         time.sleep(_POLL)
 
 
-def table(jobs: Sequence[Object]) -> str:
-    """The columns of `kubectl get ipujobs`; empty, if there is no job."""
+def _job_table(jobs: Sequence[Object]) -> str:
+    """Return the columns of `kubectl get ipujobs`; empty, if there is no job."""
     rows: list[tuple[str, ...]] = [("NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE")]
     for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
         said = job.get("status", {})
         fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
         rows.append(
-            (job["metadata"]["name"], *(str(said.get(key, "")) for key in fields), age(job["metadata"]))
+            (job["metadata"]["name"], *(str(said.get(key, "")) for key in fields), _age(job["metadata"]))
         )
-    return columns(rows) if jobs else ""
+    return _columns(rows) if jobs else ""
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text, padded to columns."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def age(metadata: Object) -> str:
-    """How old an object is, as kubectl says it: 59s, 10m, 3h, 5d."""
+def _age(metadata: Object) -> str:
+    """Return an object's age as kubectl prints it: 59s, 10m, 3h, 5d."""
     then = datetime.fromisoformat(metadata["creationTimestamp"])
     seconds = max(int((datetime.now(UTC) - then).total_seconds()), 0)
     for unit, size, limit in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
@@ -134,23 +137,23 @@ def age(metadata: Object) -> str:
 
 
 def _details(cluster: Cluster, job: Object) -> str:
-    """All about one job: its instances, pods, conditions and last events."""
+    """Describe one job: its instances, pods, conditions and last events."""
     said, name = job.get("status", {}), job["metadata"]["name"]
-    parts = [table([job])]
+    parts = [_job_table([job])]
     if known := said.get("instances"):
         rows = [
             (number, each["state"], str(each["restarts"]))
             for number, each in sorted(known.items(), key=lambda item: int(item[0]))
         ]
-        parts.append(columns([("INSTANCE", "STATE", "RESTARTS"), *rows]))
+        parts.append(_columns([("INSTANCE", "STATE", "RESTARTS"), *rows]))
     if pods := _pods(cluster, job):
         rows = []
         for pod in pods:
-            code, metadata = instances.exit_code(pod), pod["metadata"]
+            code, metadata = exit_code(pod), pod["metadata"]
             ended = "" if code is None else str(code)
             attempt, node = metadata["labels"].get(ATTEMPT, ""), pod["spec"].get("nodeName", "")
-            rows.append((metadata["name"], instances.phase(pod), ended, attempt, node))
-        parts.append(columns([("POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"), *rows]))
+            rows.append((metadata["name"], phase(pod), ended, attempt, node))
+        parts.append(_columns([("POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"), *rows]))
     notes = [
         f"{each['type']}: {each.get('message', '')}"
         for each in said.get("conditions", [])
@@ -174,13 +177,15 @@ def logs(cluster: Cluster, arguments: argparse.Namespace) -> int:
         )
     if len(pods) == 1 or not arguments.follow:
         for pod in pods:
-            _copy(cluster, pod, arguments.follow, arguments.previous, _prefix(pod) if arguments.all else "")
+            _copy_log(
+                cluster, pod, arguments.follow, arguments.previous, _prefix(pod) if arguments.all else ""
+            )
         return 0
     errors: list[Exception] = []
 
     def copy(pod: Object) -> None:
         try:
-            _copy(cluster, pod, True, arguments.previous, _prefix(pod))
+            _copy_log(cluster, pod, True, arguments.previous, _prefix(pod))
         except (Refused, Unreachable) as error:
             errors.append(error)
 
@@ -194,10 +199,10 @@ def logs(cluster: Cluster, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(
+def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print a pod's log, but for its first lines; how many lines it had."""
+    """Print a pod's log without its first `skip` lines, and return its number of lines."""
     lines = 0
     for line in cluster.logs(pod, follow, previous):
         lines += 1
@@ -226,18 +231,19 @@ def delete(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _job(cluster: Cluster, name: str, namespace: str) -> Object:
-    found = cluster.list("IPUJob", namespace, fields=f"metadata.name={name}")
-    if not found:
+    """Return an IPUJob of the cluster. Raises: Refused, if there is none by this name."""
+    jobs = cluster.list("IPUJob", namespace, fields=f"metadata.name={name}")
+    if not jobs:
         raise Refused(404, f"there is no IPUJob {name} in namespace {namespace}")
-    return found[0]
+    return jobs[0]
 
 
 def _pods(cluster: Cluster, job: Object) -> list[Object]:
-    """The pods that belong to a job, in the order of their numbers."""
-    found = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
+    """Return the pods of a job in the order of their numbers."""
+    listed = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
     uid = job["metadata"]["uid"]
     owned = [
-        pod for pod in found if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or [])
+        pod for pod in listed if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or [])
     ]
     return sorted(owned, key=_number)
 

@@ -1,8 +1,9 @@
-"""A job as plain objects, for clusters without our operator: Indexed Jobs, bare pods or JobSets."""
+"""Render a job as plain objects for clusters without our operator: Indexed Jobs, bare pods or JobSets."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from . import pods
@@ -10,15 +11,13 @@ from .pods import INSTANCE, JOB, Images, Object
 from .spec import MAX_HOST, TTL, Job, exit_codes
 
 WAYS = ("job", "pod", "jobset")
-_LETTERS = (
-    "bcdfghjklmnpqrstvwxz2456789"  # as an API server draws them: no words, nothing that looks like another
-)
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those that an API server draws
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
 def named(value: Object, name: str | None = None) -> Object:
-    """The IPUJob with a name: the one given, its own, or its `generateName` with five drawn letters."""
+    """Return an IPUJob with a name: the argument, its own, or its `generateName` with five random letters."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):
@@ -32,10 +31,10 @@ def named(value: Object, name: str | None = None) -> Object:
 def render(
     job: Job, way: str = "job", device: str = "cpu", images: Images = ()
 ) -> tuple[list[Object], list[str]]:
-    """The objects, and what of the job they can't hold.
+    """Return the objects of a job, and warnings about fields that such objects can't hold.
 
     Raises:
-        ValueError: it can't be said this way; the message has a fix
+        ValueError: such objects can't run the job; the message has a fix
     """
     if way == "pod":
         made = [
@@ -48,7 +47,7 @@ def render(
         made = [make(job, instance, device, images) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
         made.insert(0, pods.service(job))
-    return made, _left_out(job, way)
+    return made, list(_warnings(job, way))
 
 
 def _refuse(job: Job, way: str) -> None:
@@ -65,21 +64,19 @@ def _refuse(job: Job, way: str) -> None:
         )
 
 
-def _left_out(job: Job, way: str) -> list[str]:
-    found = []
+def _warnings(job: Job, way: str) -> Iterator[str]:
+    """Yield what needs the operator, and is not in the objects."""
+    policy = job.restarts.policy
     if job.clean != "None":
-        found.append(f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}")
-    if way != "pod" and job.restarts.policy == "Always":
-        found.append("restartPolicy Always needs the operator: what succeeded is not run again")
-    if way == "pod" and job.restarts.policy != "Never":
-        found.append(
-            f"restartPolicy {job.restarts.policy} needs the operator: bare pods are not started again"
-        )
-    if way == "job" and job.restarts.policy != "Never":
-        found.append("PANDO_RESTARTS is not set: a Job's pods aren't told how often they were started")
+        yield f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}"
+    if way != "pod" and policy == "Always":
+        yield "restartPolicy Always needs the operator: what succeeded is not run again"
+    if way == "pod" and policy != "Never":
+        yield f"restartPolicy {policy} needs the operator: bare pods are not started again"
+    if way == "job" and policy != "Never":
+        yield "PANDO_RESTARTS is not set: a Job's pods aren't told how often they were started"
     if way == "pod" and TTL in job.annotations:
-        found.append(f"{TTL} needs the operator, or --as job: bare pods stay")
-    return found
+        yield f"{TTL} needs the operator, or --as job: bare pods stay"
 
 
 def _name(job: Job, instance: int) -> str:
@@ -87,18 +84,18 @@ def _name(job: Job, instance: int) -> str:
 
 
 def _job(job: Job, instance: int, device: str, images: Images) -> Object:
-    """An Indexed Job; its pods' host names are NAME-worker-0 and so on, their own names end in letters."""
+    """Return an Indexed Job. Its pods' host names are NAME-worker-0, ...; the pods' own names end in random letters."""
     name = _name(job, instance)
-    told = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-0.{job.name}")
+    environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-0.{job.name}")
     if job.restarts.policy == "Never":
-        told["PANDO_RESTARTS"] = "0"
+        environment["PANDO_RESTARTS"] = "0"
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    spec = _job_spec(job, instance, told, device, images)
+    spec = _job_spec(job, instance, environment, device, images)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
-def _job_spec(job: Job, instance: int, told: dict[str, Any], device: str, images: Images) -> Object:
-    template = pods.template(job, told, device, images)
+def _job_spec(job: Job, instance: int, environment: dict[str, Any], device: str, images: Images) -> Object:
+    template = pods.template(job, environment, device, images)
     template["metadata"]["labels"][INSTANCE] = str(instance)
     workers = job.shape.workers
     limit = job.restarts.limit if workers == 1 and job.restarts.policy != "Never" else 0
@@ -123,11 +120,13 @@ def _job_spec(job: Job, instance: int, told: dict[str, Any], device: str, images
 
 
 def _job_set(job: Job, instance: int, device: str, images: Images) -> Object:
-    """A JobSet of one Indexed Job: the plain way to restart several workers as one. It makes its own Service."""
+    """Return a JobSet of one Indexed Job, which restarts several workers together, and has a Service of its own."""
     name = job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
-    told = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-worker-0-0.{name}")
-    told["PANDO_RESTARTS"] = {"fieldRef": {"fieldPath": _RESTARTS}}
-    inner = _job_spec(job, instance, told, device, images)
+    environment = pods.variables(
+        job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-worker-0-0.{name}"
+    )
+    environment["PANDO_RESTARTS"] = {"fieldRef": {"fieldPath": _RESTARTS}}
+    inner = _job_spec(job, instance, environment, device, images)
     inner["template"]["spec"].pop("subdomain", None)
     inner |= {"backoffLimit": 0}
     ttl = inner.pop("ttlSecondsAfterFinished", None)
@@ -144,7 +143,7 @@ def _job_set(job: Job, instance: int, device: str, images: Images) -> Object:
 
 
 def placed(made: Object, value: Object) -> Object:
-    """In the namespace that the file names; in none, if it names none, so that `kubectl -n` decides."""
+    """Return an object in the namespace of the file; in none, if the file names none, so that `kubectl -n` decides."""
     metadata = {key: item for key, item in made["metadata"].items() if key != "namespace"}
     if namespace := value["metadata"].get("namespace"):
         metadata["namespace"] = namespace

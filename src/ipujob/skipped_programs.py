@@ -1,7 +1,7 @@
-"""Stand-ins for programs that a script written for a container calls, and that a laptop isn't changed by.
+"""Stand-ins for programs that a container's script calls and that would change this machine.
 
-apt, sudo, pip and the like say that they were skipped, and succeed; `git clone` copies a folder. They are found by
-PATH only.
+apt, sudo, pip and the like print that they were skipped, and succeed; `git clone` copies a folder. They are found by
+PATH only. The stand-in for git runs this file as a script, without the package, so the file imports nothing of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ _CLONES = "clones.json"
 
 
 def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
-    """Write the stand-ins into a folder, but for those that stay real."""
+    """Write the stand-ins into a folder.
+
+    Args:
+        clones: by URL, the folder that `git clone` copies
+        real:   programs without a stand-in
+    """
     folder.mkdir(parents=True)
     (folder / _CLONES).write_text(
         json.dumps({_plain(url): str(Path(path).resolve()) for url, path in clones.items()})
@@ -38,7 +43,7 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
 
 
 def git(folder: str, words: list[str]) -> int:
-    """`git clone URL [FOLDER]` copies; every other command is git's own."""
+    """Copy a folder for `git clone URL [FOLDER]`; run the real git for other commands. Return the exit code."""
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         program = shutil.which("git", path=os.pathsep.join(others))

@@ -19,7 +19,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-class _Distributed(Distributed):
+class _FixedDistributed(Distributed):
     # Whatever the arguments are: it is the call that is wrong.
     def disable(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.disable")
@@ -53,7 +53,7 @@ class Options(poptorch.Options):
                     f"  fix: poprun --ipus-per-replica {ipus_per_replica}"
                 )
         self._declare(_ipus_per_replica=ipus_per_replica or launch.ipus_per_replica)
-        distributed = _Distributed()
+        distributed = _FixedDistributed()
         distributed._place(launch.instance, launch.instances).rowsByReplica(True)
         self._distributed = distributed
         self.set(replication_factor=launch.local_replicas)

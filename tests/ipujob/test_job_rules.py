@@ -209,7 +209,7 @@ def test_whatever_stands_in_a_file_it_is_refused_with_a_sentence_or_becomes_pods
         if made:
             for number in range(min(made.shape.instances, 2) * made.shape.workers):
                 pods.pod(made, number)
-            list(local.refusals(made, {})), local.not_looked_at(made)
+            list(local.unsupported(made, {})), local.ignored_fields(made)
             render(made, "pod")
         value["metadata"] = {"name": "a", "uid": "u", "namespace": "n"}
         observe(value, [], datetime.now(UTC))

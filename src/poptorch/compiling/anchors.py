@@ -23,7 +23,7 @@ GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
 
 
 @dataclass(frozen=True)
-class Request:
+class AnchorRequest:
     """What the user asked for with `Options.anchorTensor`, with its mode resolved."""
 
     long_name: str
@@ -52,7 +52,7 @@ class Anchors:
 
 
 def resolve(
-    graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
+    graph: Graph, traced: dict[str, int], requests: dict[str, AnchorRequest], training: bool
 ) -> tuple[Graph, Anchors]:
     """Find what each request means; the graph returned also gives the gradients that are asked for.
 

@@ -26,7 +26,7 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 from ..reporting.logs import logger
 from . import compilation_log
-from .anchors import Anchors, Request, resolve
+from .anchors import Anchors, AnchorRequest, resolve
 from .arguments import Call, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .auto_balance import balanced
 from .compilation_hooks import call_hooks
@@ -164,7 +164,7 @@ class _Tracing:
         return outputs
 
 
-def _requests(options: Options) -> dict[str, Request]:
+def _requests(options: Options) -> dict[str, AnchorRequest]:
     """What `Options.anchorTensor` asked for."""
     found = {}
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
@@ -175,7 +175,7 @@ def _requests(options: Options) -> dict[str, Request]:
                 f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
                 f" a call, which are {options.device_iterations}: nothing would be kept"
             )
-        found[short] = Request(long_name, OUTPUTS[OutputMode(mode)], period)
+        found[short] = AnchorRequest(long_name, OUTPUTS[OutputMode(mode)], period)
     return found
 
 
