@@ -36,19 +36,17 @@ EXECUTOR = """
 TWICE = """
     Block Optimizer Options
     Call
-    Graph
+    Channel
     Instances
     Kept
     Left
     Node
-    Numbers
     Owner
     Part
     Piece
     Recorder
     Request
     Share
-    Step
     Store
     Value
 """

@@ -87,7 +87,9 @@ def test_the_bottleneck_is_the_ipu_with_the_most_to_do():
     say = plan.bottleneck(profile)
     assert say[0].startswith("ipu 1 has the most to do: 2.00 times the average ipu.")
     few = plan.bottleneck(plan.estimated(simulated(3, 5)))
-    assert few[1].startswith("options.Training.gradientAccumulation(20) would make it 1.27 times as fast there.")
+    assert few[1].startswith(
+        "options.Training.gradientAccumulation(20) would make it 1.27 times as fast there."
+    )
 
 
 def test_a_program_is_run_until_its_first_model_is_compiled(tmp_path, monkeypatch, capfd):

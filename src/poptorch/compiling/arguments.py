@@ -22,7 +22,7 @@ _HINT = (
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundCall:
     """The arguments of one call, by the parameter of forward they are bound to, defaults included."""
 
     bound: inspect.BoundArguments
@@ -52,7 +52,7 @@ class MissingArgument(Error, TypeError):
     """As Python's own error, which programs catch where forward takes *args; and one of ours."""
 
 
-def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
     """Bind arguments as Python does.
 
     Raises:
@@ -83,10 +83,10 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
             f"the model can't be called like this: {what}; forward is forward{signature}"
         ) from None
     bound.apply_defaults()
-    return Call(bound)
+    return BoundCall(bound)
 
 
-def check_kinds(call: Call) -> None:
+def check_kinds(call: BoundCall) -> None:
     """Raises Error for an input whose values do not lie in memory one beside the other."""
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
@@ -102,7 +102,7 @@ def check_kinds(call: Call) -> None:
 
 
 @contextlib.contextmanager
-def telling_of_rows(call: Call) -> Iterator[None]:
+def telling_of_rows(call: BoundCall) -> Iterator[None]:
     """What fails inside also says that the inputs have different numbers of rows, where that is so."""
     try:
         yield
@@ -114,7 +114,7 @@ def telling_of_rows(call: Call) -> Iterator[None]:
         raise
 
 
-def check_batch(call: Call, counts: Counts) -> None:
+def check_batch(call: BoundCall, counts: Counts) -> None:
     """Every tensor holds whole micro-batches.
 
     Raises:
@@ -132,7 +132,7 @@ def check_batch(call: Call, counts: Counts) -> None:
         )
 
 
-def warn_about(call: Call, wide: bool) -> None:
+def warn_about(call: BoundCall, wide: bool) -> None:
     """Tell, once a compilation, what is surprising about the arguments; `wide` as for `narrowed`."""
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
@@ -171,12 +171,12 @@ def is_wide(model: torch.nn.Module) -> bool:
         return any(value.dtype == torch.float64 for value in state)
 
 
-def prepared(call: Call, wide: bool) -> list[Tensor]:
+def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
     """The tensors as the engine takes them: contiguous, without gradients, narrowed."""
     return [narrowed(tensor.detach(), wide).contiguous() for tensor in call.tensors]
 
 
-def write_back(call: Call, signature: Signature, values: dict[int, Tensor]) -> None:
+def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
     """Give the caller's tensors what forward wrote into them; `values` by position of the graph's result."""
     with torch.no_grad():
         for position, value in values.items():
@@ -214,14 +214,14 @@ def sample(tensor: Tensor, counts: Counts) -> Tensor:
 class CompiledInputs:
     """The structure, constants, dtypes and shapes of a call's arguments."""
 
-    def __init__(self, call: Call, counts: Counts, wide: bool) -> None:
+    def __init__(self, call: BoundCall, counts: Counts, wide: bool) -> None:
         self._counts = counts
         self.wide = wide  # see `narrowed`
         self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
         self._positional = len(call.bound.args)
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
 
-    def check(self, call: Call) -> None:
+    def check(self, call: BoundCall) -> None:
         """Raises BatchError unless a call has the structure, constants, dtypes and shapes that were compiled."""
         if len(call.bound.args) != self._positional:  # only `*args` can differ
             raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))

@@ -26,8 +26,8 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 from ..reporting.logs import logger
 from . import compilation_log
-from .anchors import Anchors, AnchorRequest, resolve
-from .arguments import Call, CompiledInputs, is_wide, narrowed, sample, weights_of
+from .anchors import AnchorRequest, Anchors, resolve
+from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .auto_balance import balanced
 from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
@@ -63,7 +63,7 @@ class Executable:
 
 def compile_model(
     model: nn.Module,
-    call: Call,
+    call: BoundCall,
     options: Options,
     settings: Settings,
     done: Callable[[str], None],
@@ -132,7 +132,7 @@ class _Tracing:
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, options: Options, training: bool, asked: set[str]
+        self, model: nn.Module, call: BoundCall, options: Options, training: bool, asked: set[str]
     ) -> None:
         self._model, self._call, self._asked = model, call, asked
         precision = options.Precision

@@ -134,7 +134,7 @@ class PoplarExecutor:
         outputs = results.outputs()[: executable.outputs]
         return returned(executable.template, outputs)
 
-    def _inputs(self, call: arguments.Call) -> list[Tensor]:
+    def _inputs(self, call: arguments.BoundCall) -> list[Tensor]:
         mode = self.options._Popart.options.get("syntheticDataMode", 0)
         if mode and self._synthetic is not None:
             return self._synthetic
@@ -155,7 +155,7 @@ class PoplarExecutor:
 
     isCompiled = _part("_lease", DeviceLease.isCompiled)
 
-    def _compile(self, call: arguments.Call) -> None:
+    def _compile(self, call: arguments.BoundCall) -> None:
         if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
             marked_model.check_not_wrapped(self._user_model)
             marked_model.mark(self._user_model, self)
@@ -181,7 +181,7 @@ class PoplarExecutor:
             done("load")
         self._compilation_seconds = time.perf_counter() - started
 
-    def _settings_for(self, call: arguments.Call, options: Options) -> Settings:
+    def _settings_for(self, call: arguments.BoundCall, options: Options) -> Settings:
         """What to compile with. Raises: Error or AssertionError, where arguments or options do not fit."""
         model, training = self._wrapped.traced, self._wrapped.training
         groups = groups_of(model, self.per_replica_params, options.replication_factor)

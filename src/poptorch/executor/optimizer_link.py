@@ -112,7 +112,7 @@ class OptimizerLink:
                 self._loaded[names[id(parameter)]] = engine_state(self.frozen, state)
 
     def discard_loaded(self) -> None:
-        """Forget states of the optimizer that were not uploaded yet: those of the devices, or to come there, are newer."""
+        """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
         self._loaded = {}
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._pending_state = self.optimizer._pending_torch_state = None

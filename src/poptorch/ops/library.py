@@ -37,7 +37,7 @@ def mark(
     def differentiable(first: Tensor, *settings: Any) -> Tensor:
         if torch._C._len_torch_dispatch_stack() == 0:  # nobody records: on the host it is no operation at all
             return first
-        return _Mark.apply(operation, gradient, first, *settings)
+        return _MarkFunction.apply(operation, gradient, first, *settings)
 
     LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
     LIBRARY.impl(name, differentiable, "Autograd")
@@ -49,7 +49,7 @@ def _fresh(first: Tensor, *settings: Any) -> Tensor:
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
-class _Mark(torch.autograd.Function):
+class _MarkFunction(torch.autograd.Function):
     """A mark in forward; in backward, what its definition says."""
 
     @staticmethod
