@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-lightning test kube check fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-avx2 test-all kube check fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,13 @@ demo-lightning: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The tests that compare numbers, once more by the kernels of a processor with AVX2 and without AVX-512.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+test-avx2: $(READY)
+	env $(AVX2) $(BIN)/python -X faulthandler -m pytest tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
+
+test-all: test test-avx2
 
 # A real Kubernetes API server for tests/ipujob, kept in ~/.cache/pando-kube; without it those tests are skipped.
 kube:
