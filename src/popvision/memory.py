@@ -75,12 +75,6 @@ def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
     return wanted(profile, needs) <= limit if limit and needs else None
 
 
-def under_way(profile: Profile, stage: int) -> int:
-    """Micro-batches for which a stage holds activations, at the most."""
-    waiting = len(profile.ipus) - stage if profile.facts.get("mode") == "pipelined" else 1
-    return min(profile.facts.get("schedule_micro_batches", 1), waiting)
-
-
 def detailed(profile: Profile) -> dict[int, Track]:
     """The tracks of the step that was looked at closer, by ipu."""
     place = profile.facts.get("detailed_step")

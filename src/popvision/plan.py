@@ -16,7 +16,6 @@ from popengine.profile import PLAN_WISH, Operation, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
-from .memory import under_way
 from .times import StageTime, step_of
 from .units import seconds, size
 
@@ -65,17 +64,15 @@ def step_times(profile: Profile) -> list[StageTime]:
     ]
 
 
-def memory_rows(profile: Profile) -> list[tuple[int, int, int, int, int, int]]:
-    """For each ipu: its number, weights and buffers, gradients, optimizer, activations, all of them."""
+def memory_rows(profile: Profile) -> list[tuple[int | None, ...]]:
+    """Return for each ipu its number, and the bytes at the most of weights and buffers, gradients, optimizer, copies,
+    activations, values between ipus, and all of them; None: not known."""
+    facts, unknown = profile.facts, [None] * len(profile.memory)
+    rows = zip(profile.memory, facts.get("activations", unknown), facts.get("between", unknown), strict=True)
     found = []
-    for row in profile.memory:
-        waiting = sum(
-            bytes_held * under_way(profile, stage)
-            for stage, bytes_held in enumerate(profile.facts.get("held", []))
-            if profile.ipus[stage] == row.ipu
-        )
-        own = (row.weights + row.buffers, row.gradients, row.optimizer, waiting)
-        found.append((row.ipu, *own, sum(own)))
+    for row, activations, between in rows:
+        own = (row.weights + row.buffers, row.gradients, row.optimizer, row.copies, activations, between)
+        found.append((row.ipu, *own, None if activations is None else sum(own)))
     return found
 
 
@@ -119,7 +116,10 @@ def page(profile: Profile) -> str:
         )
         for t in times
     ]
-    memory = [(ipu, *map(size, rest)) for ipu, *rest in memory_rows(profile)]
+    memory = [
+        (ipu, *("–" if count is None else size(count) for count in rest))
+        for ipu, *rest in memory_rows(profile)
+    ]
     sends = [
         (part.ipu, part.peer, size(part.bytes), *part.often_and_when)
         for part in profile.parts
@@ -148,8 +148,10 @@ def page(profile: Profile) -> str:
         " light: forward, dark: backward. Nothing has run yet.</p>",
         "<h2>Stages</h2>",
         _table(head, stages),
-        "<h2>Memory of an ipu, at the most</h2>",
-        _table(("ipu", "weights", "gradients", "optimizer", "activations", "in all"), memory),
+        "<h2>Memory of an ipu at the most, on separate devices</h2>",
+        _table(
+            ("ipu", "weights", "gradients", "optimizer", "copies", "activations", "between", "in all"), memory
+        ),
         "<h2>Between ipus</h2>" if sends else "",
         _table(("from ipu", "to ipu", "bytes", "each", "when"), sends) if sends else "",
     ]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from simulated import MS, simulated
 from test_page_asked import wide
-from test_runs import ROWS, WIDTH, Model, train
+from test_runs import ROWS, WIDTH, Model
 
 import poptorch
-from popengine.profile import load
 from popvision import plan
 from popvision.cli import main
 
@@ -44,19 +43,6 @@ def planned(**more):
     model = Model()
     trainer = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.01))
     return poptorch.describe(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH))
-
-
-def test_the_memory_of_a_plan_is_that_of_the_run(tmp_path):
-    found = planned()
-    train(tmp_path)
-    run = load(tmp_path / "training" / "profile.pop")
-    for mine, theirs in zip(found.planned.memory, run.memory, strict=True):
-        of = ("ipu", "weights", "gradients", "optimizer")
-        assert [getattr(mine, name) for name in of] == [getattr(theirs, name) for name in of]
-    rows = plan.memory_rows(found.planned)
-    assert [ipu for ipu, *_ in rows] == [0, 1, 2]
-    # The first of three stages holds what its backward reads for three micro-batches: input and result of its layer.
-    assert rows[0][4] == 3 * 2 * 4 * ROWS * WIDTH
 
 
 def test_the_page_shows_stages_the_timeline_and_what_bounds_it(tmp_path):

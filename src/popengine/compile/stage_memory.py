@@ -1,11 +1,14 @@
-"""Memory: which values share it, and what a stage holds of it for one micro-batch between forward and backward."""
+"""Memory: which values share it, what a stage holds of it for a micro-batch, and what an ipu needs at the most."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from ..ir import Graph, Partition
+from ..ir import Compute, Free, Graph, Load, Partition, Plan, Receive
 
 
 def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
@@ -27,6 +30,63 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
                     memory[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             held[piece.stage] = sum(memory.values())
     return tuple(held)
+
+
+def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) -> int | None:
+    """Return the most bytes that an ipu holds for its micro-batches while it runs its program in order.
+
+    Values that share memory count once; of inputs each view counts, since rows of a batch share the batch's memory.
+
+    Args:
+        inside: by piece, the most bytes that are alive in it beyond those that the ipu holds before
+    Returns: None where only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
+    """
+    values = {node.name: node.meta.get("val") for node in graph.code.nodes}
+    roles = {slot.name: slot.role for slot in graph.slots}
+    state, inputs = (
+        {
+            values[name].untyped_storage()._cdata
+            for name, role in roles.items()
+            if (role == "input") == is_input
+        }
+        for is_input in (False, True)
+    )
+
+    def memory(name: str) -> tuple[tuple[int, int], int]:
+        value = values[name]
+        if not isinstance(value, torch.Tensor) or (storage := value.untyped_storage())._cdata in state:
+            return (0, 0), 0
+        if storage._cdata in inputs:
+            return (storage._cdata, value.storage_offset()), value.nbytes
+        return (storage._cdata, 0), storage.nbytes()
+
+    names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
+    held = most = 0
+    for instruction in plan.programs[ipu]:
+        gone: tuple[str, ...] = ()
+        new: tuple[str, ...] = ()
+        if isinstance(instruction, Compute):
+            most = max(most, held + inside[instruction.piece])
+            gone, new = instruction.last, plan.partition.pieces[instruction.piece].writes
+        elif isinstance(instruction, Free):
+            gone = instruction.names
+        elif isinstance(instruction, Load | Receive) and instruction.micro_batch is not None:
+            new = instruction.names
+        else:
+            continue
+        own = names.setdefault(instruction.micro_batch, Counter())
+        for sign, changed in ((1, new), (-1, gone)):
+            if any(_is_workspace(values[name]) for name in changed):
+                return None
+            for place, size in map(memory, changed):
+                before, own[place] = own[place], own[place] + sign
+                held += size * ((own[place] > 0) - (before > 0))
+        most = max(most, held)
+    return most
+
+
+def _is_workspace(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() == 0
 
 
 def memory_of(node: fx.Node) -> int | None:

@@ -1,4 +1,4 @@
-"""A plan in the words of a profile, before anything has run: no times, and memory as it will be."""
+"""A plan as a profile, before anything has run: no times, and the memory that it needs at the most."""
 
 import os
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description
-from popengine.compile.stage_memory import held_bytes
-from popengine.ir import Graph, Plan
+from popengine.compile.stage_memory import peak_bytes
+from popengine.ir import Graph, Plan, Receive
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
@@ -51,29 +51,64 @@ def tables(described: Description, settings: Settings) -> profile.Profile:
 
 
 def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Profile:
-    """The tables, and the memory that will be held; without the captured graph nobody knows FLOPs and bytes."""
-    found = tables(Description(plan, graph), settings)
-    held = held_bytes(graph, plan.partition) if graph is not None and settings.training else ()
-    memory = tuple(_memory(plan, settings, ipu) for ipu in sorted(set(plan.partition.ipus)))
-    return replace(found, facts={**found.facts, "held": list(held), "calls": 0, "steps": 0}, memory=memory)
+    """Return a plan's tables, and the memory that it needs at the most where each ipu is a device of its own.
+
+    Without the captured graph FLOPs, bytes and the facts `activations` and `between` are unknown.
+    """
+    described = Description(plan, graph)
+    found, ipus = tables(described, settings), sorted(set(plan.partition.ipus))
+    facts = {**found.facts, "calls": 0, "steps": 0}
+    if graph is not None:
+        alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
+        for operation in found.operations:
+            row = operation.piece
+            alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
+        facts["activations"] = [peak_bytes(graph, plan, ipu, alive) for ipu in ipus]
+        facts["between"] = [_between(found, ipu) for ipu in ipus]
+    return replace(found, facts=facts, memory=tuple(_memory(plan, settings, ipu) for ipu in ipus))
+
+
+def _between(found: profile.Profile, ipu: int) -> int:
+    """Return the most bytes that other ipus can have sent to an ipu before it receives them."""
+    stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
+    sent = {(part.channel, part.peer): part for part in found.parts if part.kind == "send"}
+    total = 0
+    for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
+        sender, count = sent[part.channel, ipu], 1
+        if sender.phase and found.facts["mode"] == "pipelined":
+            # A stage begins so many micro-batches before it ends the first of them.
+            ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
+            count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
+        total += count * part.bytes
+    return total
 
 
 def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
-    """What an ipu of replica 0 will keep from step to step."""
-    partition, optimizer = plan.partition, settings.optimizer
-    sizes = {"parameter": 0, "buffer": 0, "constant": 0}
-    gradients = states = 0
-    for slot in partition.signature.slots:
-        stage = partition.home.get(slot.name)
-        if slot.role not in sizes or stage is None or partition.ipus[stage] != ipu:
+    """Return what an ipu of replica 0 keeps from step to step."""
+    optimizer = settings.optimizer
+    weights = others = gradients = states = trained = 0
+    kept = set(plan.state[ipu])  # and copies of weights that live elsewhere
+    for instruction in plan.programs[ipu]:
+        if isinstance(instruction, Receive) and instruction.micro_batch is None:
+            kept |= set(instruction.names)
+    for slot in plan.partition.signature.slots:
+        if slot.name not in kept:
             continue
         count = torch.Size(slot.shape).numel()
-        sizes[slot.role] += count * slot.dtype.itemsize
-        if settings.training and optimizer is not None and slot.key in optimizer.group_of:
+        if slot.role == "parameter":
+            weights += count * slot.dtype.itemsize
+        else:
+            others += count * slot.dtype.itemsize
+        home = plan.partition.home.get(slot.name)
+        is_home = home is not None and plan.partition.ipus[home] == ipu
+        if settings.training and optimizer is not None and is_home and slot.key in optimizer.group_of:
+            trained += count * slot.dtype.itemsize
             gradients += count * optimizer.accumulator_type.itemsize
             state = init_state(optimizer, torch.empty(slot.shape, dtype=slot.dtype, device="meta"))
             states += sum(value.nbytes for value in state.values())
-    return profile.Memory(0, ipu, sizes["parameter"], sizes["buffer"] + sizes["constant"], gradients, states)
+    # The first of several updates of a call writes to a second set, so that a failed call changes nothing.
+    copies = trained + states if settings.counts.iterations > 1 else 0
+    return profile.Memory(0, ipu, weights, others, gradients, states, copies)
 
 
 def stop_where_a_plan_was_asked_for(plan: Plan, settings: Settings, graph: Graph | None) -> None:

@@ -1,0 +1,105 @@
+"""The memory of a plan: at the most what it says is used, by the meters of a run, in several models and layouts."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine.profile import load
+from popvision import plan
+from popvision.memory import needs
+
+WIDTH = 32
+
+
+class Layers(nn.Module):
+    """A layer a stage; the first result goes to the last stage, too. `kind` says what a layer is."""
+
+    def __init__(self, kind: str, stages: int = 4):
+        super().__init__()
+        self.kind = kind
+        parts = {
+            "linear": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)),
+            "norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+            "convolution": lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()),
+            "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True),
+            "shared": lambda: nn.Linear(WIDTH, WIDTH),
+            "lstm": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
+        }
+        self.layers = nn.ModuleList(parts[kind]() for _ in range(stages))
+        if kind == "shared":
+            self.layers[-1] = self.layers[0]
+
+    def forward(self, x):
+        first = None
+        for i, layer in enumerate(self.layers):
+            with poptorch.Block(f"block{i}"):
+                x = layer(x)[0] if self.kind == "lstm" else layer(x)
+                first = x if first is None else first
+                if i == len(self.layers) - 1:
+                    x = x + first
+                    return poptorch.identity_loss(x.square(), "mean") if self.training else x
+        return x
+
+
+SHAPES = {"convolution": (3, 12, 12), "attention": (6, WIDTH), "lstm": (6, WIDTH)}
+LAYOUTS = {
+    "pipelined": (poptorch.PipelinedExecution, (0, 1, 2, 3), {}),
+    "wrapped around": (poptorch.PipelinedExecution, (0, 1, 0, 1), {}),
+    "sharded": (poptorch.ShardedExecution, (0, 0, 1, 1), {}),
+    "recomputation": (poptorch.PipelinedExecution, (0, 1, 2, 3), {"recompute": True}),
+    "replicas": (poptorch.PipelinedExecution, (0, 1, 2, 3), {"replicas": 2}),
+    "one update": (poptorch.PipelinedExecution, (0, 1, 2, 3), {"updates": 1}),
+    "inference": (poptorch.PipelinedExecution, (0, 1, 2, 3), {"training": False}),
+}
+CASES = [
+    *(("linear", layout) for layout in LAYOUTS),
+    *((kind, "pipelined") for kind in ("norm", "convolution", "attention", "shared")),
+    ("convolution", "sharded"),
+    ("attention", "recomputation"),
+    ("norm", "inference"),
+    ("shared", "sharded"),
+]
+
+
+def planned_and_used(folder, kind, layout):
+    """The rows of the plan, and what a run's ipus needed."""
+    strategy, ipus, more = LAYOUTS[layout]
+    updates, replicas, training = more.get("updates", 2), more.get("replicas", 1), more.get("training", True)
+    stages = [poptorch.Stage(f"block{i}").ipu(ipu) for i, ipu in enumerate(ipus)]
+    options = poptorch.Options().enableProfiling(folder).showCompilationProgressBar(False)
+    options.setExecutionStrategy(strategy(*stages)).replicationFactor(replicas)
+    options.deviceIterations(updates if training else 9 * updates)
+    model = Layers(kind).train(training)
+    if training:
+        options.Training.gradientAccumulation(9)
+        options._Popart.set("autoRecomputation", 3 * more.get("recompute", False))
+        executor = poptorch.trainingModel(model, options, torch.optim.Adam(model.parameters()))
+    else:
+        executor = poptorch.inferenceModel(model, options)
+    batch = torch.randn(updates * 9 * replicas * 4, *SHAPES.get(kind, (WIDTH,)))
+    planned = poptorch.describe(executor, batch=batch).planned
+    executor(batch)
+    executor(batch)
+    executor.detachFromDevice()
+    (file,) = folder.rglob("profile.pop")
+    return plan.memory_rows(planned), needs(load(file))
+
+
+@pytest.mark.parametrize("kind, layout", CASES)
+def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_path, kind, layout):
+    rows, used = planned_and_used(tmp_path, kind, layout)
+    assert [row[0] for row in rows] == [need.ipu for need in used]
+    for (_, weights, gradients, optimizer, copies, activations, between, total), need in zip(
+        rows, used, strict=True
+    ):
+        assert weights == need.weights + need.buffers
+        assert (gradients, optimizer, copies) == (need.gradients, need.optimizer, need.copies)
+        assert activations == need.activations  # by the same program, in the same order
+        assert between >= need.between  # how many values wait is a matter of time
+        assert need.total <= total <= 1.6 * need.total
+
+
+def test_where_only_the_kernel_knows_its_workspace_no_bound_is_said(tmp_path):
+    rows, _ = planned_and_used(tmp_path, "lstm", "pipelined")
+    assert [(row[5], row[-1]) for row in rows] == [(None, None)] * 4
