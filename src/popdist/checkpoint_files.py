@@ -4,10 +4,10 @@
         manifest.json               instances, replicas, and each file's size and checksum
         instance-0.pt ...
     call-130.5f3a9c01.unfinished/   being written, by the run of this number
-        instance-0.pt  instance-0.done  instance-1.pt ...
+        instance-0.pt  instance-0.done  instance-1.pt  instance-2.failed ...
 
-Each instance writes its file and then says `done`, or why not; instance 0 waits for all of these, and then renames the
-folder. So an instance that dies takes no checkpoint with it but the one under way.
+Each instance writes its file and then says `done`, or why it has failed; instance 0 waits for all of these, and then
+renames the folder, or removes it. So an instance that dies takes no checkpoint with it but the one under way.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from popengine.errors import Error
 
 _UNFINISHED = ".unfinished"
 _MANIFEST = "manifest.json"
@@ -72,26 +70,31 @@ class Writing(threading.Thread):
     def run(self) -> None:
         try:
             self._write()
-            if self.place.instance == 0:
-                self._complete()
         except Exception as error:  # told by the thread that asked for the checkpoint
             self.failure = str(error)
         finally:
             self._state = {}
+        if self.place.instance == 0 and not (self.failure and not self.place.unfinished.exists()):
+            try:
+                self._complete()
+            except Exception as error:
+                self.failure = self.failure or str(error)
 
     def _write(self) -> None:
         folder, name = self.place.unfinished, f"instance-{self.place.instance}"
+        part = folder / f"{name}.pt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = {f"{name}.pt": _save(folder / f"{name}.pt", self._state)}
+            written = {part.name: _save(part, self._state)}
             _write_text(folder / f"{name}.done", json.dumps(written))
         except Exception as error:
-            (folder / f"{name}.pt").unlink(missing_ok=True)  # a full disk needs the room
+            if isinstance(error, OSError):
+                error = OSError(error.errno, error.strerror, str(self.place.directory))
+            with contextlib.suppress(OSError):  # on a full disk there is room for what was there
+                part.write_text(f"instance {self.place.instance}: {error}")
             with contextlib.suppress(OSError):
-                _write_text(folder / f"{name}.done", json.dumps({"failure": f"instance {name[9:]}: {error}"}))
-            if self.place.instance == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+                part.rename(folder / f"{name}.failed")
+            raise error from None
 
     def _complete(self) -> None:
         folder = self.place.unfinished
@@ -118,18 +121,22 @@ class Writing(threading.Thread):
         _tidy(self.place, self._keep)
 
     def _of_all(self, folder: Path) -> dict[str, Any]:
-        """What all instances have written. Raises: Error, if one could not, or doesn't come."""
+        """What all instances have written. Raises: RuntimeError, if one could not, or doesn't come."""
         written: dict[str, Any] = {}
+        failures: list[str] = []
         until = time.monotonic() + _PATIENCE
         for instance in range(self.place.instances):
-            done = folder / f"instance-{instance}.done"
-            while not done.exists():
+            done, failed = (folder / f"instance-{instance}.{how}" for how in ("done", "failed"))
+            while not done.exists() and not failed.exists():
                 if time.monotonic() > until:
-                    raise Error(f"instance {instance} has written nothing for {_PATIENCE} s")
+                    raise RuntimeError(f"instance {instance} has written nothing for {_PATIENCE} s")
                 time.sleep(0.02)
-            written |= json.loads(done.read_text())
-        if "failure" in written:
-            raise Error(written["failure"])
+            if failed.exists():
+                failures.append(failed.read_text() or f"instance {instance} could not write to {folder}")
+            else:
+                written |= json.loads(done.read_text())
+        if failures:
+            raise RuntimeError("; ".join(failures))
         return written
 
 
@@ -168,10 +175,15 @@ class _Summed:
 
     def __init__(self, file: Any) -> None:
         self._file, self.size, self.sum = file, 0, 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.sum = zlib.crc32(data, self.sum)
-        count = self._file.write(data)
+        try:
+            count = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.size += count
         return count
 
@@ -183,7 +195,10 @@ def _save(path: Path, state: Any) -> list[int]:
     """Write a file to the disk; its size and checksum."""
     with open(path, "wb") as file:
         summed = _Summed(file)
-        torch.save(state, summed)  # pyright: ignore[reportArgumentType]
+        try:
+            torch.save(state, summed)  # pyright: ignore[reportArgumentType]
+        except RuntimeError as error:  # torch doesn't say why a write has failed
+            raise summed.error or error from None
         file.flush()
         os.fsync(file.fileno())
     return [summed.size, summed.sum]

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 import torch
@@ -135,13 +136,33 @@ def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_the_next_is_wr
             file.write(bytes(512))
     with caplog.at_level(logging.WARNING):
         training.train(6)
-    assert "the checkpoint of call 6 could not be written: [Errno 28] No space left on device" in caplog.text
+    cause = f"[Errno 28] No space left on device: '{small_disk}'"
+    assert f"the checkpoint of call 6 could not be written: {cause}" in caplog.text
     (small_disk / "another program's").unlink()
     assert sorted(path.name for path in small_disk.iterdir()) == ["call-2", "call-4"]
     assert files.faults(small_disk / "call-4") == []
     training.train(8)
     assert sorted(path.name for path in small_disk.iterdir()) == ["call-4", "call-8"]
     assert files.faults(small_disk / "call-8") == []
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_several_instances_could_not_write_goes_though_one_of_them_comes_late(small_disk, late):
+    def writing(instance):
+        state = {"a": torch.ones(200_000 if instance != late else 1), "b": torch.ones(1)}
+        return files.Writing(files.Place(small_disk / "c", 27, "run", instance, 2), state, 2, keep=2)
+
+    early, late_one = writing(1 - late), writing(late)
+    early.start()
+    until = time.monotonic() + 30
+    while early.is_alive() and not list(small_disk.glob("c/*/*.failed")) and time.monotonic() < until:
+        time.sleep(0.01)
+    late_one.start()
+    early.join(30), late_one.join(30)
+    assert list((small_disk / "c").iterdir()) == []
+    cause = f"[Errno 28] No space left on device: '{small_disk / 'c'}'"
+    assert early.failure == cause
+    assert late_one.failure == ("" if late else f"instance 1: {cause}")
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
