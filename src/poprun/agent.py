@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +188,23 @@ class _Agent(LocalElasticAgent):
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         number = self._first + first
         node = self._nodes.first_failure()
-        if node == self._node.rank:
-            self._log.error(f"instance {number} of {self._request.instances} failed first, with {how}")
-        else:
+        early = [str(self._first + local) for local in takewhile(first.__ne__, self._ended)]
+        if node != self._node.rank:
             self._log.error(f"instance {number} failed with {how}, after an instance of node {node}")
             self.exit_code = CONSEQUENCE if WATCH in os.environ else self.exit_code
+        elif early:  # perhaps too early: with fewer calls than the others
+            several = "s" if len(early) > 1 else ""
+            ends = f"instance{several} {', '.join(early)} of {self._request.instances} ended first, with exit code 0"
+            self._log.error(f"{ends}; then instance {number} failed, with {how}")
+        else:
+            self._log.error(f"instance {number} of {self._request.instances} failed first, with {how}")
+        with suppress(Lost):
+            if lost := self._nodes.lost():
+                self._log.error(lost)
         assert self._pcontext is not None
         silent = _silenced(self._request, number)
         files = [(Std.OUT, self._pcontext.stdouts), (Std.ERR, self._pcontext.stderrs)]
         lines = [line for std, paths in files if std in silent for line in _last_lines(paths[first])]
-        with suppress(Lost):
-            if lost := self._nodes.lost():
-                self._log.error(lost)
         if lines:
             self._log.error(f"the last lines of instance {number}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -1,10 +1,12 @@
 """Instances that differ, fail, leave or are interrupted: an error in all of them, within seconds."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import processes
 import pytest
@@ -67,6 +69,51 @@ def test_instances_that_differ_say_what_differs_and_where(said, name):
     for message in said:
         assert "the instances differ" in message[name] and DIFFERENT[name][1] in message[name]
         assert "nothing has changed in any instance" in message[name]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor, shift):
+        super().__init__()
+        self.linear, self.factor, self.shift = torch.nn.Linear(4, 3), factor, torch.tensor([shift, 0.0, 0.0])
+
+    def forward(self, x, labels):
+        scaled = self.linear(x) * self.factor  # the line of the factor
+        return torch.nn.functional.cross_entropy(scaled + self.shift, labels)  # the line of the shift
+
+
+def other_constants():
+    popdist.init()
+    found = []
+    for factor, shift in ((0.25, 1.0), (0.5, 2.0)):
+        is_other = popdist.getInstanceIndex() == 1
+        torch.manual_seed(0)
+        model = Scaled(factor if is_other else 0.5, shift if is_other else 1.0)
+        opts = popdist.poptorch.Options().randomSeed(0)
+        executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        found.append(caught(partial(executor, torch.ones(2, 4), torch.tensor([0, 1]))))
+        executor.destroy()
+    return found
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# the line of the {text}"))
+
+
+def test_a_constant_of_the_model_that_differs_is_told_with_its_operation_and_line():
+    for ended in processes.run(other_constants, 2):
+        factor, shift = ended.value
+        assert re.search(
+            rf"test_one_truth.py:{line_of('factor')}, line \d+ of piece 0: \w+ = aten_mul_Tensor\(\w+, 0.5\)"
+            rf" in instance 0; \w+ = aten_mul_Tensor\(\w+, 0.25\) in instance 1\n",
+            factor,
+        ), factor
+        assert re.search(
+            rf"which aten.add.Tensor reads at \S*test_one_truth.py:{line_of('shift')}:"
+            r" \(3,\) torch.float32 \[1.0, 0.0, 0.0\] in instance 0;"
+            r" \(3,\) torch.float32 \[2.0, 0.0, 0.0\] in instance 1\n",
+            shift,
+        ), shift
 
 
 def new_rate_in_one():

@@ -82,6 +82,28 @@ def test_who_fails_as_a_consequence_is_not_the_first(poprun, tmp_path):
     assert "instance 1 of 2 failed first, with exit code 5" in run.said()
 
 
+def test_an_instance_that_ends_early_without_an_error_is_named_before_the_one_that_fails_then(
+    poprun, tmp_path
+):
+    """As where one instance has fewer batches than the others."""
+    program = (
+        "import os, sys, time\n"
+        "folder = sys.argv[1]\n"
+        "if os.environ['RANK'] == '1': os.mkdir(f'{folder}/{os.getpid()}'); sys.exit(0)\n"
+        "while not os.listdir(folder): time.sleep(0.01)\n"
+        "while os.path.exists(f'/proc/{os.listdir(folder)[0]}'): time.sleep(0.01)\n"
+        "sys.exit(1)"
+    )
+    (tmp_path / "gone").mkdir()
+    run = poprun(*TWO, *PYTHON, program, tmp_path / "gone")
+    assert run.wait() == 1
+    assert (
+        "instance 1 of 2 ended first, with exit code 0; then instance 0 failed, with exit code 1"
+        in run.said()
+    )
+    assert "failed first" not in run.said()
+
+
 def test_a_program_that_is_not_there_is_named(poprun):
     run = poprun("no-such-program", "-v")
     assert run.wait() == 127

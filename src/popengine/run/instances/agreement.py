@@ -18,10 +18,16 @@ from popengine.settings import Hyper, Settings
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 
 HEADER = 256  # bytes: a digest, the size of the facts, and the place in the program as text
+_OF = " of piece "
 _SHOWN = 6  # differences
-_WIDTH = 60  # letters of a value
-# What follows from earlier sections says nothing new where those differ.
-_FOLLOW = {"plan": ("versions", "options", "shape"), "first value": ("options", "shape")}
+_LISTED = 8  # elements of a constant that are shown instead of their hash
+_WIDTH = 120  # letters of a value
+# What follows from other sections says nothing new where those differ.
+_FOLLOW = {
+    "operation": ("versions", "options", "shape"),
+    "plan": ("versions", "options", "shape", "operation"),
+    "first value": ("options", "shape"),
+}
 
 
 class Header(NamedTuple):
@@ -56,11 +62,14 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
     found: dict[str, list[str]] = {}
+    pieces: set[str] = set()  # of which an operation differs: those after it follow
     for section in dict.fromkeys(section for one in facts for section in one):
         sections = [one.get(section, {}) for one in facts]
         for name in dict.fromkeys(name for one in sections for name in one):
             values = [one.get(name, "none") for one in sections]
-            if len(set(values)) > 1:
+            later = section == "operation" and name.rpartition(_OF)[2] in pieces
+            if len(set(values)) > 1 and not later:
+                pieces.add(name.rpartition(_OF)[2])
                 found.setdefault(section, []).append(f"{_called(section, name)}: {_where(values, names)}")
     lines = [
         line
@@ -110,10 +119,36 @@ def of_a_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], see
         "options": options,
         "shape": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role != "input"},
         "input": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role == "input"},
+        "constant": _constants(plan),
+        "operation": _operations(plan),
         "plan": programs | pieces,
         "seed": {"random seed": str(seed)},
         "first value": of_weights({key: value for key, value in weights.items() if key in parameters}),
     }
+
+
+def _operations(plan: Plan) -> dict[str, str]:
+    """Return the code of each operation, by the user's line and its place in the plan."""
+    return {
+        f"{piece.where(number)}, line {number}{_OF}{place}": line.partition("; ")[0].strip()
+        for place, piece in enumerate(plan.partition.pieces)
+        for number, line in enumerate(piece.source.splitlines(), 1)
+        if piece.where(number) != "?"
+    }
+
+
+def _constants(plan: Plan) -> dict[str, str]:
+    """Return the value of each constant, by the operation that reads it."""
+    found = {}
+    for line in (line for piece in plan.partition.pieces for line in piece.lines):
+        for name in line.operands():
+            value = plan.partition.signature.constants.get(name)
+            if value is not None:
+                text = str(value.tolist()) if value.numel() <= _LISTED else _hashed_tensor(value)
+                found[f"{name}, which {line.call} reads at {line.where}"] = (
+                    f"{tuple(value.shape)} {value.dtype} {text}"
+                )
+    return found
 
 
 def of_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
