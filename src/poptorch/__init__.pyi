@@ -22,16 +22,17 @@ from .annotating.blocks import (
     print,
     removeBlocks,
 )
-from .annotating.stages import Phase, Stage
 from .annotating.strategies import (
     AutoBalance,
     ParallelPhasedExecution,
+    Phase,
     PipelinedExecution,
     SerialPhasedExecution,
     ShardedExecution,
+    Stage,
 )
 from .autocasting import autocast
-from .compiling.compilation_hooks import registerPostCompileHook, registerPreCompileHook
+from .compiling.executable import registerPostCompileHook, registerPreCompileHook
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import (
     AnchorMode,

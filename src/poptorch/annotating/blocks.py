@@ -1,4 +1,4 @@
-"""Blocks: the marks in a model that say which part belongs together. On plain PyTorch they do nothing."""
+"""Blocks: marks that name the parts of a model. Without a compiled model they have no effect."""
 
 import builtins
 import contextlib
@@ -30,14 +30,14 @@ def _open(user_id: str | None, ipu_id: int | None) -> None:
 
 
 class Block(nn.Module):
-    """What runs inside belongs to one block.
+    """A context manager: the operations inside belong to one block.
 
         with poptorch.Block("encoder", ipu_id=0):
             x = self.encoder(x)
 
     Args:
-        user_id: the name strategies know it by; by default "0", "1", ... in order of entry
-        ipu_id:  the ipu, where the strategy does not name one
+        user_id: the block's name in strategies; by default "0", "1", ... in order of entry
+        ipu_id:  the block's ipu, if the strategy does not name one
     """
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
@@ -58,19 +58,19 @@ class Block(nn.Module):
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
-        """Open a block that lasts until the next one."""
+        """Open a block that ends where the next block opens."""
         _open(user_id, _checked(ipu_id))
 
     @staticmethod
     def end() -> None:
-        """End the open block, as leaving a `with` does: what runs before the next one belongs to none."""
+        """End the open block, as the end of a `with` does: operations before the next block belong to no block."""
         capture = current()
         if capture is not None:
             capture.leave()
 
 
 class _BeginBlockHook:
-    """A forward pre-hook that opens a block; an automatic id is taken once and kept."""
+    """A forward pre-hook that opens a block; an automatic id is chosen at the first call and then kept."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
         self.user_id, self.ipu_id = user_id, _checked(ipu_id)
@@ -86,7 +86,7 @@ class _BeginBlockHook:
 
 
 class LegacyBeginBlockFn:
-    """A function that opens a block and then runs."""
+    """A function that opens a block and then calls another function."""
 
     def __init__(
         self, layer_to_call: Callable[..., Any], user_id: str | None = None, ipu_id: int | None = None
@@ -100,7 +100,7 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Open a block whenever this layer runs; it lasts until the next one. Returns the same layer.
+    """Have a layer open a block at each call, which ends where the next block opens. Return the same layer.
 
     Raises:
         Error: the layer already begins a block, or is neither a module nor a function
@@ -123,7 +123,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 
 def begin_hook(module: nn.Module) -> _BeginBlockHook | None:
-    """The mark that BeginBlock left on a module."""
+    """Return the hook that BeginBlock registered on a module; None, if there is none."""
     return next(
         (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeginBlockHook)), None
     )
@@ -131,13 +131,13 @@ def begin_hook(module: nn.Module) -> _BeginBlockHook | None:
 
 @contextlib.contextmanager
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
-    """Decorator: the whole call runs inside a block."""
+    """Decorate a function, so that all of its operations belong to one block."""
     with Block(user_id, ipu_id):
         yield
 
 
 def removeBlocks(module: nn.Module) -> None:
-    """Take all BeginBlock marks off a module and what is inside it."""
+    """Remove the marks of BeginBlock from a module and all modules in it."""
     assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
     for child in module.modules():
         hooks = child._forward_pre_hooks
@@ -146,7 +146,7 @@ def removeBlocks(module: nn.Module) -> None:
 
 
 def module_repr(module: nn.Module) -> str:
-    """As `repr(module)`, with the blocks that begin in it."""
+    """Return `repr(module)` with the blocks that begin in the module."""
     lines = [*filter(None, module.extra_repr().split("\n"))]
     hook = begin_hook(module)
     mark = f"{hook!r}: " if hook is not None else ""

@@ -1,7 +1,7 @@
-"""Notes: values that a forward keeps for the host, beside what it returns.
+"""Notes: extra outputs of a forward for the host, beside its return value.
 
-A forward is captured once, so what it does in Python with a value (to log it, to put it into a list) can't be a part
-of the graph. It may note the value instead: each call then has it for every micro-batch, whatever the output mode.
+A forward is captured once, so a side effect in Python (logging a value, appending it to a list) can't be a part of the
+graph. `note` adds the value as an output: each call then returns it for every micro-batch, in any output mode.
 
     >>> note("accuracy", accuracy)         # in forward, while it is captured; elsewhere it does nothing
     >>> executor.notes                     # after a call of n micro-batches
@@ -26,11 +26,11 @@ from ..reporting.logs import logger
 
 
 def note(what: Any, value: Any) -> None:
-    """Have every call give `value` to the host.
+    """Add `value` to the outputs of each call.
 
     Args:
-        what:  tells notes apart; it must pickle, since it becomes a part of the compiled model
-        value: a tensor, or tensors in containers. What is not computed by the forward stays as it is.
+        what:  the note's key; it must pickle, since it becomes a part of the compiled model
+        value: a tensor, or tensors in containers. Values that the forward does not compute stay as they are.
     """
     capture = current()
     if capture is not None:
@@ -39,7 +39,7 @@ def note(what: Any, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """One note of a compiled model: where each call keeps its tensors."""
+    """One note of a compiled model: the outputs that hold its tensors."""
 
     what: Any
     template: Any  # the value, with empty tensors on "meta" where the call's are put
@@ -47,7 +47,7 @@ class Note:
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
 
     def value(self, results: Results, counts: Counts) -> Any:
-        """[n, *shape] for each tensor, in the order of (iteration, accumulation, replica)."""
+        """Return the note's value: for each tensor [n, *shape], in the order of (iteration, accumulation, replica)."""
         n = counts.iterations * counts.accumulation * counts.replicas
         columns = iter(
             results.anchored(anchor).reshape(n, *shape).to(dtype)
@@ -57,7 +57,7 @@ class Note:
 
 
 def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """A nested value with marks in place of the tensors that a capture has made, and these tensors.
+    """Return a nested value with empty tensors on "meta" in place of traced tensors, and the traced tensors.
 
     Args:
         where: the line of the function that has made the value
@@ -102,17 +102,17 @@ def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
 
 
 def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
-    """The nested value again, with tensors in place of the marks."""
+    """Return a template with tensors in place of its empty tensors on "meta"."""
     return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
-def kept(notes: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
-    """The notes of a capture; their tensors are appended to the outputs of the graph."""
-    found = []
-    for what, value in notes:
+def notes_of(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
+    """Return the notes of a capture, and append their tensors to the outputs of the graph."""
+    notes = []
+    for what, value in captured:
         template, tensors = without_values(value, where)
         places = range(len(outputs), len(outputs) + len(tensors))
         anchors = tuple(Anchor("output", str(place), "all") for place in places)
-        found.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        notes.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))
         outputs += tensors
-    return tuple(found)
+    return tuple(notes)

@@ -1,4 +1,4 @@
-"""Per-replica parameters: on the host one row for each group of replicas, on a replica its group's row.
+"""Per-replica parameters: the host's value has one row for each group of replicas, a replica has its group's row.
 
 executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
                                 poptorch.VariableRetrievalMode.OnePerGroup)
@@ -36,7 +36,7 @@ class Grouping:
             )
 
     def groups(self, replicas: int) -> ReplicaGroups:
-        """Which replica belongs to which group.
+        """Return the group of each replica.
 
         Raises:
             Error: the size of a group does not divide the replicas
@@ -59,13 +59,16 @@ class Grouping:
 
 
 class GroupableParameter(nn.Parameter):
-    """A parameter as an executor shows it: the same values, and `replicaGrouping`."""
+    """A view of a parameter, as executors return it, with the method `replicaGrouping`."""
 
     _set: Any
 
     @staticmethod
     def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
-        """A view of a parameter. `groupings`: where its grouping is noted; None once that is too late."""
+        """Return a view of a parameter.
+
+        Args: groupings: the executor's groupings by name, which `replicaGrouping` writes; None after compilation
+        """
         with torch._C.DisableTorchFunctionSubclass():
             view = torch.Tensor._make_subclass(
                 GroupableParameter, parameter.detach(), parameter.requires_grad
@@ -81,7 +84,7 @@ class GroupableParameter(nn.Parameter):
         shards: int,
         variable_retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Give each group of replicas a value of its own, a row of the parameter's first dimension.
+        """Give each group of replicas its own value, a row of the parameter's first dimension.
 
         Args:
             shards: replicas in a group (Consecutive, Orthogonal)
@@ -98,13 +101,13 @@ class GroupableParameter(nn.Parameter):
 
 
 def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
-    """The engine's groups, checked against the parameters.
+    """Return the engine's groups by parameter name, checked against the parameters.
 
     Raises:
         Error: a parameter without dimensions, or with another number of rows than there are groups
     """
-    found = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
-    for name, groups in found.items():
+    groups_by_name = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
+    for name, groups in groups_by_name.items():
         parameter = model._parameters[name]
         assert parameter is not None
         if parameter.dim() == 0:
@@ -119,12 +122,12 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
                 f" {max(groups.of) + 1} groups of {replicas} replicas\n"
                 "  fix: its first dimension has one row a group"
             )
-    return found
+    return groups_by_name
 
 
 @contextlib.contextmanager
 def one_row_each(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
-    """While a model is captured its per-replica parameters are one row, as a replica sees them."""
+    """Replace per-replica parameters by one row of each while a model is captured, as a replica has them."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)

@@ -1,7 +1,7 @@
 """Execution strategies: which block belongs to which stage, and how the stages take turns.
 
-Builders that a user writes and may still change (`strategy.stage("A").ipu(2)`); `freeze` turns one into
-the engine's value. Whether the model's blocks match is the engine's question, asked at compilation.
+A strategy is a builder: a user may still change it (`strategy.stage("A").ipu(2)`), and `freeze` returns the engine's
+value. Compilation checks it against the model's blocks.
 """
 
 import math
@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from popengine.errors import Error, did_you_mean
-from popengine.settings import AutoRule, Mode, Strategy
+from popengine.settings import AutoRule, Mode, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
-
-from .stages import Phase, Stage, as_phase, as_stage
 
 _PIPELINED, _SHARDED, _PHASED = 0, 1, 2  # the values of `execution_mode`
 _AUTO_RULES: dict[AutoStage, AutoRule] = {
@@ -22,8 +20,89 @@ _AUTO_RULES: dict[AutoStage, AutoRule] = {
 }
 
 
+class Stage:
+    """Blocks that run on one ipu, one after another.
+
+    >>> Stage("embedding", "layer0").ipu(1)
+    """
+
+    def __init__(self, *block_ids: str) -> None:
+        for block in block_ids:
+            assert isinstance(block, str), f"Block ids are strings; found {block!r} in a Stage"
+        self._blocks = block_ids
+        self._ipu: int | None = None
+
+    @property
+    def blocks(self) -> list[str]:
+        return list(self._blocks)
+
+    def ipu(self, ipu: int) -> Self:
+        assert isinstance(ipu, int), f"Stage.ipu takes the number of an ipu; found {ipu!r}"
+        assert ipu >= 0, f"Stage.ipu takes a number from 0; found {ipu}"
+        self._ipu = ipu
+        return self
+
+    def freeze(self) -> StagePlan:
+        return StagePlan(self._blocks, self._ipu)
+
+    def __repr__(self) -> str:
+        ipu = "" if self._ipu is None else f".ipu({self._ipu})"
+        return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
+
+
+class Phase:
+    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Block ids without a Stage form one stage."""
+
+    def __init__(self, *arg: Stage | str) -> None:
+        self.stages = _stages_of_phase(arg)
+
+    def stage(self, index: int) -> Stage:
+        assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
+        return self.stages[index]
+
+    def ipus(self, *ipus: int) -> Self:
+        assert len(ipus) == len(self.stages), (
+            f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
+        )
+        for stage, ipu in zip(self.stages, ipus, strict=True):
+            stage.ipu(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Phase({', '.join(map(repr, self.stages))})"
+
+
+def _as_stage(argument: Any) -> Stage:
+    """Return a stage as it is, or make one of a block id or a list of block ids."""
+    if isinstance(argument, Stage):
+        return argument
+    blocks = [argument] if isinstance(argument, str) else argument
+    assert isinstance(blocks, list | tuple) and all(isinstance(block, str) for block in blocks), (
+        f"A stage is a poptorch.Stage, a block id or a list of block ids (an AutoStage stands alone); "
+        f"found {argument!r}"
+    )
+    return Stage(*blocks)
+
+
+def _stages_of_phase(members: Sequence[Any]) -> list[Stage]:
+    """Return the stages of a phase; block ids become one stage."""
+    if members and all(isinstance(member, Stage) for member in members):
+        return list(members)
+    assert members and all(isinstance(member, str) for member in members), (
+        f"A phase is made of stages only, or of block ids only; found {list(members)!r}"
+    )
+    return [Stage(*members)]
+
+
+def _as_phase(argument: Any) -> Phase:
+    """Return a phase as it is, or make one of a stage, block ids, or a list of them."""
+    if isinstance(argument, Phase):
+        return argument
+    return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)
+
+
 class ExecutionStrategy:
-    """What all strategies share: their stages by block, and two hooks around the capture of a model."""
+    """The base class of strategies: the stage of each block, and two hooks around the capture of a model."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages: dict[str, Stage] = {}
@@ -35,7 +114,7 @@ class ExecutionStrategy:
                 self._stages[block] = stage
 
     def stage(self, block_id: str) -> Stage:
-        """The stage that a block belongs to."""
+        """Return the stage of a block."""
         known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
         assert block_id in self._stages, (
             f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
@@ -49,23 +128,23 @@ class ExecutionStrategy:
         """Called after a model is captured; for subclasses."""
 
     def backendOptions(self) -> dict[str, Any]:
-        """The values this strategy adds to `Options.toDict()`."""
+        """Return the values of this strategy in `Options.toDict()`."""
         raise NotImplementedError
 
     def freeze(self) -> Strategy:
-        """The engine's value of this strategy."""
+        """Return the engine's value of this strategy."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AutoBalance:
-    """Place the blocks of a model on this many ipus so that the slowest is as fast as possible. (Ours.)
+    """Place the blocks of a model on ipus so that the slowest ipu is as fast as possible. (Ours.)
 
-    The first compilation runs one micro-batch and measures each block; the log says what was chosen and why.
+    The first compilation runs one micro-batch and measures each block; the log shows the choice and the reason.
 
     Args:
-        ipus:     how many, each one stage of consecutive blocks
-        capacity: bytes an ipu may hold of weights, gradients, optimizer state and activations
+        ipus:     the number of ipus; each runs one stage of consecutive blocks
+        capacity: bytes of weights, gradients, optimizer state and activations that an ipu may hold
 
     >>> opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoBalance(4)))
     """
@@ -80,7 +159,7 @@ class AutoBalance:
 
 
 class PipelinedExecution(ExecutionStrategy):
-    """Stages work at the same time, each on another micro-batch.
+    """Run all stages at the same time, each on another micro-batch.
 
     Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0: each
         a `Stage`, a block id, or a list of block ids.
@@ -100,7 +179,7 @@ class PipelinedExecution(ExecutionStrategy):
         elif len(args) == 1 and isinstance(args[0], AutoStage | AutoBalance):
             self._auto = args[0]
         else:
-            self._order = tuple(as_stage(argument) for argument in args)
+            self._order = tuple(_as_stage(argument) for argument in args)
         super().__init__(self._order)
 
     def orSharded(self) -> Self:
@@ -127,14 +206,14 @@ class PipelinedExecution(ExecutionStrategy):
 
 
 class ShardedExecution(PipelinedExecution):
-    """Stages take turns: one micro-batch passes all stages before the next one starts."""
+    """Run one stage at a time: a micro-batch passes all stages before the next micro-batch starts."""
 
     _execution_mode = _SHARDED
     _mode: Mode = "sharded"
 
 
 class _PhasedExecution(ExecutionStrategy):
-    """Phases run one after another, and tensors go to host memory between them."""
+    """Run phases one after another, with tensors in host memory between them."""
 
     _serial: bool
 
@@ -144,7 +223,7 @@ class _PhasedExecution(ExecutionStrategy):
             "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
             'SerialPhasedExecution("a", ["b", "c"])'
         )
-        self._phases = [as_phase(phase) for phase in phases]
+        self._phases = [_as_phase(phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive
         super().__init__(stage for phase in self._phases for stage in phase.stages)
@@ -178,19 +257,19 @@ class _PhasedExecution(ExecutionStrategy):
 
 
 class SerialPhasedExecution(_PhasedExecution):
-    """All ipus work on one phase, then all on the next."""
+    """Run each phase on all ipus, one phase after another."""
 
     _serial = True
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
-        """How long tensors stay on the device. Recorded: results are the same."""
+        """Set how long tensors stay on the device. Recorded: results are the same."""
         assert isinstance(liveness, Liveness), f"setTensorsLiveness takes a Liveness; found {liveness!r}"
         self._liveness = liveness
         return self
 
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """Even phases run on even ipus and odd phases on odd ones, so that one loads while the other computes."""
+    """Run even phases on even ipus and odd phases on odd ipus, so that transfers overlap with computation."""
 
     _serial = False
 

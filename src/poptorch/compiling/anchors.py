@@ -1,4 +1,4 @@
-"""Anchors: values that a call keeps beside its outputs, and the names they are asked for by.
+"""Anchors: values that a call keeps beside its outputs, by the names that `Options.anchorTensor` takes.
 
 x, b[0], ...          an input, by the name of forward's argument
 loss:0, loss:1, ...   the losses in the order in which forward computes them; `loss` is the last
@@ -19,48 +19,76 @@ from popengine.ir import Graph, Result
 from popengine.run.state.results import Results
 from popengine.settings import Anchor, Outputs
 
+from ..enums import OutputMode
+from ..options import Options
+from ..options.freeze_options import OUTPUTS
+
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
 
 
 @dataclass(frozen=True)
 class AnchorRequest:
-    """What the user asked for with `Options.anchorTensor`, with its mode resolved."""
+    """One use of `Options.anchorTensor`, with its output mode resolved."""
 
     long_name: str
     outputs: Outputs
     period: int
 
 
+def requests_of(options: Options) -> dict[str, AnchorRequest]:
+    """Return the anchors that `Options.anchorTensor` requested, by short name.
+
+    Raises: Error, if a period is longer than a call
+    """
+    requests = {}
+    for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
+        if use_default:
+            mode, period = options.output_mode, options.output_return_period
+        if mode == OutputMode.EveryN and period > options.device_iterations:
+            raise Error(
+                f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
+                f" a call, which are {options.device_iterations}: nothing would be kept"
+            )
+        requests[short] = AnchorRequest(long_name, OUTPUTS[OutputMode(mode)], period)
+    return requests
+
+
 @dataclass(frozen=True)
 class Anchors:
-    """What the engine keeps for each short name (None: the loss scaling), and all that it could keep."""
+    """The anchors of a compiled model.
 
-    found: dict[str, Anchor | None]
-    names: tuple[str, ...]  # for getTensorNames
-    noted: tuple[Anchor, ...] = ()  # those of the forward's notes
+    Args:
+        by_name: the anchor of each short name; None: the loss scaling
+        names:   all names that could be anchored, for `getTensorNames`
+        noted:   the anchors of the forward's notes
+    """
+
+    by_name: dict[str, Anchor | None]
+    names: tuple[str, ...]
+    noted: tuple[Anchor, ...] = ()
 
     @property
     def wanted(self) -> tuple[Anchor, ...]:
-        return (*(anchor for anchor in self.found.values() if anchor is not None), *self.noted)
+        """All anchors that the engine keeps."""
+        return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
 
     def values(self, results: Results) -> dict[str, Tensor]:
-        """The values of one call, by short name."""
+        """Return the values of one call, by short name."""
         return {
             name: torch.tensor(results.loss_scale) if anchor is None else results.anchored(anchor)
-            for name, anchor in self.found.items()
+            for name, anchor in self.by_name.items()
         }
 
 
 def resolve(
     graph: Graph, traced: dict[str, int], requests: dict[str, AnchorRequest], training: bool
 ) -> tuple[Graph, Anchors]:
-    """Find what each request means; the graph returned also gives the gradients that are asked for.
+    """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
 
     Args:
-        traced: inputs and losses by name, with the position in the graph's outputs where it was asked for
-            (else -1)
+        traced: by name, the position of each input and loss in the graph's outputs; -1, if it was not requested
     Raises:
-        Error: nothing has such a name
+        Error: no tensor has the requested name
     """
     weights = [slot.key for slot in graph.slots if slot.role in ("parameter", "buffer")]
     gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
@@ -70,12 +98,12 @@ def resolve(
     added: list[Result] = []
 
     def another(result: Result) -> str:
-        """Give a result once more, as an output of its own with a mode of its own; its position."""
+        """Add a result as an output with its own mode, and return the output's position."""
         position = len(graph.results) + len(added)
         added.append(replace(result, kind="output", key=str(position)))
         return str(position)
 
-    found: dict[str, Anchor | None] = {}
+    by_name: dict[str, Anchor | None] = {}
     for short, request in requests.items():
         mode, period = request.outputs, request.period
         name = _known(request.long_name, names, traced)
@@ -86,21 +114,21 @@ def resolve(
                 f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
             )
         if name in traced:
-            found[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
+            by_name[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
         elif name == LOSS_SCALE:
-            found[short] = None
+            by_name[short] = None
         elif name.startswith(GRADIENT):
-            found[short] = Anchor("gradient", another(gradients[name.removeprefix(GRADIENT)]), mode, period)
+            by_name[short] = Anchor("gradient", another(gradients[name.removeprefix(GRADIENT)]), mode, period)
         elif name.startswith(UPDATED):
-            found[short] = Anchor("updated", name.removeprefix(UPDATED), mode, period)
+            by_name[short] = Anchor("updated", name.removeprefix(UPDATED), mode, period)
         else:
-            found[short] = Anchor("weight", name, mode, period)
+            by_name[short] = Anchor("weight", name, mode, period)
     graph = replace(graph, results=(*graph.results, *added)) if added else graph
-    return graph, Anchors(found, tuple(names))
+    return graph, Anchors(by_name, tuple(names))
 
 
 def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
-    """The name of ours for what a program calls so: PopTorch's names of weights may begin with `model.`."""
+    """Return the known name that a requested name means; PopTorch's names of weights may begin with `model.`."""
     if name in names:
         return name
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")

@@ -1,4 +1,4 @@
-"""`AutoBalance`: measures the blocks of a captured model and turns the rule into explicit stages."""
+"""`AutoBalance`: measure the blocks of a captured model, and turn the rule into explicit stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _EACH_ALONE = Strategy("pipelined", "auto_increment")
 def balanced(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> Settings:
-    """Settings with the stages that `AutoBalance` chose for this model.
+    """Return the settings with the stages that `AutoBalance` chooses for this model.
 
     Args:
         weights: parameters and buffers by canonical name
@@ -31,7 +31,7 @@ def balanced(
     Raises:
         PartitionError: fewer blocks than ipus, or they don't fit the capacity
     """
-    costs = block_costs(graph, settings, weights, inputs)
+    costs = _block_costs(graph, settings, weights, inputs)
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
@@ -39,10 +39,13 @@ def balanced(
     return replace(settings, strategy=strategy)
 
 
-def block_costs(
+def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> list[Cost]:
-    """What each block takes, in the order they first run; what runs before any counts for the first."""
+    """Return the seconds and bytes of each block, in the order of their first operations.
+
+    Operations before the first block count for the first block.
+    """
     used = used_visits(graph)
     placement = place(graph.visits, used, _EACH_ALONE)
     names = {
@@ -57,7 +60,7 @@ def block_costs(
     seconds = [0.0] * parts.stages
     for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
         seconds[piece.stage] += spent
-    # Of activations as many micro-batches wait as there are ipus; of weights there are copies for the update.
+    # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
     size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
     optimizer = settings.optimizer
     states = [state for state in rule_of(optimizer).kept(optimizer) if state.dtype] if optimizer else []

@@ -1,7 +1,6 @@
-"""What the log says of a compilation: its passes and their times, the map of blocks to devices, the schedule.
+"""The log of a compilation: passes and their times and the schedule (DEBUG), and the ipu of each block (INFO).
 
-Passes and the schedule at DEBUG, the map at INFO. The rules of real hardware about numbers of ipus are checked here
-too, where somebody asks for them.
+On request the rules of real hardware about numbers of ipus are checked, too.
 """
 
 import contextlib
@@ -22,22 +21,23 @@ from popengine.settings import Settings
 from ..reporting.changed_options import counted
 from ..reporting.logs import logger
 
-HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that asks for them
+HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64
-_DRAWN = 64  # micro-batches; a wider drawing is no use in a log
+_DRAWN = 64  # micro-batches; a wider drawing can't be read in a log
 _PASSES = ("capture", "partition", "schedule", "lower", "load")
 
 
 @contextlib.contextmanager
 def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Follow the passes of one compilation: draw a bar, log the time of each, and tell an error where it arose.
+    """Draw a progress bar for the passes of a compilation, log the time of each, and add its name to an error.
 
-    The function it gives is told the name of each that is done.
+    The context's value is a function, to be called with the name of each finished pass.
 
     Args:
-        passed: told, too
+        shown:  whether the bar is drawn
+        passed: also called with the name of each finished pass
     """
-    left: list[str] = list(_PASSES)
+    remaining: list[str] = list(_PASSES)
     since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
@@ -47,20 +47,20 @@ def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Call
             now = time.perf_counter()
             logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - since))
             since = now
-            del left[: left.index(name) + 1]
-            bar.update(len(_PASSES) - len(left) - bar.n)
+            del remaining[: remaining.index(name) + 1]
+            bar.update(len(_PASSES) - len(remaining) - bar.n)
             if passed is not None:
                 passed(name)
 
         try:
             yield done
         except (CaptureError, PartitionError, ScheduleError) as error:  # the message stays as it is
-            error.raised_by_engine(f"Error raised in:\n  [0] {left[0]}\n  [1] PoplarExecutor.compile")
+            error.raised_by_engine(f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile")
             raise
 
 
 def announce(plan: Plan, settings: Settings) -> None:
-    """Say which block is where, and in what order stages run."""
+    """Log the ipu of each stage's blocks, and the schedule."""
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
         logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
@@ -79,10 +79,10 @@ def announce(plan: Plan, settings: Settings) -> None:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """On request (POPTORCH_CHECK_HARDWARE_RULES=1): would a real system have these ipus?
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, check that a real system would have these ipus.
 
-    Args: rounds: `autoRoundNumIPUs` is set
-    Raises: Error, for more than 64, or for a number that is no power of two and may not be rounded up
+    Args: rounds: whether `autoRoundNumIPUs` is set
+    Raises: Error, for more than 64 ipus, or for a number that is no power of two and may not be rounded up
     """
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return

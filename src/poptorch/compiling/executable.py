@@ -1,13 +1,15 @@
-"""Compilation of a model for the arguments of one call, and what it gives: a value that can be saved."""
+"""Compile a model for the arguments of one call to an `Executable`, a value that can be saved."""
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from popengine.compile import compile_graph, with_work_enough
 from popengine.compile.capture import capture
@@ -18,21 +20,19 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
-from ..annotating.notes import Note, kept
+from ..annotating.notes import Note, notes_of
 from ..annotating.replica_groups import one_row_each
+from ..annotating.strategies import PipelinedExecution, ShardedExecution
 from ..autocasting import following
-from ..enums import OutputMode
+from ..enums import OutputMode, OverlapMode
 from ..options import Options
-from ..options.freeze_options import OUTPUTS
 from ..reporting.logs import logger
 from . import compilation_log
-from .anchors import AnchorRequest, Anchors, resolve
+from .anchors import Anchors, requests_of, resolve
 from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .auto_balance import balanced
-from .compilation_hooks import call_hooks
 from .machine_hints import NO_HINTS, Hints, hints
 from .outputs import traced_outputs
-from .overlap_rules import check_overlap
 from .traced_functions import Traced
 
 
@@ -40,9 +40,12 @@ from .traced_functions import Traced
 class Executable:
     """A compiled model, without weights and state.
 
-    `template` is what forward returned, with marks where tensors were; `outputs` how many of those the
-    graph computes; `notes` what it keeps for the host beside them. `graph` is what was captured: profiles
-    read it, and a file can't hold it.
+    Args:
+        template: the structure of forward's return value, with empty tensors on "meta"
+        outputs:  the number of those tensors
+        notes:    further outputs for the host
+        graph:    the captured graph, for profiles; files don't hold it
+        hints:    measured for a profile only
     """
 
     plan: Plan
@@ -54,10 +57,10 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
-    hints: Hints = NO_HINTS  # measured for a profile only
+    hints: Hints = NO_HINTS
 
     def without_graph(self) -> Executable:
-        """The part that runs, and that a file can hold."""
+        """Return the executable as a file can hold it."""
         return replace(self, graph=None)
 
 
@@ -73,12 +76,12 @@ def compile_model(
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
-    requests, wide = _requests(options), is_wide(model)
+    requests, wide = requests_of(options), is_wide(model)
     samples = [narrowed(sample(tensor, settings.counts), wide) for tensor in call.tensors]
     tracing = _Tracing(
         model, call, options, settings.training, {request.long_name for request in requests.values()}
     )
-    call_hooks("Pre")
+    _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
         with one_row_each(model, settings.replica_groups):
@@ -87,11 +90,11 @@ def compile_model(
             )
     finally:
         options._execution_strategy.onEndTracing()
-        call_hooks("Post")
+        _call_hooks("Post")
     done("capture")
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
-    check_overlap(graph, options)
+    _check_overlap(graph, options)
     graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
     notes = tuple(tracing.notes)
     anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
@@ -125,10 +128,10 @@ def compile_model(
 
 
 class _Tracing:
-    """A model's forward as capture calls it: tensors in, tensors out. It keeps what a call's outputs are made of.
+    """A model's forward as capture calls it: from tensors to tensors. Its attributes describe the outputs.
 
     Args:
-        asked: the names of tensors that become outputs, too
+        asked: the names of inputs and losses that become outputs
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class _Tracing:
         self._training = training
         self.template: Any = None
         self.returned = 0
-        self.traced: dict[str, int] = {}  # the index of the output that a name is; -1: of none
+        self.traced: dict[str, int] = {}  # the output of each name; -1: it is no output
         self.notes: list[Note] = []
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -160,27 +163,12 @@ class _Tracing:
         for name, value in named.items():
             self.traced[name] = len(outputs) if name in self._asked else -1
             outputs += [value] if name in self._asked else []
-        self.notes.extend(kept(state.notes, outputs, where))
+        self.notes.extend(notes_of(state.notes, outputs, where))
         return outputs
 
 
-def _requests(options: Options) -> dict[str, AnchorRequest]:
-    """What `Options.anchorTensor` asked for."""
-    found = {}
-    for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
-        if use_default:
-            mode, period = options.output_mode, options.output_return_period
-        if mode == OutputMode.EveryN and period > options.device_iterations:
-            raise Error(
-                f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
-                f" a call, which are {options.device_iterations}: nothing would be kept"
-            )
-        found[short] = AnchorRequest(long_name, OUTPUTS[OutputMode(mode)], period)
-    return found
-
-
 def _check_buffers(graph: Graph, replicas: int) -> None:
-    """Replicas whose buffers drift apart can't be meant to be equal."""
+    """Refuse buffers that forward updates, other than running statistics: each replica would have its own."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     changed = [
         result.key
@@ -194,3 +182,91 @@ def _check_buffers(graph: Graph, replicas: int) -> None:
             "  why: each replica sees other data, so its buffers become its own\n"
             "  fix: options.broadcastBuffers(False), if the model tolerates that; the host gets replica 0's"
         )
+
+
+# ---- overlapped input and output -----------------------------------------------------------------------
+
+_INPUT, _OUTPUT = "set_overlap_for_input", "set_overlap_for_output"
+
+
+def _check_overlap(graph: Graph, options: Options) -> None:
+    """Check the places of `set_overlap_for_input` and `set_overlap_for_output`, and the options that they need.
+
+    Raises: Error, if a mark is misplaced, or the options don't allow overlap
+    """
+    code: Any = graph.code
+    marks = [(node, name) for node in code.nodes if (name := _mark_of(node)) is not None]
+    if not marks:
+        return
+    _check_options(options, any(name == _OUTPUT for _, name in marks))
+    output = next(node for node in code.nodes if node.op == "output")
+    for node, name in marks:
+        if name == _INPUT:
+            place, source = "the first operation on an input of the model, and its only use", node.args[0]
+            fits = source.op == "placeholder" and source.meta["role"] == "input" and len(source.users) == 1
+        else:
+            place = "on an output of the model that is returned once"
+            results = zip(output.args[0], graph.results, strict=True)
+            fits = [value for value, result in results if result.kind == "output"].count(node) == 1
+        if not fits:
+            raise Error(
+                f"poptorch.{name} is misplaced, at {node.meta.get('where', '?')}\n"
+                f"  why: it must be {place}: only then can the transfer overlap with computation\n"
+                "  fix: move it there"
+            )
+
+
+def _mark_of(node: fx.Node) -> str | None:
+    """Return the name of a node that requests overlap; None for other nodes."""
+    if node.op != "call_function" or node.args[1:2] == (OverlapMode.NoOverlap.value,):
+        return None
+    name = str(node.target).removeprefix("poptorch.").removesuffix(".default")
+    return name if name in (_INPUT, _OUTPUT) else None
+
+
+def _check_options(options: Options, has_output: bool) -> None:
+    """Check the options of a model with overlapped inputs, or outputs (`has_output`)."""
+    strategy = options._execution_strategy
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        raise Error(
+            "Overlapped IO is not supported with poptorch.PipelinedExecution\n"
+            "  fix: options.setExecutionStrategy(poptorch.ShardedExecution(...))"
+        )
+    if not options.TensorLocations.exists("num_io_tiles"):
+        raise Error(
+            "overlapped IO needs at least 32 tiles for it, and numIOTiles is not set\n"
+            "  fix: options.TensorLocations.numIOTiles(32)"
+        )
+    if has_output and options.output_mode not in (OutputMode.All, OutputMode.Sum):
+        raise Error(
+            f"{_OUTPUT} needs OutputMode.All or OutputMode.Sum; it is OutputMode.{OutputMode(options.output_mode).name}"
+            "\n  fix: options.outputMode(poptorch.OutputMode.All)"
+        )
+
+
+# ---- hooks ---------------------------------------------------------------------------------------------
+
+_hooks: dict[str, OrderedDict[int, Callable[[], Any]]] = {"Pre": OrderedDict(), "Post": OrderedDict()}
+
+
+def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
+    if not callable(hook):
+        raise RuntimeError(f"{time}-compile hook must be callable; found {hook!r}")
+    handle = RemovableHandle(_hooks[time])
+    _hooks[time][handle.id] = hook
+    return handle
+
+
+def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
+    """Call `hook()` before every compilation, in order of registration; `remove()` the handle to stop."""
+    return _register("Pre", hook)
+
+
+def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
+    """Call `hook()` after every compilation, failed ones included."""
+    return _register("Post", hook)
+
+
+def _call_hooks(time: Literal["Pre", "Post"]) -> None:
+    for hook in list(_hooks[time].values()):
+        hook()

@@ -1,4 +1,4 @@
-"""What a forward returned: its structure, and a call's outputs in it, of which nobody can go backward."""
+"""The return value of a forward: its structure at capture, and the outputs of each call in that structure."""
 
 import warnings
 from typing import Any
@@ -11,7 +11,7 @@ from poptorch.nested_values import tensors_of
 
 
 def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """What forward returned, as a structure without contents and the tensors that the graph computes.
+    """Return the structure of a forward's return value, and the traced tensors in it.
 
     A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
 
@@ -27,12 +27,12 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def returned(template: Any, outputs: list[Tensor]) -> Any:
-    """The forward's output structure with these tensors."""
+    """Return a forward's output structure with the outputs of a call."""
     return filled(template, map(_marked_as_output, outputs))
 
 
 def _marked_as_output(value: Tensor) -> Tensor:
-    """The same tensor; `backward()` on it is an error that says what to write."""
+    """Return the same tensor, on which `backward()` is an error that explains what to write."""
     if value.is_floating_point():
         value.backward = _refuse_backward
         value.__getstate__ = _no_state  # so that a saved output is a plain tensor
