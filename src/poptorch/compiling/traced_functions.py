@@ -19,7 +19,7 @@ from popengine.compile.recording.current_capture import current, is_traced, paus
 from popengine.errors import CaptureError
 
 from ..ops.ctc import ctc_loss
-from ..ops.losses import identity_loss
+from ..ops.marks import identity_loss
 from ..reporting.logs import logger
 
 

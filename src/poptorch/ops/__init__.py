@@ -5,18 +5,25 @@ One concept a file. Outside compilation each computes its true result, or is the
 
 from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*
 from .control import cond, for_loop
+from .ctc import ctc_beam_search_decoder
 from .custom import custom_op, registerCustomOp
 from .grouped_norm import GroupedBatchNorm2d
 from .host import CPU
-from .losses import identity_loss, isRunningOnIpu
-from .marks import nop, recomputationCheckpoint, set_available_memory
+from .marks import (
+    Attribute,
+    NameScope,
+    identity_loss,
+    isRunningOnIpu,
+    nop,
+    recomputationCheckpoint,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
 from .matmul import serializedMatMul
 from .multi_conv import MultiConv
-from .overlap import set_overlap_for_input, set_overlap_for_output
 from .points import fps, nearest
 from .printing import ipu_print_tensor
-from .scopes import Attribute, NameScope
-from .search import ctc_beam_search_decoder
 from .slices import dynamic_slice, dynamic_update
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from popengine.errors import Error
 
 from ..annotating.blocks import Block
-from . import custom, losses, scopes, slices
+from . import custom, marks, slices
 from .library import shorthand
 
 _CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
@@ -26,7 +26,7 @@ def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
 
 def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
     assert 0 <= reduction < len(_REDUCTIONS), f"Unsupported reduction type! found {reduction}"
-    return losses.identity_loss(tensor, _REDUCTIONS[reduction])
+    return marks.identity_loss(tensor, _REDUCTIONS[reduction])
 
 
 def _custom_operation(
@@ -37,10 +37,10 @@ def _custom_operation(
 
 
 shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
-shorthand("push_name_scope(str name) -> ()", scopes.push_name_scope)
-shorthand("pop_name_scope() -> ()", scopes.pop_name_scope)
-shorthand("set_attribute(str attribute, str key, str value) -> ()", scopes.set_attribute)
-shorthand("clear_attribute(str attribute, str key) -> ()", scopes.clear_attribute)
+shorthand("push_name_scope(str name) -> ()", marks.push_name_scope)
+shorthand("pop_name_scope() -> ()", marks.pop_name_scope)
+shorthand("set_attribute(str attribute, str key, str value) -> ()", marks.set_attribute)
+shorthand("clear_attribute(str attribute, str key) -> ()", marks.clear_attribute)
 shorthand(
     "begin_ipu_block(int stage, int phase, int ipu) -> ()",
     lambda stage, phase, ipu: Block.start(str(stage), ipu),
