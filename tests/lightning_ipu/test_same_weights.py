@@ -123,11 +123,11 @@ def test_a_callback_may_write_into_weights_while_training():
 
 
 def test_weights_come_to_the_host_once_a_fit(monkeypatch):
-    from poptorch.executor.weight_sync import WeightSync
-
     copies = []
-    original = WeightSync.copyWeightsToHost
-    monkeypatch.setattr(WeightSync, "copyWeightsToHost", lambda self: (copies.append(1), original(self))[1])
+    original = poptorch.PoplarExecutor.copyWeightsToHost
+    monkeypatch.setattr(
+        poptorch.PoplarExecutor, "copyWeightsToHost", lambda self: (copies.append(1), original(self))[1]
+    )
     trainer().fit(made(optimizer=OPTIMIZERS["adam"]), loader())
     assert len(copies) == 1
 

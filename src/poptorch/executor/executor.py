@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
@@ -83,7 +84,7 @@ class PoplarExecutor:
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._reporter = reporter_for(self, options, training)
         self._lease = DeviceLease(options, self._reporter)
-        self._weights = WeightSync(self._wrapped, self._lease, self._reporter)
+        self._weights = WeightSync(self._wrapped, self._lease, self._reporter, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
         self._latest = LatestCall()
         self._synthetic: list[Tensor] | None = None
@@ -117,7 +118,8 @@ class PoplarExecutor:
         if lease.engine is None:
             self.attachToDevice()
         if not self._wrapped.training:
-            self._weights.refresh_from_trainer()
+            self._weights.refresh()
+        self._weights.check_host()
         self._optimizer_link.upload()
         recorder = self._reporter.recorder if self._reporter is not None else None
         try:
@@ -215,9 +217,9 @@ class PoplarExecutor:
     def attachToDevice(self) -> None:
         """Take the devices: start their threads, upload weights, optimizer state and the random state."""
         self._lease.check_free()
-        self._weights.see_trainer()
+        weights = self._weights.begin()
         self._optimizer_link.join()
-        self._lease.take(self._weights.on_host())
+        self._lease.take(weights)
 
     isAttachedToDevice = _part("_lease", DeviceLease.isAttachedToDevice)
 
@@ -230,7 +232,7 @@ class PoplarExecutor:
 
     def _let_go(self) -> None:
         if self._wrapped.training and not self._lease.forked:
-            self._weights.copyWeightsToHostIfNeeded()
+            self.copyWeightsToHostIfNeeded()
         self._lease.let_go()
 
     def destroy(self) -> None:
@@ -285,12 +287,18 @@ class PoplarExecutor:
     # ---- weights and optimizer ---------------------------------------------------------------------------
 
     copyWeightsToHost = _part("_weights", WeightSync.copyWeightsToHost)
-    copyWeightsToHostIfNeeded = _part("_weights", WeightSync.copyWeightsToHostIfNeeded)
     copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
     copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
     averageRunningStatistics = _part("_weights", WeightSync.averageRunningStatistics)
     hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
     setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copy the weights to the host if the devices have newer ones; whether they had."""
+        is_stale = self._weights.stale
+        if is_stale:
+            self.copyWeightsToHost()
+        return is_stale
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user model's, with the newest weights."""
@@ -298,10 +306,10 @@ class PoplarExecutor:
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
-        self._weights.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
+        self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
         keys = self._user_model.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
-            self._weights.copyWeightsToDevice()
+            self.copyWeightsToDevice()
         return keys
 
     # ---- files -------------------------------------------------------------------------------------------
@@ -318,7 +326,7 @@ class PoplarExecutor:
             AssertionError: the file's folder is a file
         """
         executable = self._lease.need_executable()
-        self._weights.copyWeightsToHostIfNeeded()
+        self.copyWeightsToHostIfNeeded()
         saved = executable_file.Saved(
             executable.without_graph(),
             self.options,

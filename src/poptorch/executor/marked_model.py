@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
+from ..reporting.logs import logger
+
 
 def _ask(owner: weakref.ref[Any] | None) -> Any:
     """Have the weights copied if they are stale; the owner, if it still lives."""
@@ -182,14 +184,37 @@ def mark(model: nn.Module, owner: Any) -> None:
     """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
     unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)
-    for child in model.modules():
-        _links[child] = link
     _watch_registrations()
-    for tensor in (*model.parameters(), *model.buffers()):
-        _mark_tensor(tensor, link)
+    _warn_of_sharing(model, owner)
+    _mark_parts(model, link)
     kind = type(model)
     model.__dict__["_pando_owner"] = link
     model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), {"__module__": kind.__module__})
+
+
+def _warn_of_sharing(model: nn.Module, owner: Any) -> None:
+    """Warn of parameters that another executor trains, too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        owners = {n: vars(p).get("_owner") for n, p in model.named_parameters() if isinstance(p, _Marked)}
+    names = [name for name, link in owners.items() if link is not None and link() not in (None, owner)]
+    if names:
+        logger.warning(
+            "%s%s trained by another executor, too: each trains a copy of its own, and the host has the one that was"
+            " copied last\n"
+            "  fix: train them in one model; or call detachFromDevice() on one executor before the other is called",
+            ", ".join(names[:5]),
+            " is" if len(names) == 1 else " are" if len(names) <= 5 else f" and {len(names) - 5} more are",
+        )
+
+
+def _mark_parts(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
+    if isinstance(value, Tensor):
+        _mark_tensor(value, link)
+        return
+    for child in value.modules():
+        _links[child] = link
+    for tensor in (*value.parameters(), *value.buffers()):
+        _mark_tensor(tensor, link)
 
 
 def _mark_tensor(tensor: Tensor, link: weakref.ref[Any]) -> None:
@@ -204,15 +229,16 @@ _links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKey
 
 @functools.cache
 def _watch_registrations() -> None:
-    """A parameter or buffer that takes another's place in a marked model is marked, too."""
+    """A layer, parameter or buffer that takes another's place in a marked model is marked, too."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         link = _links.get(module)
-        if link is not None and isinstance(value, Tensor) and link() is not None:
+        if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
             with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
                 _ask(link)
-            _mark_tensor(value, link)
+            _mark_parts(value, link)
 
+    nn.modules.module.register_module_module_registration_hook(registered)
     nn.modules.module.register_module_parameter_registration_hook(registered)
     nn.modules.module.register_module_buffer_registration_hook(registered)
 

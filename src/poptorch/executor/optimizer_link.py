@@ -114,12 +114,12 @@ class OptimizerLink:
     def discard_loaded(self) -> None:
         """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
         self._loaded = {}
+        self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._pending_state = self.optimizer._pending_torch_state = None
             self.optimizer._kept_state = None
         else:
             self.join(take=False)
-        self.optimizer.state.clear()
 
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""

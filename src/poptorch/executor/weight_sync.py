@@ -1,20 +1,26 @@
 """The two copies of the weights: the user's on the host, and the executor's on its devices.
 
-Training makes the host's copy stale. Whoever looks at it there first causes one copy; what the user changes
-there reaches the devices only when asked for.
+Training makes the host's copy stale: the next read of a weight there copies all of them. Values that the user writes on
+the host reach the devices by `copyWeightsToDevice`; a call that comes before it warns once.
 """
 
+import functools
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from popengine.errors import Error
 
+from ..reporting.logs import logger
 from ..reporting.reporter import Reporter, noting
-from . import marked_model
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
+
+# Of a weight on the host: its count of writes, its memory, whether it requires a gradient.
+Mark = tuple[int, int, bool]
 
 
 class WeightSync:
@@ -23,11 +29,20 @@ class WeightSync:
     `version` counts the copies to the host.
     """
 
-    def __init__(self, model: WrappedModel, lease: DeviceLease, reporter: Reporter | None) -> None:
-        self._model, self._lease, self._reporter = model, lease, reporter
+    def __init__(
+        self, model: WrappedModel, lease: DeviceLease, reporter: Reporter | None, executor: weakref.ref[Any]
+    ) -> None:
+        self._model, self._lease, self._reporter, self._executor = model, lease, reporter, executor
         self.version = 0
-        self._writes: list[int] = []  # to the host's weights, when they were last equal to the devices'
-        self._seen_version: int | None = None  # the trainer's, when an inference executor uploaded last
+        self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
+        self._trainers: list[weakref.ref[WeightSync]] | None = None  # other executors'; None: to be looked up
+        self._equal: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
+        self._marks: dict[str, Mark] = {}  # of these weights then
+        self._checked: dict[str, Mark] = {}  # of these weights at the latest call
+        self._compiled: Any = None  # the executable that the following belongs to
+        self._new_layers: list[str] = []  # names of layers that were replaced
+        self._is_replaced = False  # whether a layer, parameter or buffer was, since the latest call
+        self._warned: set[str] = set()
 
     def on_host(self) -> dict[str, Tensor]:
         """The user's parameters and buffers. Raises Error, if one has gone since compilation."""
@@ -60,16 +75,10 @@ class WeightSync:
         # Last: while the host has got but some of them, the next look at its weights copies all again.
         engine.host_has_read()
 
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy the weights to the host if the devices have newer ones; whether they had."""
-        if not self.stale:
-            return False
-        self.copyWeightsToHost()
-        return True
-
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy these into the user's model."""
         host = self.on_host()
+        self._check_types(host)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
@@ -77,27 +86,25 @@ class WeightSync:
                 else:  # a per-replica parameter of which the host receives every replica's value
                     host[name].data = value.clone()
         self.version += 1
-        self._writes = self._count_writes()
-
-    def hostWeightsChanged(self) -> bool:
-        """*Ours*: were weights written to since they were last copied here? Writes through `.data` are not seen."""
-        return not self.stale and bool(self._writes) and self._writes != self._count_writes()
-
-    def _count_writes(self) -> list[int]:
-        """How often each of the host's weights was written to in place."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [weight._version for weight in self.on_host().values()]
+        self._note_equal(host)
+        if self._model.training:
+            self._tell_others()
 
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
+        self.upload()
+        self._tell_others()
+
+    def upload(self) -> None:
+        """Upload the user's weights to this executor's devices."""
         engine = self._lease.need_engine()
+        weights = self.on_host()
+        self._check_types(weights)
         with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
-            weights = self.on_host()
-            self._check_shapes()
             engine.write(weights)
-        self._writes = self._count_writes()
+        self._note_equal(weights)
 
     def averageRunningStatistics(self) -> None:
         """*Ours*: give all replicas the mean of their running statistics, over the replicas of all instances.
@@ -109,18 +116,27 @@ class WeightSync:
         """
         self._lease.need_engine().average_buffers()
 
-    def _check_shapes(self) -> None:
-        """Raises Error, where the user has given a weight another shape since the compilation."""
-        executable = self._lease.need_executable()
+    def _check_types(self, host: Mapping[str, Tensor]) -> None:
+        """Raises Error, where the user has given a weight another shape or dtype since the compilation."""
+        executable = self._lease.executable
+        if executable is None:
+            return
         shapes = self._model.shapes(executable.settings.replica_groups)
         for slot in executable.plan.partition.signature.slots:
-            shape = shapes.get(slot.key) if slot.role in ("parameter", "buffer") else None
-            if shape is not None and shape != slot.shape:
-                raise Error(
-                    f"{slot.role} {slot.key} has the shape {list(shape)} now, and the model is compiled for"
-                    f" {list(slot.shape)}\n"
-                    "  fix: give it values of its shape, or call destroy() and compile the model again"
-                )
+            if slot.role not in ("parameter", "buffer") or slot.key not in host:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                dtype = host[slot.key].dtype
+            for what, now, before in (
+                ("shape", list(shapes[slot.key]), list(slot.shape)),
+                ("type", dtype, slot.dtype),
+            ):
+                if now != before:
+                    raise Error(
+                        f"{slot.role} {slot.key} has the {what} {now} now, and the model is compiled for {before}\n"
+                        "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
+                        "  fix: change it back, or call destroy() and compile the model again"
+                    )
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""
@@ -130,24 +146,159 @@ class WeightSync:
                 "No named buffers marked as updatable\n"
                 "  fix: options.updatableNamedBuffers(['name']) before wrapping"
             )
-        buffers = self._model.weights()
+        host = self.on_host()
+        buffers = {name: host[name] for name in names}
         with torch._C.DisableTorchFunctionSubclass():
-            self._lease.need_engine().write({name: buffers[name] for name in names})
+            self._lease.need_engine().write(buffers)
+        self._equal |= buffers
+        self._marks |= _marks(buffers)
+        self._tell_others()
 
-    # ---- of a model that is wrapped for training, too --------------------------------------------------------
+    # ---- what is changed on the host ---------------------------------------------------------------------
 
-    def refresh_from_trainer(self) -> None:
-        """Validate with the newest weights."""
-        trainer = marked_model.owner_of(self._model.user)
-        if trainer is None:
+    def hostWeightsChanged(self) -> bool:
+        """*Ours*: were weights written to since host and devices were equal? Writes into `weight.data` are not seen."""
+        return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
+
+    def check_host(self) -> None:
+        """Warn, once for each kind of change, of changes on the host that a call does not use.
+
+        Raises:
+            Error: a weight has another type or shape now than the model was compiled for
+        """
+        marks = _marks(self._equal)
+        if marks == self._checked and not self._is_replaced:
             return
-        trainer.copyWeightsToHostIfNeeded()
-        version = trainer._host_weights_version
-        if version != self._seen_version:
-            self.copyWeightsToDevice()
-            self._seen_version = version
+        host = self.on_host()
+        self._check_types(host)
+        if self._new_layers:
+            self._warn(
+                f"{_listed(self._new_layers)} has another layer in its place since the compilation",
+                "computes what the layer before did",
+            )
+        elif written := self._written(host):
+            self._warn(
+                f"{_listed(written)} changed on the host",
+                "uses the values that the devices have",
+                "call copyWeightsToDevice() on the executor after weights were loaded or written",
+            )
+        self._check_flags(host)
+        self._checked, self._is_replaced, self._new_layers = marks, False, []
 
-    def see_trainer(self) -> None:
-        """Devices that are taken now begin with the weights that the host has."""
-        trainer = marked_model.owner_of(self._model.user)
-        self._seen_version = trainer._host_weights_version if trainer is not None else None
+    def _check_flags(self, host: Mapping[str, Tensor]) -> None:
+        """Warn of parameters that were frozen, or made trainable, since the compilation."""
+        if not self._model.training:
+            return
+        results = self._lease.need_executable().plan.partition.signature.results
+        trained = {result.key for result in results if result.kind == "gradient"}
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [n for n, w in host.items() if n in trained and not w.requires_grad]
+            untrained = [n for n, w in host.items() if n not in trained and w.requires_grad]
+        freed = [n for n in untrained if n in self._checked and not self._checked[n][2]]
+        if frozen:
+            self._warn(f"{_listed(frozen)} was frozen after the compilation", "trains it as before")
+        if freed:
+            self._warn(f"{_listed(freed)} was made trainable after the compilation", "does not train it")
+
+    def _warn(
+        self,
+        change: str,
+        effect: str,
+        fix: str = "call destroy() on the executor: its next call compiles the model as it is",
+    ) -> None:
+        if effect not in self._warned:
+            self._warned.add(effect)
+            logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
+
+    def _written(self, host: Mapping[str, Tensor]) -> list[str]:
+        """The names of weights that are not the tensors, or do not have the values, of the last upload or download."""
+        now = _marks(host)
+        return [n for n, w in host.items() if self._equal.get(n) is not w or self._marks[n][:2] != now[n][:2]]
+
+    def _note_equal(self, host: dict[str, Tensor]) -> None:
+        """Remember the host's weights as those of the devices."""
+        self._equal, self._marks = host, _marks(host)
+        self._checked, self._is_behind = self._marks, False
+
+    # ---- other executors of the model ----------------------------------------------------------------------
+
+    def begin(self) -> dict[str, Tensor]:
+        """Return the weights that new devices begin with: the newest of all executors of the model."""
+        executable = self._lease.need_executable()
+        if executable is not self._compiled:
+            self._compiled, self._new_layers = executable, []
+        for module in self._model.user.modules():
+            _users.setdefault(module, weakref.WeakSet()).add(self)
+        for other in self._others():
+            other._trainers = None
+        _watch_replacements()
+        self._pull()
+        host = self.on_host()
+        self._check_flags(host)
+        self._note_equal(host)
+        return host
+
+    def refresh(self) -> None:
+        """Upload the newest weights of other executors of the model, if these devices have older ones."""
+        self._pull()
+        if self._is_behind:
+            self.upload()
+
+    def _pull(self) -> None:
+        """Copy to the host what other executors have trained."""
+        if self._trainers is None:
+            self._trainers = [weakref.ref(other) for other in self._others() if other._model.training]
+        for trainer in self._trainers:
+            sync = trainer()
+            executor = sync and sync._executor()
+            if executor is not None:
+                executor.copyWeightsToHostIfNeeded()
+
+    def _tell_others(self) -> None:
+        """Let executors for inference that share a layer upload what the host has before they next run.
+
+        Executors for training keep what they trained, and have been warned at wrapping: they are not warned once more.
+        """
+        for other in self._others():
+            if other._model.training:
+                other._marks = other._checked = _marks(other._equal)
+            else:
+                other._is_behind = True
+
+    def _others(self) -> set["WeightSync"]:
+        """Those of other executors that share a layer with this one."""
+        return {other for module in self._model.user.modules() for other in _users.get(module, ())} - {self}
+
+
+# The executors that have, or had, devices with the weights of a layer.
+_users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _watch_replacements() -> None:
+    """Note in each executor of a layer which of its layers, parameters and buffers are replaced."""
+
+    def replaced(module: nn.Module, name: str, value: Any) -> None:
+        old = (module._modules, module._parameters, module._buffers)
+        if not any(names.get(name) is value for names in old):
+            for sync in _users.get(module, ()):
+                sync._is_replaced = True
+                if isinstance(value, nn.Module):
+                    sync._new_layers.append(name)
+
+    nn.modules.module.register_module_module_registration_hook(replaced)
+    nn.modules.module.register_module_parameter_registration_hook(replaced)
+    nn.modules.module.register_module_buffer_registration_hook(replaced)
+
+
+def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
+    """Return the mark of each weight. Tensors made in inference mode do not count writes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
+            for name, weight in weights.items()
+        }
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -91,19 +91,45 @@ def test_whoever_looks_at_weights_causes_one_copy(look):
     executor, model = trainer()
     executor(*batch())
     copies = 0
-    original = executor._weights.copyWeightsToHost
+    original = executor.copyWeightsToHost
 
-    def count():
+    def count():  # as programs do: implicit copies call what an executor has under this name
         nonlocal copies
         copies += 1
         original()
 
-    executor._weights.copyWeightsToHost = count
+    executor.copyWeightsToHost = count
     executor(*batch())
     assert copies == 0
     look(model, torch.zeros(2, 3))
     look(model, torch.zeros(2, 3))
     assert copies == 1
+
+
+@pytest.mark.parametrize(
+    "copy_implicitly",
+    [
+        lambda e, m: m.layer.weight.sum(),
+        lambda e, m: e.detachFromDevice(),
+        lambda e, m: e.destroy(),
+        lambda e, m: e.copyWeightsToHostIfNeeded(),
+        lambda e, m: poptorch.inferenceModel(m, options())(batch()[0]),
+        lambda e, m: e.load_state_dict({}, strict=False),
+    ],
+)
+def test_implicit_copies_call_a_subclass_own_copy_weights_to_host(copy_implicitly):
+    class Executor(PoplarExecutor):
+        copies = 0
+
+        def copyWeightsToHost(self):
+            Executor.copies += 1
+            super().copyWeightsToHost()
+
+    model = Trained()
+    executor = Executor(model, options(), training=True)
+    executor(*batch())
+    copy_implicitly(executor, model)
+    assert Executor.copies == 1
 
 
 def test_a_model_does_not_keep_its_executor_alive_and_outlives_it():

@@ -142,14 +142,14 @@ def test_validation_uploads_only_what_is_new():
     executor(x, target)
     validation(x)
     uploads = 0
-    original = validation._weights.copyWeightsToDevice
+    original = validation._lease.engine.write
 
-    def count():
+    def count(weights):
         nonlocal uploads
         uploads += 1
-        original()
+        original(weights)
 
-    validation._weights.copyWeightsToDevice = count
+    validation._lease.engine.write = count
     validation(x)
     assert uploads == 0
     executor(x, target)
@@ -165,6 +165,297 @@ def test_after_the_trainers_end_validation_keeps_its_weights():
     executor(x, target)
     executor.destroy()
     torch.testing.assert_close(validation(x), model(x).detach())
+
+
+# ---- several executors of a model ------------------------------------------------------------------------
+
+
+def zeros(model):
+    return {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+
+
+def write_zeros(executor, model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    executor.copyWeightsToDevice()
+
+
+@pytest.mark.parametrize("upload", [lambda e, m: e.load_state_dict(zeros(m)), write_zeros])
+@pytest.mark.parametrize("by", ["training", "inference"])
+def test_an_upload_is_seen_by_the_models_executors_for_inference(upload, by):
+    # They computed with the old weights until the next training call: restore the best, then evaluate.
+    executor, model = trainer()
+    first, second = (poptorch.inferenceModel(model, options()) for _ in range(2))
+    x, target = batch()
+    if by == "training":
+        executor(x, target)
+    assert not torch.equal(first(x), torch.zeros(2, 2))
+    assert not torch.equal(second(x), torch.zeros(2, 2))
+    upload(executor if by == "training" else first, model)
+    for _ in range(2):
+        assert torch.equal(first(x), torch.zeros(2, 2))
+        assert torch.equal(second(x), torch.zeros(2, 2))
+
+
+def test_uploads_are_not_handed_back_and_forth(monkeypatch):
+    executor, model = trainer()
+    both = [poptorch.inferenceModel(model, options()) for _ in range(2)]
+    x, target = batch()
+    executor(x, target)
+    for each in both:
+        each(x)
+    uploads = []
+    for each in both:
+        original = each._lease.engine.write
+        monkeypatch.setattr(
+            each._lease.engine, "write", lambda weights, write=original: uploads.append(write(weights))
+        )
+    executor(x, target)
+    for _ in range(3):
+        for each in both:
+            each(x)
+    assert len(uploads) == 2
+
+
+def test_inference_sees_what_was_trained_until_destroy():
+    executor, model = trainer()
+    validation = poptorch.inferenceModel(model, options())
+    x, target = batch()
+    before = validation(x)
+    executor(x, target)
+    executor.destroy()
+    assert not torch.equal(validation(x), before)
+    torch.testing.assert_close(validation(x), model(x).detach())
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("related", [lambda m: m.layer, Outer, lambda m: nn.Sequential(m.layer)])
+def test_inference_of_a_part_or_a_wrapper_follows_training(related):
+    # Only executors of the very same module did.
+    executor, model = trainer()
+    other = related(model)
+    validation = poptorch.inferenceModel(other, options())
+    x, target = batch()
+    before = validation(x)
+    for _ in range(2):
+        executor(x, target)
+        now = validation(x)
+        assert not torch.equal(now, before)
+        before = now
+    torch.testing.assert_close(now, model(x).detach())
+
+
+def test_a_trainer_wrapped_later_is_followed_too():
+    model = Trained()
+    validation = poptorch.inferenceModel(model, options())
+    x, target = batch()
+    before = validation(x)
+    trainer(model)[0](x, target)
+    assert not torch.equal(validation(x), before)
+
+
+def test_an_upload_to_inference_leaves_what_was_trained():
+    executor, model = trainer()
+    validation = poptorch.inferenceModel(model, options())
+    x, target = batch()
+    executor(x, target)
+    validation(x)
+    executor(x, target)
+    validation.copyWeightsToDevice()
+    trained = model.layer.weight.detach().clone()
+    executor(x, target)
+    twin, other = trainer()
+    for _ in range(3):
+        twin(x, target)
+    assert torch.equal(model.layer.weight, other.layer.weight)
+    assert not torch.equal(trained, model.layer.weight)
+
+
+def test_two_trainers_that_share_a_layer_are_one_warning(caplog):
+    executor, model = trainer()
+    x, target = batch()
+    executor(x, target)
+
+    class Other(Trained):
+        def __init__(self):
+            super().__init__()
+            self.layer = model.layer
+
+    other, _ = trainer(Other())
+    (message,) = caplog.messages
+    assert message.startswith("layer.weight, layer.bias are trained by another executor, too")
+    assert "fix:" in message
+    newest = model.layer.weight.detach().clone()
+    other.compile(x, target)
+    other.copyWeightsToHost()
+    assert torch.equal(model.layer.weight, newest)  # it began with what the first had trained
+    other(x, target)
+    executor(x, target)
+    assert len(caplog.messages) == 1
+
+
+# ---- what is changed on the host after compilation -------------------------------------------------------
+
+
+def test_weights_written_on_the_host_without_an_upload_are_one_warning(caplog):
+    executor, model = trainer()
+    x, target = batch()
+    executor(x, target)
+    executor(x, target)
+    assert model.state_dict()
+    executor(x, target)
+    assert caplog.messages == []
+    model.load_state_dict(zeros(model))
+    executor(x, target)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "layer.weight, layer.bias changed on the host, and the compiled program uses the values"
+    )
+    assert "copyWeightsToDevice()" in message
+    model.load_state_dict(zeros(model))
+    executor(x, target)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.load_state_dict(zeros(m)),
+        lambda m: m.load_state_dict(zeros(m), assign=True),
+        lambda m: nn.init.zeros_(m.layer.weight),
+        lambda m: setattr(m.layer.weight, "data", torch.zeros(2, 3)),
+        lambda m: setattr(m.layer, "weight", nn.Parameter(torch.zeros(2, 3))),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_each_way_to_write_on_the_host_is_seen_and_an_upload_answers_it(caplog, write, training):
+    model = Trained()
+    wrap = poptorch.trainingModel if training else poptorch.inferenceModel
+    executor, told = wrap(model, options()), wrap(Trained(), options())
+    inputs = batch() if training else batch()[:1]
+    for each in (executor, told):
+        each(*inputs)
+    write(model)
+    executor.copyWeightsToDevice()
+    executor(*inputs)
+    assert caplog.messages == []
+    write(told.model)
+    told(*inputs)
+    (message,) = caplog.messages
+    assert "layer.weight" in message
+    assert "changed on the host" in message
+
+
+def test_weights_written_before_devices_are_taken_again_are_used_without_a_word(caplog):
+    executor, model = trainer(lr=0.0)
+    x, target = batch()
+    executor(x, target)
+    executor.detachFromDevice()
+    model.load_state_dict(zeros(model))
+    assert torch.equal(executor(x, target)[0], torch.zeros(2, 2))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.half(), lambda m: m.layer.double(), lambda m: m.to(torch.bfloat16)]
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_another_dtype_after_compilation_is_refused_and_can_be_taken_back(change, training):
+    # Training went on in float32, and copies to the host rounded.
+    model = Trained()
+    executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
+    inputs = batch() if training else batch()[:1]
+    executor(*inputs)
+    change(model)
+    for use in (lambda: executor(*inputs), executor.copyWeightsToDevice):
+        with pytest.raises(
+            poptorch.Error, match=r"layer.weight has the type torch\..* compiled for torch.float32"
+        ) as error:
+            use()
+        assert "fix:" in str(error.value)
+    model.float()
+    executor.copyWeightsToDevice()
+    executor(*inputs)
+    change(model)
+    executor.destroy()
+    executor(*(value.to(model.layer.weight.dtype) for value in inputs))
+
+
+def test_a_layer_frozen_after_compilation_is_one_warning(caplog):
+    executor, model = trainer()
+    x, target = batch()
+    executor(x, target)
+    model.layer.requires_grad_(False)
+    before = host(model)
+    for _ in range(2):
+        executor(x, target)
+    (message,) = caplog.messages
+    assert message.startswith("layer.weight, layer.bias was frozen after the compilation")
+    assert "destroy()" in message
+    assert not torch.equal(host(model), before)
+
+
+def test_a_layer_frozen_while_no_devices_are_held_is_a_warning_too(caplog):
+    executor, model = trainer()
+    executor(*batch())
+    executor.detachFromDevice()
+    model.layer.bias.requires_grad_(False)
+    executor(*batch())
+    assert "layer.bias was frozen after the compilation" in caplog.text
+    executor.destroy()
+    caplog.clear()
+    bias = model.layer.bias.detach().clone()
+    executor(*batch())
+    assert caplog.messages == []
+    assert torch.equal(model.layer.bias, bias)
+
+
+def test_a_layer_made_trainable_after_compilation_is_one_warning(caplog):
+    model = Trained()
+    model.layer.bias.requires_grad_(False)
+    executor, _ = trainer(model)
+    executor(*batch())
+    model.layer.bias.requires_grad_(True)
+    executor(*batch())
+    (message,) = caplog.messages
+    assert message.startswith("layer.bias was made trainable after the compilation")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_replaced_after_compilation_is_one_warning(caplog, training):
+    model = Trained()
+    executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
+    inputs = batch() if training else batch()[:1]
+    executor(*inputs)
+    model.layer = nn.Linear(3, 2)
+    executor(*inputs)
+    executor(*inputs)
+    (message,) = caplog.messages
+    assert message.startswith("layer has another layer in its place since the compilation")
+    executor.destroy()
+    executor(*inputs)
+    assert len(caplog.messages) == 1
+
+
+def test_a_layer_of_another_shape_in_the_place_of_a_compiled_one_is_refused():
+    executor, model = trainer()
+    x, target = batch()
+    executor(x, target)
+    model.layer = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(poptorch.Error, match=r"the model has lost layer\.weight"):
+        executor(x, target)
+    model.layer = nn.Linear(3, 5)
+    with pytest.raises(poptorch.Error, match=r"layer.weight has the shape \[5, 3\] now, and .*\[2, 3\]"):
+        executor(x, target)
 
 
 # ---- replicas --------------------------------------------------------------------------------------------
@@ -321,6 +612,22 @@ def test_only_the_named_buffers_are_uploaded():
         model.scale.fill_(3.0)
     executor.copyNamedBuffersToDevice()
     assert executor(torch.ones(1)) == 6
+
+
+def test_a_named_buffer_that_was_uploaded_is_no_unused_change(caplog):
+    model = Offset()
+    executor = poptorch.inferenceModel(model, options().updatableNamedBuffers(["offset"]))
+    other = poptorch.inferenceModel(model, options())
+    assert executor(torch.ones(1)) == other(torch.ones(1)) == 2
+    with torch.no_grad():
+        model.offset.fill_(5.0)
+    executor.copyNamedBuffersToDevice()
+    assert executor(torch.ones(1)) == other(torch.ones(1)) == 6
+    assert caplog.messages == []
+    with torch.no_grad():
+        model.scale.fill_(5.0)
+    executor(torch.ones(1))
+    assert "scale changed on the host" in caplog.text
 
 
 def test_named_buffers_must_be_named_and_exist():
