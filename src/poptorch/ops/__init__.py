@@ -1,6 +1,6 @@
 """Operations for a model's forward: marks for the compiler, control flow, host code and a few algorithms.
 
-One concept a file. Outside compilation each computes its true result, or is the identity.
+Outside compilation each returns its true result, or its input.
 """
 
 from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*

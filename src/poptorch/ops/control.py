@@ -1,4 +1,4 @@
-"""Control flow decided while the model runs: `cond` and `for_loop`. In inference only."""
+"""`cond` and `for_loop`: control flow that depends on values, in inference only."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def cond(
     else_body: Callable[..., Any],
     else_inps: list[Tensor],
 ) -> list[Tensor]:
-    """`then_body(*then_inps) if condition else else_body(*else_inps)`; only the chosen body runs.
+    """Run `then_body(*then_inps) if condition else else_body(*else_inps)`: only the chosen body.
 
     Both bodies return the same number of tensors, of the same shapes and types. They may use tensors of the
     forward around them. What they change in place changes for themselves alone.

@@ -28,7 +28,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss`, for a model that is compiled.
+    """Compute `torch.nn.functional.ctc_loss` in a model that is compiled.
 
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
@@ -69,7 +69,7 @@ class _CtcLoss(torch.autograd.Function):
 
 
 def _alphas(targets: Tensor) -> int:
-    """How wide the table of partial sums is in a graph: enough for the longest target there can be."""
+    """Return the width of the table of partial sums in a graph: that of the longest possible target."""
     return 2 * targets.shape[-1] + 1
 
 
@@ -121,7 +121,7 @@ computed(
 def ctc_beam_search_decoder(
     probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> list[Tensor]:
-    """Prefix beam search.
+    """Find the most probable label sequences by prefix beam search.
 
     Args:
         probs:   log-probabilities, [T, B, C]
@@ -170,7 +170,7 @@ def _decode(
 
 
 def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
-    """The best paths with their log-probabilities.
+    """Return the best paths with their log-probabilities.
 
     For each path two numbers: the probability of all alignments that end in a blank, and of those that end
     in its last label. Only after a blank can the same label begin anew.
@@ -199,7 +199,7 @@ def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[P
 
 
 def _sum(one: float, other: float) -> float:
-    """log(exp(one) + exp(other))"""
+    """Return log(exp(one) + exp(other))."""
     high, low = max(one, other), min(one, other)
     return high if low == _NEVER else high + math.log1p(math.exp(low - high))
 

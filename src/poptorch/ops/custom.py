@@ -38,7 +38,7 @@ def registerCustomOp(
     backward: Callable[..., Any] | None = None,
     writes: Sequence[int] = (),
 ) -> None:
-    """Say what `custom_op(..., name, domain, version, ...)` computes.
+    """Set what `custom_op(..., name, domain, version, ...)` computes.
 
     Both functions run on the host, on CPU tensors, each time the graph runs.
 
@@ -96,14 +96,14 @@ def custom_op(
 
 
 class _HostFunction(torch.autograd.Function):
-    """Two host calls in a graph: one forward, one backward."""
+    """A host call in forward, and one in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.name, ctx.op, ctx.attributes = name, op, attributes
-        # Backward sees the inputs as forward found them.
+        # Backward reads the inputs as they were before forward wrote to them.
         ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
         examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
 
@@ -132,7 +132,7 @@ class _HostFunction(torch.autograd.Function):
 
         like = [inputs[i] for i in wanted]
         name = f"the backward of the custom operation {ctx.name}"
-        # Gradients are the backward's to work on; so are inputs to which autograd applies forward once more.
+        # A backward may change its gradients; and autograd, which runs forward again, may change the inputs, too.
         scratch = range(count if op.backward is not None else count + len(inputs))
         fix = "inputs that forward writes can't be written by backward"
         made = dict(

@@ -1,4 +1,4 @@
-"""Batch norm over the micro-batches of several replicas: one meeting in forward, one in backward."""
+"""Batch norm over the micro-batches of several replicas: one gather in forward, one in backward."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return made
 
     def _follow(self, mean: Tensor, variance: Tensor, values: int) -> None:
-        """Let the running statistics take these in; the variance as an estimate without bias."""
+        """Update the running statistics; the running variance takes the unbiased estimate."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
@@ -102,12 +102,12 @@ class _Normalised(torch.autograd.Function):
 
 
 def _wide(value: Tensor | None) -> Any:
-    """Sums of many values of half precision are made in float32."""
+    """Return half precision values as float32, in which they are summed."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, in the order of a binary tree: the same bits wherever the replicas are."""
+    """Sum over the first dimension in the order of a binary tree: the same bits in every layout of replicas."""
     values = list(parts.unbind(0))
     while len(values) > 1:
         left, right = values[::2], values[1::2]

@@ -1,6 +1,6 @@
-"""Python on the host in the middle of a compiled graph: one operation, whose handle finds the function.
+"""Call Python functions from a compiled graph: `poptorch.CPU`, and the operation that custom operations become.
 
-A function can't be a part of a graph, nor be saved with one; the graph holds a number.
+The graph holds a number, the handle of a function in this process: functions can't be saved in a graph.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from .library import computed, listed
 
 @dataclass(frozen=True)
 class HostCall:
-    """What to call, and the shape and type of each tensor that it returns."""
+    """A function, and the shape and type of each tensor that it returns."""
 
     name: str
     function: Callable[..., Sequence[Tensor]]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    read_only: tuple[bool, ...]  # of each input, whether the function must leave it as it is
-    fix: str  # what somebody whose function writes into such an input should do
-    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # the model's on the host, to leave as they are
+    read_only: tuple[bool, ...]  # of each input, whether the function must not change it
+    fix: str  # of the message for a function that writes into such an input
+    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # the model's on the host, which must not change
 
 
 _calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
@@ -51,7 +51,7 @@ def host_call(
 
     Args:
         writes:  the inputs that it changes in place; their new values come behind the outputs
-        scratch: the inputs that it may change, and whose new values nobody wants
+        scratch: the inputs that it may change, and whose new values are dropped
         fix:     the end of the message for a function that writes into another input
     """
     wrong = [type(value).__name__ for value in like if not isinstance(value, Tensor)]
@@ -115,13 +115,13 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 
 def _versions(call: HostCall) -> dict[str, int]:
-    """How often each of the model's tensors on the host was written to."""
+    """Return the version of each of the model's tensors on the host: each write raises it."""
     with torch._C.DisableTorchFunctionSubclass():  # a look at them is no use of them
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _same(value: Tensor, before: Tensor) -> bool:
-    """Whether two tensors hold the same bits: numpy writes without telling torch."""
+    """Return whether two tensors hold the same bits; a write by numpy does not raise a tensor's version."""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
@@ -135,13 +135,13 @@ computed("host_call(Tensor[] inputs, int handle) -> Tensor[]", _run, _pretend)
 
 
 def calls_host(plan: Plan) -> bool:
-    """Whether a compiled model needs functions of this process; also those in the bodies of its branches."""
+    """Return whether a compiled model, or a body of its branches, calls functions of this process."""
     calls = {call for piece in plan.partition.pieces for call in calls_within(piece)}
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
 def written_back(inputs: Sequence[Tensor], writes: Sequence[int], made: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a host call, whose new values of written inputs are written now."""
+    """Write the new values of changed inputs, and return the outputs of a host call."""
     count = len(made) - len(writes)
     with torch.no_grad():
         for position, value in zip(writes, made[count:], strict=True):
@@ -192,7 +192,7 @@ class CPU:
         return type(example)(made) if many else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
-        """What the layer returns, by its shape: on fake tensors, or, where it needs values, on zeros."""
+        """Return what the layer returns for fake tensors; for zeros, if it reads values."""
         with hidden() as fake, torch.no_grad():
             try:
                 with fake:  # a part of the model has fake weights now

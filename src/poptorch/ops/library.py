@@ -1,7 +1,7 @@
-"""How an operation becomes one of `torch.ops.poptorch.*`, and so a node of its own in a captured graph.
+"""Register operations as `torch.ops.poptorch.*`, of three kinds.
 
-Three kinds: a mark is the identity and stays in the graph under its name; a computed operation stays there
-too, and is opaque; a shorthand is traced through, so that the graph holds what it calls.
+A mark is an identity that stays in the captured graph under its name. A computed operation stays in the graph, too, and
+is opaque. A shorthand is traced through: the graph holds the operations that it calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ def mark(
         return first
 
     def differentiable(first: Tensor, *settings: Any) -> Tensor:
-        if torch._C._len_torch_dispatch_stack() == 0:  # nobody records: on the host it is no operation at all
+        if torch._C._len_torch_dispatch_stack() == 0:  # no capture
             return first
         return _MarkFunction.apply(operation, gradient, first, *settings)
 
@@ -45,12 +45,12 @@ def mark(
 
 
 def _fresh(first: Tensor, *settings: Any) -> Tensor:
-    """Not a view, which could not be changed in place while it has a gradient of its own."""
+    """Return an empty tensor: a view could not be changed in place while it has a gradient of its own."""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
 class _MarkFunction(torch.autograd.Function):
-    """A mark in forward; in backward, what its definition says."""
+    """A mark in forward, and the gradient of its definition in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
@@ -64,7 +64,7 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register an operation without a gradient; `pretend` returns empty tensors of its result's shapes."""
+    """Register an operation without a gradient; `pretend` returns empty tensors of the shapes of its results."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -72,11 +72,11 @@ def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., A
 
 
 def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Shapes and types of tensors, in words."""
+    """Return shapes and types of tensors as text."""
     return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 
 def shorthand(schema: str, function: Callable[..., Any]) -> None:
-    """Register an operation that is what `function` does."""
+    """Register an operation that is replaced by the operations of `function`."""
     LIBRARY.define(schema)
     LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")

@@ -41,19 +41,19 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
 
 
 def isRunningOnIpu() -> bool:
-    """True while a model's forward is traced for an executor."""
+    """Return whether a model's forward is being captured for an executor."""
     return current() is not None
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """The tensor itself, by an operation that is kept in the graph."""
+    """Return the tensor itself, by an operation that is kept in the graph."""
     if not isinstance(tensor, Tensor):
         raise Error(f"nop takes a tensor; found {type(tensor).__name__}\n  fix: poptorch.nop(x)")
     return torch.ops.poptorch.nop(tensor)
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """The tensors themselves; with recomputation on they are stored and not computed again.
+    """Return the tensors themselves; with recomputation on they are stored, and not computed again.
 
     Args:
         tensors: one tensor (returns a tensor), several (returns a tuple), or one list or tuple (returns
@@ -75,7 +75,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """The tensor itself; the proportion is recorded in the graph and has no effect here: memory is shared.
+    """Return the tensor itself, and record the proportion in the graph; it has no effect here, where memory is shared.
 
     Args:
         tensor: what a matrix product or convolution has returned
@@ -91,12 +91,12 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """The same structure of tensors; `mode` is the loop with which their transfer may overlap."""
+    """Return the same structure of tensors; `mode` is the loop with which their transfer may overlap."""
     return _marked("input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """The same structure of tensors; `mode` is the loop with which their transfer may overlap."""
+    """Return the same structure of tensors; `mode` is the loop with which their transfer may overlap."""
     return _marked("output", output_tensors, mode)
 
 
@@ -116,7 +116,7 @@ def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
 
 
 class NameScope:
-    """Operations inside carry this prefix in the compiled graph; scopes nest.
+    """Give the operations inside this prefix in the compiled graph; scopes nest.
 
     with poptorch.NameScope("embedding"):
         x = self.table(tokens)
@@ -134,21 +134,21 @@ class NameScope:
 
 
 def push_name_scope(name: str) -> None:
-    """Open a scope."""
+    """Open a name scope."""
     capture = current()
     if capture is not None:
         capture.scopes.append(name)
 
 
 def pop_name_scope() -> None:
-    """Close the innermost scope."""
+    """Close the innermost name scope."""
     capture = current()
     if capture is not None and capture.scopes:
         capture.scopes.pop()
 
 
 class Attribute:
-    """Operations inside carry these attributes in the compiled graph, recorded in each node's `attributes`.
+    """Give the operations inside these attributes in the compiled graph, in each node's `attributes`.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
@@ -183,7 +183,7 @@ def set_attribute(attribute: str, key: str, value: Any) -> None:
 
 
 def clear_attribute(attribute: str, key: str) -> None:
-    """Take an entry away again."""
+    """Remove one entry of an attribute for the operations that follow."""
     capture = current()
     if capture is not None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}

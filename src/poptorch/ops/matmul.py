@@ -1,4 +1,4 @@
-"""A matrix product in pieces: less memory at a time, the same values."""
+"""`serializedMatMul`: a matrix product in pieces, which needs less memory at a time."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> Tensor:
-    """`torch.matmul(lhs, rhs)`, computed in `factor` pieces.
+    """Return `torch.matmul(lhs, rhs)`, computed in `factor` pieces.
 
     Args:
         lhs, rhs: [..., rows, inner] and [..., inner, columns]

@@ -14,7 +14,7 @@ from ..enums import MultiConvPlanType
 
 
 class MultiConv:
-    """All convolutions inside form one group.
+    """Record the convolutions inside as one group.
 
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
@@ -26,13 +26,13 @@ class MultiConv:
         self._properties: dict[str, Any] = {}
 
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
-        """The proportion of tile memory each convolution might use."""
+        """Set the proportion of tile memory that each convolution may use."""
         valid = _all(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
         assert valid, f"Invalid available memory proportion! A number or a list of them; found {value!r}"
         return self._with("available_memory_proportions", value)
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
-        """The type of partial sums: torch.float or torch.half."""
+        """Set the type of partial sums: torch.float or torch.half."""
         if not _all(value, lambda dtype: dtype in (torch.float32, torch.float16)):
             raise ValueError(
                 f"Invalid partials types: torch.float, torch.half or a list of them; found {value!r}"
@@ -40,25 +40,25 @@ class MultiConv:
         return self._with("partials_types", value)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
-        """Whether a convolution's start tile is spread."""
+        """Set whether the start tile of a convolution is spread."""
         if not _all(value, lambda flag: isinstance(flag, bool)):
             raise ValueError(f"Invalid convolution dithering: a bool or a list of them; found {value!r}")
         return self._with("conv_dithering", value)
 
     def planType(self, value: MultiConvPlanType | None) -> MultiConv:
-        """Parallel or serial."""
+        """Set whether the convolutions run in parallel or one after another."""
         valid = isinstance(value, MultiConvPlanType | None)
         assert valid, f"Invalid plan type! One of poptorch.MultiConvPlanType's; found {value!r}"
         return self._with("plan_type", value)
 
     def perConvReservedTiles(self, value: int | None) -> MultiConv:
-        """Tiles that each convolution is sure to get."""
+        """Set the number of tiles that are reserved for each convolution."""
         valid = isinstance(value, int | None) and not isinstance(value, bool)
         assert valid, f"Invalid reserved tiles! An integer; found {value!r}"
         return self._with("per_conv_reserved_tiles", value)
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
-        """The share of cycles that a plan may lose to the best."""
+        """Set the share of cycles by which a plan may be slower than the best."""
         assert isinstance(value, float | None), f"Invalid cycle back-off! A float; found {value!r}"
         return self._with("cycle_back_off", value)
 

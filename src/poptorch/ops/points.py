@@ -13,7 +13,7 @@ from .library import computed
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Farthest point sampling: points of each cloud, each as far as can be from those before it.
+    """Sample points of each cloud, each as far as possible from those before it (farthest point sampling).
 
     Args:
         src:   points of all clouds, [N, F]
@@ -33,7 +33,7 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
         raise Error(f"fps: ptr must rise from 0 to at most {len(src)}, the number of points; found {ptr}")
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
-    # Drawn here and not inside, so that the model's own random numbers decide.
+    # Drawn outside of the opaque operation, so that the numbers are drawn as the model's other random numbers.
     make = torch.rand if random_start else torch.zeros
     return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
 
@@ -67,7 +67,7 @@ computed(
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> Tensor:
-    """For each point of x the row of the nearest point of y.
+    """Return, for each point of x, the row of the nearest point of y.
 
     Args:
         x, y: [N, F] and [M, F], or [N] and [M]

@@ -39,7 +39,7 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> Tensor:
-    """The tensor itself, printed to stderr whenever a compiled model computes it.
+    """Return the tensor itself; its values are printed to stderr whenever a compiled model computes it.
 
     Use the result, or the operation may be removed. On plain PyTorch nothing is printed.
 
@@ -97,7 +97,7 @@ mark(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How to write a tensor; see `ipu_print_tensor` for what the fields mean."""
+    """How a tensor is printed: the arguments of `ipu_print_tensor`."""
 
     summarise_threshold: int = 1000
     edge_items: int = 3
@@ -130,7 +130,7 @@ class _Layout:
         return [*lines, indent + self.close_bracket]
 
     def _shown(self, length: int, short: bool) -> list[int | None]:
-        """The positions that are written; None stands for those left out."""
+        """Return the positions that are printed; None stands for those left out."""
         edge = self.edge_items
         if not short or length <= 2 * edge:
             return list(range(length))
@@ -164,7 +164,7 @@ class _Layout:
 
 
 def _shortest(value: float, tensor: Tensor) -> str:
-    """The fewest digits that give this number back in the tensor's type."""
+    """Return the fewest digits that give this number back in the tensor's type."""
     if not math.isfinite(value):
         return str(value)
     candidates = (f"{value:.{digits}g}" for digits in range(1, 18))

@@ -11,7 +11,7 @@ _INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int = 1) -> Tensor:
-    """`tensor[start : start + size : step]` along `dim`.
+    """Return `tensor[start : start + size : step]` along `dim`.
 
     Args:
         start: integer tensor with one element; beyond the last possible start the run fails
@@ -25,7 +25,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """A copy of `input` with `src` in `[start : start + size]` along `dim`.
+    """Return a copy of `input` with `src` in `[start : start + size]` along `dim`.
 
     Args:
         src:   of the input's type and shape, but `size` elements along `dim`

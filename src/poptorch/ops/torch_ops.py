@@ -1,4 +1,4 @@
-"""The operations of this package under their old names in `torch.ops.poptorch`, called so by programs.
+"""Register the operations of this package under the names in `torch.ops.poptorch` by which programs call them.
 
 Marks and computed operations are registered where they are defined.
 """
@@ -59,5 +59,5 @@ shorthand(
     " Tensor[]",
     _custom_operation,
 )
-# Nothing to do: which group a parameter is in comes from the optimizer.
+# No effect: the group of a parameter comes from the optimizer.
 shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", lambda group, tensors: None)

@@ -1,1 +1,1 @@
-"""Graph to graph: float types, partial sums, memory layout."""
+"""Passes from graph to graph: float types, products of half precision, memory layout."""

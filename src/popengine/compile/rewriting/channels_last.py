@@ -64,7 +64,7 @@ def in_channels_last(graph: Graph) -> Graph:
     replayed = nodes[0]
 
     def meta(func: Any) -> dict[str, Any]:
-        # What else a node says is of itself.
+        # Other entries belong to the node that was replayed, not to conversions that are inserted for it.
         only = () if func is replayed.target else PLACE
         known = replayed.meta.items()
         return {

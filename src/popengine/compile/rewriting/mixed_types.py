@@ -1,7 +1,7 @@
-"""Lets a layer take an input of another float type than its weights: they are cast to it where they are used.
+"""Cast the weights of a layer to the float type of its input, where they are used.
 
-So a half input through float32 weights gives a half output, and the weights keep their own type. Stock
-PyTorch refuses. Everything else follows PyTorch's own promotion.
+So a half input through float32 weights gives a half output, and the weights keep their own type; plain PyTorch raises
+an error. All other operations follow PyTorch's own promotion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..recording.graph_recorder import map_leaves
 
-# The function, and the position of the tensor whose type decides.
+# From a function to the position of the tensor whose type the others are cast to.
 _LAYERS: dict[Any, int] = {
     getattr(functional, name): 0
     for name in [
@@ -49,7 +49,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 class MixedPrecision(TorchFunctionMode):
-    """Casts weights to their input's type while it is on."""
+    """Cast weights to the type of their input, for all functions called within."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +91,7 @@ def _with_statistics(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Norms that update running statistics: computed in float32, and the statistics keep their type."""
+    """Compute a norm that updates running statistics in float32; the statistics keep their type."""
     given = [value for value in (input, running_mean, running_var, weight, bias) if value is not None]
     if len({value.dtype for value in given}) <= 1:
         return func(input, running_mean, running_var, weight, bias, *args, **kwargs)

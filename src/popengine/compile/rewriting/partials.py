@@ -75,14 +75,14 @@ def _half_type(node: fx.Node) -> torch.dtype | None:
 
 
 class _Copies:
-    """Float32 copies of values: of a weight one, of another value one in each block that uses it."""
+    """Float32 copies of values: one of a weight, and of another value one in each block that uses it."""
 
     def __init__(self, code: fx.Graph) -> None:
         self._code = code
         self._made: dict[Any, fx.Node] = {}
 
     def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """A copy that stands before its first user; where a value views another one whole, a view of that's copy."""
+        """Return the copy, inserted before its first user; if the value is a view of all of another one, a view of its copy."""
         if node.meta["val"].dtype not in HALF:
             return node
         key = (node, *(user.meta[name] for name in PLACE[:2])) if not _is_of_weight(node) else node
@@ -101,12 +101,12 @@ class _Copies:
             return None
         copy = self.of(base, user)
         if copy.meta["val"].stride() != other.stride():
-            return None  # not dense: the view may not fit to what its copy looks like
+            return None  # not dense: the copy may have strides for which the view is invalid
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: copy)  # type: ignore[misc]
         return self.inserted(user, node.target, args, kwargs, node)
 
     def inserted(self, before: fx.Node, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
-        """A new node, named after another one."""
+        """Insert a node, named after another one."""
         with self._code.inserting_before(before):
             node = self._code.create_node("call_function", target, args, kwargs, name=f"{like.name}_float32")
         node.meta.update({name: before.meta[name] for name in PLACE})
@@ -115,7 +115,7 @@ class _Copies:
 
 
 def _widen(node: fx.Node, copies: _Copies) -> None:
-    """Compute a product in float32. Its node becomes the rounding of its result, so that its name stays."""
+    """Compute a product in float32. Its node becomes the rounding of the result, so that the name stays."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: copies.of(operand, node))  # type: ignore[misc]
     if isinstance(node.meta.get("val"), Tensor):
         wide = copies.inserted(node, node.target, args, kwargs, node)
@@ -138,7 +138,7 @@ def _round(node: fx.Node, wide: fx.Node) -> None:
 
 
 def _is_of_weight(node: fx.Node) -> bool:
-    """Whether a value is the same for all micro-batches: a parameter or constant, or a view of one."""
+    """Return whether a value is the same for all micro-batches: a parameter or constant, or a view of one."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         if memory_of(node) != memory_of(node.all_input_nodes[0]):
             return False
@@ -147,7 +147,7 @@ def _is_of_weight(node: fx.Node) -> bool:
 
 
 def _pretended(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation would make, as fake tensors; None for a part of several, which its maker tells."""
+    """Return the results of an operation as fake tensors; None if its operand is one of several results."""
     nodes: list[fx.Node] = []
     fx.node.map_arg((args, kwargs), nodes.append)  # type: ignore[arg-type]
     if any("val" not in node.meta for node in nodes):
