@@ -82,7 +82,7 @@ class _Copies:
         self._made: dict[Any, fx.Node] = {}
 
     def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return the copy, inserted before its first user; if the value is a view of all of another one, a view of its copy."""
+        """Return the copy, inserted before its first user; of a view of a whole value, a view of the value's copy."""
         if node.meta["val"].dtype not in HALF:
             return node
         key = (node, *(user.meta[name] for name in PLACE[:2])) if not _is_of_weight(node) else node
