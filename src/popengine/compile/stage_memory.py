@@ -57,7 +57,7 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
         if not isinstance(value, torch.Tensor) or (storage := value.untyped_storage())._cdata in state:
             return (0, 0), 0
         if storage._cdata in inputs:
-            return (storage._cdata, value.storage_offset()), value.nbytes
+            return (storage._cdata, int(value.storage_offset())), value.nbytes
         return (storage._cdata, 0), storage.nbytes()
 
     names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
@@ -65,15 +65,15 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
     for instruction in plan.programs[ipu]:
         gone: tuple[str, ...] = ()
         new: tuple[str, ...] = ()
+        if not isinstance(instruction, Compute | Free | Load | Receive) or instruction.micro_batch is None:
+            continue
         if isinstance(instruction, Compute):
             most = max(most, held + inside[instruction.piece])
             gone, new = instruction.last, plan.partition.pieces[instruction.piece].writes
         elif isinstance(instruction, Free):
             gone = instruction.names
-        elif isinstance(instruction, Load | Receive) and instruction.micro_batch is not None:
-            new = instruction.names
         else:
-            continue
+            new = instruction.names
         own = names.setdefault(instruction.micro_batch, Counter())
         for sign, changed in ((1, new), (-1, gone)):
             if any(_is_workspace(values[name]) for name in changed):

@@ -33,11 +33,11 @@ from ..reporting.logs import logger, repeats
 from ..reporting.overview import Overview, overview
 from ..reporting.planned import stop_where_a_plan_was_asked_for
 from ..reporting.reporter import reporter_for
-from ..reporting.tracebacks import face
 from . import executable_file, marked_model
 from .device_lease import DeviceLease
 from .latest_call import LatestCall, latest_call
 from .optimizer_link import OptimizerLink
+from .torch_modes import methods_with_torch_modes
 from .weight_sync import WeightSync
 from .wrapped_model import WrappedModel
 
@@ -64,7 +64,7 @@ class _Function(nn.Module):
 
 
 @final
-@face
+@methods_with_torch_modes
 class PoplarExecutor:
     """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
 

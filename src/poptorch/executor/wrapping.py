@@ -9,12 +9,12 @@ from torch import nn
 from ..options import Options
 from ..reporting.logs import logger
 from ..reporting.overview import Overview
-from ..reporting.tracebacks import shown_at_the_users_lines
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
+from .torch_modes import with_torch_modes
 
 
-@shown_at_the_users_lines
+@with_torch_modes
 def trainingModel(
     model: nn.Module | PoplarExecutor, options: Options | None = None, optimizer: Any = None
 ) -> PoplarExecutor:
@@ -30,7 +30,7 @@ def trainingModel(
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
 
-@shown_at_the_users_lines
+@with_torch_modes
 def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
@@ -49,7 +49,7 @@ def _module_of(model: Any) -> Any:
     return model._user_model if isinstance(model, PoplarExecutor) else model
 
 
-@shown_at_the_users_lines
+@with_torch_modes
 def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
     """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
 
@@ -73,7 +73,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     return executor
 
 
-@shown_at_the_users_lines
+@with_torch_modes
 def describe(
     model: nn.Module | PoplarExecutor,
     options: Options | None = None,
