@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from popengine.environment import path_with_aliases
+
 from .observe import merged, observe
 from .pods import ATTEMPT, INSTANCE, PORT, Object, exit_code, phase, when_ended
 from .spec import Fault, Job
@@ -58,7 +60,8 @@ class Starter:
             [str(folder / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         )
         self.job, self.folder, self.overrides = job, folder, overrides
-        self.environment = {**os.environ, "PATH": path}
+        python_path = path_with_aliases(os.environ.get("PYTHONPATH", ""))
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path}
         self.ports = [str(port) for port in _free_ports(job.shape.instances)]
 
     def __call__(self, pod: Object) -> Process:

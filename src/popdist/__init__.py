@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from popengine.environment import find_aliases as _find_aliases
 from popengine.environment import is_set as _is_set
 from popengine.environment import read as _read
 
@@ -33,6 +34,9 @@ __all__ = [
     "isPopdistEnvSet",
     "synchronize",
 ]
+
+
+_find_aliases()
 
 
 def isPopdistEnvSet() -> bool:

@@ -7,8 +7,12 @@ that mpirun, torchrun or srun started are instances of one replica each.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
 
 TOTAL = "POPDIST_NUM_TOTAL_REPLICAS"
 LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
@@ -24,6 +28,9 @@ NODE_RANK = "POPRUN_NODE_RANK"
 # Where poprun keeps the store by which instances meet, as HOST:PORT, and what its callers must know.
 STORE = "POPDIST_STORE"
 SECRET = "POPDIST_SECRET"
+
+# A folder with the names of other libraries, for programs where those are absent.
+ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
 # Of other launchers: how many processes there are, which one this is, and which on its host.
 OTHERS = (
@@ -120,3 +127,21 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
             f"the environment variable {name} is {text!r}, and must be a number in a process that is one of several\n"
             "  fix: start the program with poprun, which sets all of them"
         ) from None
+
+
+def path_with_aliases(path: str) -> str:
+    """Return a PYTHONPATH on which `import horovod` finds popdist's collectives, if Horovod itself is not installed."""
+    is_installed = PathFinder.find_spec("horovod") is not None
+    return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
+
+
+class _AliasFinder:
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [ALIASES]) if name == "horovod" else None
+
+
+def find_aliases() -> None:
+    """As `path_with_aliases`, for this process."""
+    if _AliasFinder not in sys.meta_path:
+        sys.meta_path.append(_AliasFinder)

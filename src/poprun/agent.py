@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-from popengine.environment import SECRET, STORE
+from popengine.environment import SECRET, STORE, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import Request
@@ -66,9 +65,6 @@ def work(request: Request, node: Node, log: Log, folder: str) -> int:
         code = CONSEQUENCE if WATCH in os.environ else 1
     nodes.leave(has_failed=code != 0)
     return code
-
-
-_ALIASES = Path(__file__).parent / "aliases"
 
 
 class _Agent(LocalElasticAgent):
@@ -116,12 +112,9 @@ class _Agent(LocalElasticAgent):
             worker_env["POPRUN_CORES"] = ",".join(map(str, cores))
         share = len(cores) or len(os.sched_getaffinity(0)) // spec.local_world_size
         worker_env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-        if (
-            find_spec("horovod") is None
-        ):  # programs that reduce their metrics by it find popdist's collectives
-            paths = [worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), str(_ALIASES)]
-            worker_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         worker_env |= dict(self._request.variables)
+        path = worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+        worker_env["PYTHONPATH"] = path_with_aliases(path)
         worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
         # The same number on every node, though only one may have seen the failure: workers meet under it.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.round)

@@ -12,6 +12,8 @@ from typing import Any as _Any
 
 import torch as _torch
 
+from popengine.environment import find_aliases as _find_aliases
+
 from .ignored_variables import log_recorded as _log_recorded
 
 
@@ -56,6 +58,7 @@ class _Operations(_torch._ops._OpNamespace):
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_recorded()
+_find_aliases()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch has called no entry points. Pando's registers the ipus with Lightning.
     from importlib.metadata import entry_points as _entry_points

@@ -84,6 +84,12 @@ def test_stand_ins_can_be_taken_away_and_git_does_the_rest(run):
     assert lines[3].startswith("git version") and "/bin/apt" in lines[4] and "ipujob-" not in lines[5]
 
 
+def test_a_program_finds_horovods_names_where_horovod_is_absent(run):
+    program = "import importlib.util; print(importlib.util.find_spec('horovod').origin)"
+    code, out, _ = run(job(container={"command": ["python3", "-c", program]}))
+    assert code == 0 and out.rstrip().endswith("aliases/horovod/__init__.py")
+
+
 def test_several_workers_are_told_of_each_other(run):
     env = [
         {"name": "ME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

@@ -1,5 +1,7 @@
 """What instances compute together outside the model, in real processes."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,3 +89,25 @@ def test_alone_each_collective_gives_what_it_was_given():
     assert collectives.broadcast({"a": value})["a"] is value
     with pytest.raises(ValueError, match="op is 'product'"):
         collectives.all_reduce(value, "product")
+
+
+def imported(first, folder):
+    program = f"import {first}; import horovod.torch as hvd; hvd.init(); print(hvd.size(), hvd.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("first", ["popdist", "poptorch"])
+def test_a_program_without_poprun_finds_horovods_names_unless_horovod_is_installed(tmp_path, first):
+    assert imported(first, tmp_path).startswith(f"1 {ALIASES}")
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod/torch.py").write_text("def init(): pass\ndef size(): return 'its own'")
+    assert imported(first, tmp_path).startswith(f"its own {tmp_path}")

@@ -190,3 +190,14 @@ def test_poprun_is_a_program_and_says_what_is_wrong_with_a_command_line():
     )
     code, text = said("--help")
     assert code == 0 and "--max-restarts" in text
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--mpi-local-args", "-x PYTHONPATH"), ("-x", "PYTHONPATH=/of/the/user")]
+)
+def test_instances_find_horovods_names_whatever_their_path_is(poprun, words):
+    program = "import importlib.util, sys; print(importlib.util.find_spec('horovod').origin, *sys.path)"
+    run = poprun(*words, sys.executable, "-c", program, PYTHONPATH="/of/the/user")
+    assert run.wait() == 0, run.said()
+    origin, *path = run.out.read_text().split()
+    assert origin.endswith("aliases/horovod/__init__.py") and "/of/the/user" in path

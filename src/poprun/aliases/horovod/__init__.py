@@ -1,4 +1,4 @@
-"""Horovod's name for `popdist.collectives`: poprun puts this folder on the path of instances where Horovod is absent.
+"""Horovod's name for `popdist.collectives`, where Horovod is absent: `popengine.environment` puts it on Python's path.
 
 It is for programs that reduce their metrics by Horovod. Gradients are summed by the executor, never here.
 """
