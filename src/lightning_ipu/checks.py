@@ -46,6 +46,19 @@ def before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
                 f" the {hook} logic internally.",
                 stacklevel=2,
             )
+    for owner in (module, *trainer.callbacks):
+        for hook in _HOOKS_WITH_GRADIENTS:
+            if lightning.is_overridden(hook, owner):
+                warnings.warn(
+                    f"`{type(owner).__name__}.{hook}` runs, but parameter.grad is None there (grad_norm gives {{}}):"
+                    " gradients stay on the ipus. To see one, ask for it in the options, as"
+                    ' training_opts.anchorTensor("name", "Gradient___<parameter>"), and read'
+                    ' strategy.poptorch_models["train"].getAnchoredTensor("name") in on_train_batch_end.',
+                    stacklevel=2,
+                )
+
+
+_HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
 def after_setup(strategy: Any, trainer: Any) -> None:

@@ -7,7 +7,14 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 import poptorch
 from poptorch.data.rows import grouped
@@ -115,11 +122,25 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
         arguments["batch_sampler"] = loader.batch_sampler
     else:
         arguments["batch_size"] = loader.batch_size
-        if options.Distributed.numProcesses == 1:
-            arguments["sampler"] = loader.sampler
-        else:  # each process reads its share
-            arguments["shuffle"] = type(loader.sampler).__name__ == "RandomSampler"
+        arguments.update(_order(loader, options))
     return poptorch.DataLoader(options, loader.dataset, drop_last=True, **arguments)
+
+
+def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
+    """Return the loader's order as arguments of a poptorch.DataLoader, which deals rows out where it is torch's own."""
+    sampler: Any = loader.sampler
+    is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    is_plain = is_shuffled or type(sampler) is SequentialSampler
+    distributed = options.Distributed
+    if is_plain and (distributed.numProcesses > 1 or distributed.rows_by_replica):
+        return {"shuffle": is_shuffled}
+    if distributed.numProcesses > 1 and not isinstance(sampler, DistributedSampler):
+        warnings.warn(
+            f"each of {distributed.numProcesses} instances reads all rows of its own {type(sampler).__name__}:"
+            " take a sampler that gives each instance rows of its own, such as DistributedSampler",
+            stacklevel=2,
+        )
+    return {"sampler": sampler, "auto_distributed_partitioning": False}
 
 
 class Joined:

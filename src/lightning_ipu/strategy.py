@@ -170,6 +170,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         executor = self.poptorch_models[self._stage]
+        self._compile_anew(self._stage, executor)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
         self._upload_changes(executor)
@@ -212,8 +213,15 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
         return self._more[key]
 
     def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
-        """Let go of what was compiled with a counter that has changed."""
+        """Destroy an executor if a value that is compiled in has changed: a counter, which parameters are trained, or
+        the optimizer's groups."""
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
+        if stage == "train":
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # reading an attribute would copy weights to the host
+                now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
+            now += [len(optimizer.param_groups) for optimizer in self.optimizers]
         if self._counters.setdefault(id(executor), now) != now:
             self._counters[id(executor)] = now
             executor.destroy()

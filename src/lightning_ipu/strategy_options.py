@@ -21,7 +21,8 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     options.setExecutionStrategy(poptorch.PipelinedExecution().orSharded())
     seed = os.environ.get("PL_GLOBAL_SEED", "")
     if seed.isdigit():
-        options.randomSeed(int(seed))
+        # Not randomSeed(), which also seeds torch: the loader would shuffle otherwise than on the CPU.
+        options.createOrSet(random_seed=int(seed))
     module = strategy._lightning_module
     trainer = module._trainer if module is not None else None
     if trainer is not None and training:

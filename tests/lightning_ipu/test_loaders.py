@@ -5,7 +5,15 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import IPUStrategy
 from lightning_models import Classifier, dataset, differing, loader, made, trainer, weights
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import poptorch
 
@@ -159,3 +167,26 @@ def test_a_random_sampler_of_ones_own_is_kept():
     run.fit(made(), DataLoader(dataset(), batch_size=4, sampler=sampler))
     assert isinstance(run.train_dataloader, poptorch.DataLoader)
     assert run.train_dataloader.sampler is sampler
+
+
+def read_by_instance(loader, instance, instances):
+    """The rows of an epoch of the loader that one of some instances makes of a torch loader."""
+    options = poptorch.Options().randomSeed(1)
+    options.Distributed.configureProcessId(instance, instances).rowsByReplica(True)
+    made_for = IPUStrategy(training_opts=options)
+    made_for._loaders.prepare(loader, mode="train")
+    rows = [row for x, _ in made_for.process_dataloader(loader) for row in x]
+    return [next(i for i, (x, _) in enumerate(dataset()) if torch.equal(x, row)) for row in rows]
+
+
+def test_instances_share_a_plain_loader_and_another_sampler_is_read_as_it_is():
+    plain = [read_by_instance(loader(shuffle=True), i, 2) for i in range(2)]
+    alone = read_by_instance(loader(shuffle=True), 0, 1)
+    assert sorted(plain[0] + plain[1]) == list(range(64)) and sorted(alone) == list(range(64))
+    assert alone[:8] == plain[0][:4] + plain[1][:4]
+    own = [DistributedSampler(dataset(), 2, rank) for rank in range(2)]
+    for rank, sampler in enumerate(own):
+        assert read_by_instance(DataLoader(dataset(), 4, sampler=sampler), rank, 2) == list(sampler)
+    with pytest.warns(UserWarning, match="each of 2 instances reads all rows of its own SubsetRandomSampler"):
+        found = read_by_instance(DataLoader(dataset(), 4, sampler=SubsetRandomSampler(range(8))), 1, 2)
+    assert sorted(found) == list(range(8))

@@ -6,8 +6,12 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import IPUStrategy
+from lightning.pytorch.utilities import grad_norm
 from lightning_models import Classifier, differing, loader, made, trainer, weights
 from torch.nn import functional
+
+import poptorch
 
 
 class Logging(Classifier):
@@ -223,3 +227,29 @@ def test_a_counter_that_a_step_reads_is_told_of_or_compiled_anew(caplog):
         trainer(accelerator, max_epochs=3, **more).fit(module, loader())
         found[accelerator] = weights(module)
     assert differing(found["auto"], found["cpu"]) == []
+
+
+class Norms(Classifier):
+    norms = ()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms = (*self.norms, grad_norm(self, norm_type=2))
+
+
+def test_a_hook_that_looks_at_gradients_is_told_where_they_are(recwarn):
+    options = poptorch.Options()
+    options.anchorTensor("gradient", "Gradient___first.weight")
+    found = {}
+    for accelerator, strategy in (("cpu", "auto"), ("auto", IPUStrategy(training_opts=options))):
+        module = made(Norms)
+
+        def keep(*_, strategy=strategy, gradients=(gradients := [])):
+            if strategy != "auto":
+                gradients.append(strategy.poptorch_models["train"].getAnchoredTensor("gradient").norm(2))
+
+        module.on_train_batch_end = keep
+        trainer(accelerator, strategy=strategy).fit(module, loader())
+        found[accelerator] = gradients or [norms["grad_2.0_norm/first.weight"] for norms in module.norms]
+    assert found["auto"] == found["cpu"]
+    said = [str(warning.message) for warning in recwarn if "parameter.grad is None" in str(warning.message)]
+    assert len(said) == 1 and said[0].startswith("`Norms.on_before_optimizer_step` runs")

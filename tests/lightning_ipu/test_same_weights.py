@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging
 from lightning_models import Classifier, differing, loader, made, trainer, weights
 from torch.nn import functional
 
@@ -86,6 +87,65 @@ def test_a_torch_optimizers_checkpoint_goes_on_in_a_poptorch_optimizer(tmp_path)
     ours["optimizer"] = lambda p: poptorch.optim.SGD(p, lr=0.01, momentum=0.9)
     with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer"):
         fitted("ipu", ckpt_path=tmp_path / "half.ckpt", **ours)
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_with_a_shuffled_loader_after_seed_everything(monkeypatch, validated):
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", "")
+        seed_everything(7, verbose=False)
+        module, rows = Classifier(optimizer=OPTIMIZERS["sgd"]), []
+        module.on_train_batch_start = lambda batch, index, rows=rows: rows.append(batch[0].clone())
+        data = [loader(shuffle=True), loader()] if validated else [loader(shuffle=True)]
+        trainer(accelerator, max_epochs=2).fit(module, *data)
+        found[accelerator] = {**weights(module), "rows": torch.cat(rows)}
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+class Freezing(Callback):
+    """Sets `requires_grad` of the first layer at the beginning of some epochs, and again within them."""
+
+    def __init__(self, trained):
+        self.trained = trained
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.first.requires_grad_(self.trained[trainer.current_epoch])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 9:
+            pl_module.last.bias.requires_grad_(not pl_module.last.bias.requires_grad)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("trained", [(True, False, True), (False, True, False)])
+def test_parameters_that_are_frozen_or_trained_again_during_the_fit(name, trained):
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        module = made(optimizer=OPTIMIZERS[name])
+        trainer(accelerator, max_epochs=3, callbacks=[Freezing(trained)]).fit(module, loader())
+        found[accelerator] = weights(module)
+    assert differing(found["ipu"], found["cpu"]) == []
+
+
+class WithBackbone(Classifier):
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.backbone = self.first
+
+    def configure_optimizers(self):
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_a_backbone_that_joins_the_optimizer_during_the_fit(name):
+    found = {}
+    for accelerator in ("ipu", "cpu"):
+        module = made(WithBackbone, optimizer=OPTIMIZERS[name])
+        joining = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.05)
+        trainer(accelerator, max_epochs=4, callbacks=[joining]).fit(module, loader())
+        found[accelerator] = weights(module)
+    assert differing(found["ipu"], found["cpu"]) == []
 
 
 class Dropping(Classifier):

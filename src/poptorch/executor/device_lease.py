@@ -112,7 +112,9 @@ class DeviceLease:
         engine, kept = self.engine, self.kept
         if engine is not None and engine.settings.training:
             states = self.whole_optimizer_states() if whole else engine.read_optimizer()
-            kept = replace(kept, optimizer=states, loss_factor=engine.loss_factor)
+            kept = replace(
+                kept, optimizer={**(kept.optimizer or {}), **(states or {})}, loss_factor=engine.loss_factor
+            )
         return replace(kept, random=self.random_state if with_random_state else None)
 
     # ---- what devices have, or the next ones will have -----------------------------------------------------
