@@ -1,4 +1,4 @@
-"""What a model is called with: bound to its forward's signature, checked, and as the engine takes it."""
+"""The arguments of a call: bound to the signature of forward, checked, and prepared for the engine."""
 
 import contextlib
 import inspect
@@ -23,17 +23,18 @@ _HINT = (
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of one call, by the parameter of forward they are bound to, defaults included."""
+    """The arguments of one call by the parameters of forward, defaults included."""
 
     bound: inspect.BoundArguments
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors in the arguments, in walking order."""
         return tensors_of(list(self.bound.arguments.values()))
 
     @property
     def paths(self) -> list[str]:
-        """Where each is: `x`, `b[0]`, `x["k"]`; what **kwargs holds has its own name."""
+        """The path of each tensor, such as `x`, `b[0]`, `x["k"]`; a part of **kwargs has its keyword as name."""
         named: dict[str, Any] = {}
         for name, value in self.bound.arguments.items():
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -49,11 +50,11 @@ class BoundCall:
 
 
 class MissingArgument(Error, TypeError):
-    """As Python's own error, which programs catch where forward takes *args; and one of ours."""
+    """A mandatory argument is missing. Also a TypeError, which programs catch where forward takes *args."""
 
 
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
-    """Bind arguments as Python does.
+    """Bind arguments to the signature of forward, as Python does.
 
     Raises:
         MissingArgument: a mandatory parameter is missing
@@ -87,7 +88,7 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def check_kinds(call: BoundCall) -> None:
-    """Raises Error for an input whose values do not lie in memory one beside the other."""
+    """Check that all inputs are dense tensors with values. Raises: Error, if one is not."""
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
             kind, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
@@ -102,8 +103,8 @@ def check_kinds(call: BoundCall) -> None:
 
 
 @contextlib.contextmanager
-def telling_of_rows(call: BoundCall) -> Iterator[None]:
-    """What fails inside also says that the inputs have different numbers of rows, where that is so."""
+def noting_row_counts(call: BoundCall) -> Iterator[None]:
+    """Add the inputs' numbers of rows to errors raised inside, if they differ."""
     try:
         yield
     except Exception as error:
@@ -115,7 +116,7 @@ def telling_of_rows(call: BoundCall) -> Iterator[None]:
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Every tensor holds whole micro-batches.
+    """Check that each tensor holds whole micro-batches.
 
     Raises:
         Error: an empty tensor
@@ -133,7 +134,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about(call: BoundCall, wide: bool) -> None:
-    """Tell, once a compilation, what is surprising about the arguments; `wide` as for `narrowed`."""
+    """Log warnings about arguments that are changed or fixed by the compilation; `wide` as for `narrowed`."""
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
         if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
@@ -156,7 +157,7 @@ def warn_about(call: BoundCall, wide: bool) -> None:
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
-    """float64 as float32, unless the model is `wide`: has weights or buffers of float64 itself."""
+    """Return a float64 tensor as float32, unless the model is `wide`: has weights or buffers of float64."""
     return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
 
 
@@ -166,18 +167,22 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def is_wide(model: torch.nn.Module) -> bool:
+    """Return whether a model has weights or buffers of float64."""
     state = [*model.parameters(), *model.buffers()]
     with torch._C.DisableTorchFunctionSubclass():
         return any(value.dtype == torch.float64 for value in state)
 
 
 def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
-    """The tensors as the engine takes them: contiguous, without gradients, narrowed."""
+    """Return the tensors of a call for the engine: contiguous, detached, narrowed."""
     return [narrowed(tensor.detach(), wide).contiguous() for tensor in call.tensors]
 
 
 def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
-    """Give the caller's tensors what forward wrote into them; `values` by position of the graph's result."""
+    """Copy what forward has written into its inputs to the caller's tensors.
+
+    Args: values: by position in the graph's results
+    """
     with torch.no_grad():
         for position, value in values.items():
             tensor = call.tensors[int(signature.results[position].key)]
@@ -185,7 +190,7 @@ def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor])
 
 
 def factors(counts: Counts) -> str:
-    """What the rows of a micro-batch are multiplied with in a combined batch, in the options' words."""
+    """Return the factors of a combined batch with the options' names, for messages."""
     return (
         f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
         f" x Training.gradientAccumulation {counts.accumulation}"
@@ -193,7 +198,7 @@ def factors(counts: Counts) -> str:
 
 
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """One made-up micro-batch for each input, seen as a whole combined batch without being copied.
+    """Return one synthetic micro-batch for each input, expanded to a combined batch without a copy.
 
     Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform. Integers are zero: they may be indices.
     """
@@ -207,12 +212,12 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 
 def sample(tensor: Tensor, counts: Counts) -> Tensor:
-    """One micro-batch of a combined batch; only its shape, strides and dtype are used."""
+    """Return one micro-batch of a combined batch, for its shape, strides and dtype."""
     return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
 
 
 class CompiledInputs:
-    """The structure, constants, dtypes and shapes of a call's arguments."""
+    """The structure, constants, dtypes and shapes of the arguments that a model was compiled for."""
 
     def __init__(self, call: BoundCall, counts: Counts, wide: bool) -> None:
         self._counts = counts
@@ -222,7 +227,7 @@ class CompiledInputs:
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
 
     def check(self, call: BoundCall) -> None:
-        """Raises BatchError unless a call has the structure, constants, dtypes and shapes that were compiled."""
+        """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes."""
         if len(call.bound.args) != self._positional:  # only `*args` can differ
             raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))
         for name, value in call.bound.arguments.items():
@@ -236,7 +241,7 @@ class CompiledInputs:
                 raise _differs(f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}")
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
-        """What to say to somebody who passes micro-batches, as torch's own loader makes them."""
+        """Return a fix for inputs that are one micro-batch, as torch's own loader makes them; else an empty text."""
         whole = self._counts.product
         if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
             return ""
@@ -247,7 +252,7 @@ class CompiledInputs:
 
 
 def _compare(expected: Spec, found: Spec, path: str, keywords: bool = False) -> None:
-    """Raise unless both are equal; `keywords`: what is compared are the parts of **kwargs, which have names."""
+    """Raise BatchError, unless both are equal; `keywords`: they are the parts of **kwargs."""
     if expected == found:
         return
     if expected.type is not found.type:

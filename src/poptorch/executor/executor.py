@@ -168,7 +168,7 @@ class PoplarExecutor:
             self._reporter.compiling()
         passed = self._reporter.passed if self._reporter is not None else None
         with progress(options._show_progress_bar, passed) as done:
-            with arguments.telling_of_rows(call):
+            with arguments.noting_row_counts(call):
                 found = compile_model(model, call, options, settings, done)
             announce(found.plan, found.settings)
             stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)
