@@ -15,7 +15,7 @@ from poptorch.options import (
     TensorLocationSettings,
     Training,
 )
-from poptorch.options.option_base import NOTHING, Freezable, Value, printed
+from poptorch.options.option_base import NOTHING, Freezable, Setting, printed
 
 _PLACES: dict[str, type[Freezable]] = {
     "poptorch.options.OptionsDict": OptionsDict,
@@ -46,11 +46,11 @@ def _section(path: str, kind: type[Freezable]) -> str:
     base = kind is OptionsDict or not issubclass(kind, OptionsDict)
     inherited = set() if base else set(_members(OptionsDict))
     members = {name: member for name, member in _members(kind).items() if name not in inherited}
-    rows = [_row(name, member) for name, member in sorted(members.items()) if not isinstance(member, Value)]
+    rows = [_row(name, member) for name, member in sorted(members.items()) if not isinstance(member, Setting)]
     values = [
         f"| {name} | {'-' if value.default is NOTHING else f'`{printed(value.default)}`'} |"
         for name, value in sorted(members.items())
-        if isinstance(value, Value)
+        if isinstance(value, Setting)
     ]
     text = f"## `{path}`\n\n{_first_paragraph(kind)}.\n\n| name | answer | here |\n|---|---|---|\n"
     text += "\n".join(rows) + "\n"

@@ -41,14 +41,12 @@ TWICE = """
     Kept
     Left
     Node
-    Owner
     Part
     Piece
     Recorder
     Request
     Share
     Store
-    Value
 """
 
 

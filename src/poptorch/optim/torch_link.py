@@ -73,8 +73,8 @@ _PICKLED = (
 )
 
 
-class Owner(Protocol):
-    """An executor's side, as the link sees it."""
+class OptimizerHolder(Protocol):
+    """The part of an executor that a link calls."""
 
     frozen: settings.Optimizer
 
@@ -91,7 +91,7 @@ class Link:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: Owner, take: bool
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: OptimizerHolder, take: bool
     ) -> None:
         self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
         if (lost := vars(optimizer).pop(_LOST, None)) is not None:

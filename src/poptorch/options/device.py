@@ -4,20 +4,20 @@ from numbers import Real
 from typing import Self
 
 from poptorch.enums import ConnectionType, SyncPattern
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
 
 DEVICES = ("cpu", "cuda", "xpu")
 
 
 class DeviceOptions(OptionsDict):
-    auto_round_num_ipus = Value(False)
-    available_memory_proportion: Value[dict[int, float]] = Value({})
-    connection_type = Value(ConnectionType.Always.value)
-    device_kind: Value[str] = Value()
-    ipu_id: Value[int] = Value()
-    ipu_version: Value[int] = Value()
-    sync_pattern = Value(SyncPattern.Full.value)
-    use_model: Value[bool] = Value()
+    auto_round_num_ipus = Setting(False)
+    available_memory_proportion: Setting[dict[int, float]] = Setting({})
+    connection_type = Setting(ConnectionType.Always.value)
+    device_kind: Setting[str] = Setting()
+    ipu_id: Setting[int] = Setting()
+    ipu_version: Setting[int] = Setting()
+    sync_pattern = Setting(SyncPattern.Full.value)
+    use_model: Setting[bool] = Setting()
 
     def device(self, kind: str) -> Self:
         """*Ours*: what computes, "cpu", or one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).

@@ -8,15 +8,15 @@ import os
 from typing import Self
 
 from popengine.environment import is_set, read
-from poptorch.options.option_base import OptionsDict, Value, expect
+from poptorch.options.option_base import OptionsDict, Setting, expect
 
 
 class Distributed(OptionsDict):
     """Which of how many processes this is."""
 
-    distributed_process_id = Value(0)
-    num_distributed_processes = Value(1)
-    rows_by_replica = Value(False)
+    distributed_process_id = Setting(0)
+    num_distributed_processes = Setting(1)
+    rows_by_replica = Setting(False)
 
     def __init__(self) -> None:
         super().__init__()

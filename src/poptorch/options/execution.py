@@ -6,7 +6,7 @@ import torch
 
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, OutputMode
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
 from poptorch.reporting.logs import logger
 
 BACKENDS = ("eager", "inductor")
@@ -17,17 +17,17 @@ _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 class ExecutionOptions(OptionsDict):
     _execution_strategy: ExecutionStrategy
 
-    anchored_tensors: Value[dict[str, list[Any]]] = Value({})  # [long name, use default, mode, period]
-    backend: Value[str] = Value()
-    broadcast_buffers = Value(True)
-    device_iterations = Value(1, positive=True)
-    input_cgt = Value(CommGroupType.Consecutive)
-    input_group_size = Value(1)
-    memory_format: Value[str] = Value()
-    output_mode = Value(OutputMode.Default.value)
-    output_return_period = Value(1)
-    random_seed: Value[int] = Value()
-    replication_factor = Value(1, positive=True)
+    anchored_tensors: Setting[dict[str, list[Any]]] = Setting({})  # [long name, use default, mode, period]
+    backend: Setting[str] = Setting()
+    broadcast_buffers = Setting(True)
+    device_iterations = Setting(1, positive=True)
+    input_cgt = Setting(CommGroupType.Consecutive)
+    input_group_size = Setting(1)
+    memory_format: Setting[str] = Setting()
+    output_mode = Setting(OutputMode.Default.value)
+    output_return_period = Setting(1)
+    random_seed: Setting[int] = Setting()
+    replication_factor = Setting(1, positive=True)
 
     def deviceIterations(self, device_iterations: int) -> Self:
         """Weight updates in one call; in inference, micro-batches of each replica."""

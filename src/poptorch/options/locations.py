@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
 
 
 class TensorLocationSettings(OptionsDict):
@@ -11,12 +11,12 @@ class TensorLocationSettings(OptionsDict):
     >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
 
-    io_tiles_to_load: Value[bool] = Value()
-    io_tiles_to_store: Value[bool] = Value()
-    min_elements_for_off_chip: Value[int] = Value()
-    min_elements_for_replicated_tensor_sharding: Value[int] = Value()
-    on_chip_storage: Value[bool] = Value()
-    replicated_tensor_sharding: Value[bool] = Value()
+    io_tiles_to_load: Setting[bool] = Setting()
+    io_tiles_to_store: Setting[bool] = Setting()
+    min_elements_for_off_chip: Setting[int] = Setting()
+    min_elements_for_replicated_tensor_sharding: Setting[int] = Setting()
+    on_chip_storage: Setting[bool] = Setting()
+    replicated_tensor_sharding: Setting[bool] = Setting()
 
     @recorded("tensors stay where they are computed")
     def minElementsForOffChip(self, min_elements: int) -> Self:
@@ -54,11 +54,11 @@ class TensorLocationSettings(OptionsDict):
 class TensorLocations(OptionsDict):
     """The location settings of each kind of tensor, read back as `location_weight` and so on."""
 
-    location_activation = Value(TensorLocationSettings())
-    location_weight = Value(TensorLocationSettings())
-    location_optimizer = Value(TensorLocationSettings())
-    location_accumulator = Value(TensorLocationSettings())
-    num_io_tiles: Value[int] = Value()
+    location_activation = Setting(TensorLocationSettings())
+    location_weight = Setting(TensorLocationSettings())
+    location_optimizer = Setting(TensorLocationSettings())
+    location_accumulator = Setting(TensorLocationSettings())
+    num_io_tiles: Setting[int] = Setting()
 
     @recorded("activations stay where they are computed")
     def setActivationLocation(self, location: TensorLocationSettings) -> Self:

@@ -1,6 +1,6 @@
 """What all option objects share: named values with declared types, freezing, copying and printing.
 
-A public value is declared as a `Value` of its class and read as an attribute (`opts.device_iterations`); private
+A public value is declared as a `Setting` of its class and read as an attribute (`opts.device_iterations`); private
 fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
 
 What a setter means here stands at the setter, once: `recorded` and `refused` make its docstring, and
@@ -22,7 +22,7 @@ NOTHING: Any = object()
 _WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict: "a dictionary"}
 
 
-class Value(Generic[T]):
+class Setting(Generic[T]):
     """A public value of an `OptionsDict`, with its default; without one it exists once a setter has made it.
 
     Args:
@@ -140,8 +140,8 @@ class OptionsDict(Freezable):
         self._declare(_values=values, _popart=popart)
 
     @classmethod
-    def _declared(cls) -> dict[str, Value[Any]]:
-        return {n: v for base in cls.__mro__ for n, v in vars(base).items() if isinstance(v, Value)}
+    def _declared(cls) -> dict[str, Setting[Any]]:
+        return {n: v for base in cls.__mro__ for n, v in vars(base).items() if isinstance(v, Setting)}
 
     def set(self, **values: Any) -> Self:
         """Change values, by name.

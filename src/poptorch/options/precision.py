@@ -6,7 +6,7 @@ import torch
 
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded, refused
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded, refused
 from poptorch.reporting.logs import logger
 
 HALF_KERNELS = ("auto", "native", "float32")
@@ -18,11 +18,11 @@ class Precision(OptionsDict):
 
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
 
-    autocast_enabled = Value(True)
-    autocast_policy = Value(autocasting.default)
-    half_kernels = Value("auto")
-    half_float_casting: Value[int] = Value()
-    running_statistics_always_float: Value[bool] = Value()
+    autocast_enabled = Setting(True)
+    autocast_policy = Setting(autocasting.default)
+    half_kernels = Setting("auto")
+    half_float_casting: Setting[int] = Setting()
+    running_statistics_always_float: Setting[bool] = Setting()
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
         """False: `poptorch.autocast` casts nothing in this model.
@@ -90,7 +90,7 @@ class Precision(OptionsDict):
 class Jit(OptionsDict):
     """Deprecated options of tracing."""
 
-    trace_model = Value(False)
+    trace_model = Setting(False)
 
     @refused("True asks for tracing with TorchScript, which is gone")
     def traceModel(self, trace_model: bool) -> Self:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
 from poptorch.reporting.logs import logger
 
 _NO_LIMIT = 2**64 - 1
@@ -14,9 +14,9 @@ _NO_LIMIT = 2**64 - 1
 class ReportingOptions(OptionsDict):
     _source_location_excludes: list[str]
 
-    log_dir = Value(".")
-    max_repeat_logs = Value(4)
-    model_name: Value[str] = Value()
+    log_dir = Setting(".")
+    max_repeat_logs = Setting(4)
+    model_name: Setting[str] = Setting()
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Leave each compiled model in this folder as a file, which `loadExecutable` takes. None: do not.

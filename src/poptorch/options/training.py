@@ -3,7 +3,7 @@
 from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
-from poptorch.options.option_base import OptionsDict, Value, expect, recorded
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
 from poptorch.reporting.logs import logger
 
 
@@ -15,9 +15,9 @@ class Training(OptionsDict):
         "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
     }
 
-    accumulation_and_replication_reduction_type = Value(ReductionType.Mean.value)
-    gradient_accumulation = Value(1, positive=True)
-    mean_accumulation_and_replication_reduction_strategy = Value(MeanReductionStrategy.Post.value)
+    accumulation_and_replication_reduction_type = Setting(ReductionType.Mean.value)
+    gradient_accumulation = Setting(1, positive=True)
+    mean_accumulation_and_replication_reduction_strategy = Setting(MeanReductionStrategy.Post.value)
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
         """Micro-batches for each weight update, on each replica."""
