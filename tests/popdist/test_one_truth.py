@@ -28,6 +28,41 @@ def caught(work):
     return "nothing"
 
 
+class Summed(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*blocks)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.blocks(x), "sum")
+
+
+def balanced_stages():
+    """The stages that AutoBalance makes of four blocks, where each instance measures another heavy one."""
+    from poptorch.compiling import auto_balance
+
+    popdist.init()
+    heavy = popdist.getInstanceIndex()
+    auto_balance.measure = lambda parts, *given: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
+    torch.manual_seed(0)
+    blocks = [poptorch.BeginBlock(torch.nn.Linear(4, 4), name) for name in "abcd"]
+    opts = popdist.poptorch.Options().setExecutionStrategy(
+        poptorch.PipelinedExecution(poptorch.AutoBalance(2))
+    )
+    opts.showCompilationProgressBar(False)
+    opts.Training.gradientAccumulation(4)
+    trainer = poptorch.trainingModel(Summed(blocks), opts)
+    trainer(torch.ones(4, 4))
+    return [stage.blocks for stage in trainer._executable.settings.strategy.stages]
+
+
+def test_instances_take_the_stages_that_the_first_one_has_measured():
+    """Each had stages of its own, so that a training ended before its first call, on some days."""
+    ended = processes.run(balanced_stages, 2)
+    assert [one.error for one in ended] == ["", ""]
+    assert [one.value for one in ended] == [[("a",), ("b", "c", "d")]] * 2
+
+
 # ---- differences ---------------------------------------------------------------------------------------------
 
 DIFFERENT = {

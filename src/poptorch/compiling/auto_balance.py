@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from popengine.compile.balance import Cost, balance, explain
@@ -11,6 +12,9 @@ from popengine.compile.placement import place
 from popengine.compile.stage_memory import held_bytes
 from popengine.errors import PartitionError
 from popengine.ir import Graph
+from popengine.run.instances import this_process
+from popengine.run.instances.instance_sums import gather_among
+from popengine.run.instances.meeting import FIRST_FREE, Meeting
 from popengine.run.measure.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
@@ -21,22 +25,41 @@ _EACH_ALONE = Strategy("pipelined", "auto_increment")
 
 
 def balanced(
-    graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    graph: Graph,
+    settings: Settings,
+    weights: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    together: bool = False,
 ) -> Settings:
     """Return the settings with the stages that `AutoBalance` chooses for this model.
 
     Args:
-        weights: parameters and buffers by canonical name
-        inputs:  one micro-batch
+        weights:  parameters and buffers by canonical name
+        inputs:   one micro-batch
+        together: all instances call this now, and in training take the seconds that instance 0 has measured
     Raises:
         PartitionError: fewer blocks than ipus, or they don't fit the capacity
     """
     costs = _block_costs(graph, settings, weights, inputs)
+    if together and settings.training and settings.counts.instances > 1:
+        meeting = this_process.of(settings.counts.instances)
+        seconds = _of_first_instance(meeting, [cost.seconds for cost in costs])
+        costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
     strategy = Strategy("pipelined", None, stages, capacity=settings.strategy.capacity)
     return replace(settings, strategy=strategy)
+
+
+def _of_first_instance(meeting: Meeting, seconds: list[float]) -> list[float]:
+    """Return the seconds that instance 0 has measured: stages have to be the same in all instances."""
+    mine = torch.tensor([seconds], dtype=torch.float64)
+    facts = {"AutoBalance": {"blocks": str(len(seconds))}}
+    found = meeting.meet(
+        "AutoBalance", facts, lambda: gather_among(meeting, range(meeting.size), FIRST_FREE, mine)
+    )
+    return found[0].tolist()
 
 
 def _block_costs(

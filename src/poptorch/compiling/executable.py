@@ -70,9 +70,13 @@ def compile_model(
     options: Options,
     settings: Settings,
     done: Callable[[str], None],
+    together: bool = False,
 ) -> Executable:
-    """Capture and lower a model; `done` is called with the name of each finished pass.
+    """Capture and lower a model.
 
+    Args:
+        done:     called with the name of each finished pass
+        together: all instances compile now, so that what is measured can be exchanged
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
@@ -115,7 +119,7 @@ def compile_model(
         profiled = here and options._profile_directory(settings.training) is not None
         hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
     if settings.strategy.auto == "balance":
-        settings = balanced(graph, settings, weights_of(model), samples)
+        settings = balanced(graph, settings, weights_of(model), samples, together)
     settings = with_work_enough(graph, settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)

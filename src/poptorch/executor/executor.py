@@ -169,7 +169,7 @@ class PoplarExecutor:
         passed = self._reporter.passed if self._reporter is not None else None
         with progress(options._show_progress_bar, passed) as done:
             with arguments.noting_row_counts(call):
-                found = compile_model(model, call, options, settings, done)
+                found = compile_model(model, call, options, settings, done, together=True)
             announce(found.plan, found.settings)
             stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)
             self._lease.executable = found
