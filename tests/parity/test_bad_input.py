@@ -361,6 +361,28 @@ def test_training_needs_exactly_one_final_scalar_loss(outcome, words):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_loss_of_one_element_is_a_scalar():
+    class Model(nn.Module):
+        def __init__(self, shape):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.shape = nn.Linear(SIZE, SIZE), shape
+
+        def forward(self, x, target):
+            loss = functional.mse_loss(self.layer(x), target)
+            return poptorch.identity_loss(loss.reshape(self.shape), reduction="none")
+
+    rows, losses, weights = batch(2), [], []
+    for shape in ((), (1,), (1, 1)):
+        model = Model(shape)
+        losses.append(poptorch.trainingModel(model, options(accumulation=2), adam(model))(*rows))
+        weights.append(model.layer.weight)
+    assert [loss.shape for loss in losses] == [(2,), (2,), (2, 1)]
+    for loss, weight in zip(losses, weights, strict=True):
+        assert torch.equal(loss.flatten(), losses[0])
+        assert torch.equal(weight, weights[0])
+
+
 def test_losses_joined_by_identity_loss_are_one():
     class Model(nn.Module):
         def __init__(self):

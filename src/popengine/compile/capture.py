@@ -85,7 +85,13 @@ def capture(
     random = torch.get_rng_state()
     try:
         with _eager(module), _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
-            with adoption(stand_ins), module_paths(module, state), LossFinder(state), MixedPrecision():
+            with (
+                recorder.saved_before_writes(),
+                adoption(stand_ins),
+                module_paths(module, state),
+                LossFinder(state),
+                MixedPrecision(),
+            ):
                 outputs = list(forward(list(inputs)))
             gradients = _gradients(state, stand_ins, scale) if training else {}
     finally:
@@ -110,8 +116,8 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
     loss = final_loss(state.losses, state.chosen, recorder)
     recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED
-    if scale.dtype != loss.dtype:
-        scale = scale.to(loss.dtype)
+    if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
+        scale = scale.to(loss.dtype).reshape(loss.shape)
     orphans = [value for value, _ in stand_ins.orphans]
     leaves = [*wanted.values(), *orphans]
     made = (

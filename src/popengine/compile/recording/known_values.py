@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from popengine.errors import CaptureError
 
@@ -42,11 +42,38 @@ class CaptureRecorder(Recorder):
         super().__init__(describe)
         self.adopted = adopted
         self._constant_of: dict[int, Tensor] = {}
+        self._saved: dict[
+            int, list[list[Tensor]]
+        ] = {}  # by the memory of what autograd saved for its backward
+
+    def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which backward finds what autograd saves as it was then, whatever is written into it."""
+
+        def pack(value: Tensor) -> list[Tensor]:
+            saved = [value]
+            if isinstance(value, FakeTensor):
+                self._saved.setdefault(value.untyped_storage()._cdata, []).append(saved)
+            return saved
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
+
+    def _keep_saved(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copy what autograd saved of the memory that an operation is about to write into."""
+        operands = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in operands if argument.is_write] + [
+            kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_write
+        ]
+        for value in tree_leaves(written):
+            if isinstance(value, FakeTensor):
+                for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
+                    saved[0] = saved[0].clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not aten.lift_fresh.default:
             with self:  # a view that is made now is recorded
                 args, kwargs = tree_map(self._from_outside, (args, kwargs or {}))
+                if func._schema.is_mutable:
+                    self._keep_saved(func, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except _READS as error:
