@@ -211,3 +211,20 @@ def test_capture_works_under_anomaly_detection():
     with torch.autograd.set_detect_anomaly(True):
         poptorch.trainingModel(Loss())(X)
         assert torch.is_anomaly_enabled()
+
+
+C = torch.complex(X, X + 1).conj()  # its imaginary part has the lazy sign
+
+
+@pytest.mark.parametrize(
+    ("forward", "given"),
+    [
+        (lambda c: torch.view_as_real(c.resolve_conj()) * 2, C),
+        (lambda x: x.resolve_neg().view(-1) * 2, C.imag),
+        (lambda x: torch.view_as_real(C.resolve_conj())[..., 1] * x, X),
+        (lambda x: x * torch.view_as_real(C.resolve_conj())[..., 1].sum().item(), X),
+    ],
+    ids=["an input", "an input's part", "a constant", "a known value"],
+)
+def test_a_lazy_conjugation_or_sign_is_carried_out(forward, given):
+    assert torch.equal(poptorch.inferenceModel(forward)(given), forward(given))

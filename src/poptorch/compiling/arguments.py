@@ -174,8 +174,9 @@ def is_wide(model: torch.nn.Module) -> bool:
 
 
 def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
-    """Return the tensors of a call for the engine: contiguous, detached, narrowed."""
-    return [narrowed(tensor.detach(), wide).contiguous() for tensor in call.tensors]
+    """Return the tensors of a call for the engine: contiguous, detached, narrowed, without lazy conjugation or sign."""
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
+    return [narrowed(tensor, wide).contiguous() for tensor in plain]
 
 
 def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:

@@ -150,7 +150,7 @@ def as_graph(
 
 def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
     """The value that a constant had at the capture: what is not the forward's own may be written to later."""
-    return constants[key] if key in fresh else constants[key].detach().clone()
+    return constants[key] if key in fresh else constants[key].detach().clone().resolve_conj().resolve_neg()
 
 
 def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:

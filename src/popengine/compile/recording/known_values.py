@@ -157,7 +157,7 @@ def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
         values: dict[fx.Node, Any] = {}
         for node in (node for node in recorder.graph.nodes if node in needed):
             if node.op == "placeholder":
-                constant = recorder.constants[node.meta["key"]].detach()
+                constant = recorder.constants[node.meta["key"]].detach().resolve_conj().resolve_neg()
                 values[node] = constant.clone() if copied else constant
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
