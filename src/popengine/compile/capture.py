@@ -26,11 +26,12 @@ from .recording.adoption import adoption
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
 from .recording.interrupts import interrupts_held, modes_left
-from .recording.known_values import CaptureRecorder, explained
+from .recording.known_values import CaptureRecorder
 from .recording.leftovers import Attributes
 from .recording.loss_finder import LossFinder, final_loss
 from .recording.module_paths import module_paths
 from .recording.standins import StandIns
+from .recording.torch_errors import explained
 from .rewriting.mixed_types import MixedPrecision
 
 logger = logging.getLogger("poptorch::python")
@@ -45,6 +46,7 @@ def capture(
     *,
     training: bool,
     device: str = "cpu",
+    given: str = "",
 ) -> Graph:
     """Trace `forward` and, in training, its backward, into one functional graph.
 
@@ -54,10 +56,11 @@ def capture(
         samples:  one micro-batch; only shapes, strides and dtypes are read
         training: append the backward of the model's one final loss, for all parameters that require it
         device:   where the model will run; on another than the CPU nothing may need kernels that only CPUs have
+        given:    the arguments of forward in words, for errors
 
     Raises:
-        CaptureError: the forward reads a value out of a tensor, makes a shape that depends on data,
-            rebinds or removes a buffer, or in training does not have exactly one final loss
+        CaptureError: torch fails in the forward; the forward reads a value out of a tensor, makes a shape that
+            depends on data, rebinds or removes a buffer, or in training does not have exactly one final loss
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -74,8 +77,8 @@ def capture(
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
     inputs = [pretend(sample) for sample in samples]
-    given = {str(i): value for i, value in enumerate(inputs)}
-    roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": given}
+    inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
+    roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
     for role, values in roles.items():
         for key, value in values.items():
             recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
@@ -84,7 +87,14 @@ def capture(
     token = active.set(state)
     random = torch.get_rng_state()
     try:
-        with _eager(module), _tracing(training, device), fake, stand_ins.in_place(), recorder, explained():
+        with (
+            _eager(module),
+            _tracing(training, device),
+            fake,
+            stand_ins.in_place(),
+            recorder,
+            explained(given),
+        ):
             with (
                 recorder.saved_before_writes(),
                 adoption(stand_ins),

@@ -12,7 +12,7 @@ from torch import Tensor
 from popengine.errors import BatchError, Error
 from popengine.ir import Signature
 from popengine.settings import Counts
-from poptorch.nested_values import Spec, describe, paths_of, tensors_of, with_tensors
+from poptorch.nested_values import Spec, constants_of, describe, paths_of, tensors_of, with_tensors
 from poptorch.reporting.logs import logger
 
 _HINT = (
@@ -40,6 +40,21 @@ class BoundCall:
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
         return [path for name, value in named.items() for path in paths_of(value, name)]
+
+    def in_words(self, samples: Sequence[Tensor]) -> str:
+        """Return the type of each argument but None, and the shapes of `samples`, which are its tensors as forward gets
+        them."""
+        words = {
+            path: f"{sample.dtype} {tuple(sample.shape)}"
+            for path, sample in zip(self.paths, samples, strict=True)
+        }
+        for name, value in self.bound.arguments.items():
+            words |= {
+                path: type(part).__name__
+                for part, path, _ in constants_of(value, name)
+                if part is not self.bound.signature.parameters[name].default
+            }
+        return ", ".join(f"{path}: {kind}" for path, kind in words.items())
 
     def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
         """Call `forward` with these tensors in place of the call's own."""

@@ -90,7 +90,12 @@ def compile_model(
     try:
         with one_row_each(model, settings.replica_groups):
             graph = capture(
-                model, tracing.forward, samples, training=settings.training, device=settings.device
+                model,
+                tracing.forward,
+                samples,
+                training=settings.training,
+                device=settings.device,
+                given=call.in_words(samples),
             )
     finally:
         options._execution_strategy.onEndTracing()

@@ -3,9 +3,10 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from popengine.errors import Error
+from popengine.errors import CaptureError, Error
 from poptorch.annotating.notes import filled, without_values
 from poptorch.nested_values import tensors_of
 
@@ -19,6 +20,13 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
         where: the line of forward
     """
     template, traced = without_values(value, where)
+    for tensor in traced:
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"forward, at {where}, returns a sparse tensor ({tensor.layout}) of shape {tuple(tensor.shape)}\n"
+                "  why: the outputs of a call are dense tensors\n"
+                "  fix: return `value.to_dense()`"
+            )
     if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2

@@ -4,7 +4,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from popengine.errors import Error
 
 from ..options import Options
 from ..reporting.logs import logger
@@ -46,6 +49,12 @@ def _module_of(model: Any) -> Any:
             "torch.compile is left out: the module inside is wrapped, and compiled by its executor"
         )
         return model._orig_mod
+    if isinstance(model, nn.Module) and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        raise Error(
+            "the model is, or has, a module of torch.jit\n"
+            "  why: its forward is no Python, which is what is captured here\n"
+            "  fix: wrap the module that torch.jit.script or trace was given"
+        )
     return model._user_model if isinstance(model, PoplarExecutor) else model
 
 

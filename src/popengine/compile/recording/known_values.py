@@ -6,9 +6,8 @@ what was recorded is run, on the real constants.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from popengine.errors import CaptureError
 
-from .graph_recorder import Recorder, line_of
+from .graph_recorder import Recorder, user_line
 
 aten = torch.ops.aten
+_OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
 # What torch says where a value is missing.
-_READS = (DataDependentOutputException, DynamicOutputShapeException)
+READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
@@ -69,6 +69,12 @@ class CaptureRecorder(Recorder):
                     saved[0] = saved[0].clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _OTHER_MEMORY:
+            raise CaptureError(
+                f"{func} gives a tensor another memory or size, at {user_line()}\n"
+                "  why: a compiled model has the shapes of its capture, and its tensors keep their memory\n"
+                "  fix: compute a new tensor, or write values with `copy_`"
+            )
         if func is not aten.lift_fresh.default:
             with self:  # a view that is made now is recorded
                 args, kwargs = tree_map(self._from_outside, (args, kwargs or {}))
@@ -76,7 +82,7 @@ class CaptureRecorder(Recorder):
                     self._keep_saved(func, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except _READS as error:
+        except READS as error:
             with self:
                 return self._from_constants(func, args, kwargs, error)
 
@@ -128,23 +134,6 @@ class CaptureRecorder(Recorder):
             else:
                 found.append(index)
         return found
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """torch's own words about missing values, said in ours."""
-    try:
-        yield
-    except _READS as error:
-        raise CaptureError(
-            "the forward reads a value out of a tensor, which has none while the model is compiled\n"
-            f"  {error.func} at {line_of(error)}\n"
-            "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
-            " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled"
-            " graph, unless the value comes from constants alone\n"
-            "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
-            " pass the number as a Python argument of forward"
-        ) from None
 
 
 def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:

@@ -32,6 +32,7 @@ class StandIns:
     """The fake tensors of one capture, by canonical name."""
 
     def __init__(self, module: nn.Module, pretend: Callable[[Tensor], Tensor]) -> None:
+        _check_values(module)
         self.parameters = {
             name: nn.Parameter(pretend(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
@@ -213,6 +214,24 @@ class StandIns:
                             "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`,"
                             " or make the other one in forward"
                         )
+
+
+def _check_values(module: nn.Module) -> None:
+    """Raises CaptureError, where a parameter or buffer has no shape or no values yet."""
+    state = [*module.named_parameters(), *module.named_buffers()]
+    shapeless = [name for name, value in state if nn.parameter.is_lazy(value)]
+    empty = [name for name, value in state if name not in shapeless and value.is_meta]
+    if shapeless:
+        raise CaptureError(
+            f"{', '.join(shapeless[:5])} of the model have no shape yet\n"
+            "  why: a lazy layer gets its weights when it first sees data, and a compiled model needs them before\n"
+            "  fix: run the model once in plain PyTorch, `model(*micro_batch)`, before it is wrapped"
+        )
+    if empty:
+        raise CaptureError(
+            f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
+            "  fix: `model.to_empty(device='cpu')`, then set or load the weights, before the first call"
+        )
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:

@@ -1,0 +1,114 @@
+"""Gives errors that torch raises while a forward is captured the user's line, a reason and a fix."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from popengine.errors import CaptureError, Error
+
+from .graph_recorder import line_of
+from .known_values import READS
+
+# What torch raises, the more special first; an error that explains one is of its kind, too.
+_KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+_TORCH = str(Path(torch.__file__).parent)
+_MODES = str(Path(__file__).parents[1])  # their frames are around those of torch
+
+
+class _Hint(NamedTuple):
+    words: str  # a pattern of torch's message
+    why: str
+    fix: str
+
+
+_HINTS = (
+    _Hint(
+        "int32/int64|Long|Integers are expected",
+        "indices and class numbers are integers",
+        "pass them as integers: `labels.long()`",
+    ),
+    _Hint(
+        "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination",
+        "an argument that is no tensor is a constant of the compiled model",
+        "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
+    ),
+    _Hint(
+        "cuda|CUDA",
+        "the options say where a compiled model runs, and its tensors are there already",
+        "leave `.cuda()` and `.to(device)` out of forward",
+    ),
+    _Hint(
+        "fake impl|UnsupportedOperator|fake tensor",
+        "torch does not know which shapes the operation returns",
+        "register them with torch.library.register_fake, or call the operation by poptorch.CPU",
+    ),
+    _Hint(
+        "data pointer|doesn't have storage|'meta' device|[Mm]eta tensor|sparse|Sparse",
+        "the operation reads memory, and tensors have none while the model is compiled; or it is none of dense tensors",
+        "compute with other operations on dense tensors, or on the host: poptorch.CPU(function, name)",
+    ),
+)
+_ANY = _Hint(
+    "",
+    "torch refuses this operation on tensors of such shapes and types",
+    "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
+    " plain PyTorch shows the same",
+)
+
+
+@contextlib.contextmanager
+def explained(given: str) -> Iterator[None]:
+    """Explain what torch raises in the body; errors of the user's own code, and of the project, are left as they are.
+
+    Args:
+        given: what forward was called with, in words
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the tracebacks of what fails
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    except READS as error:
+        raise CaptureError(
+            "the forward reads a value out of a tensor, which has none while the model is compiled\n"
+            f"  {error.func} at {line_of(error)}\n"
+            "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
+            " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled"
+            " graph, unless the value comes from constants alone\n"
+            "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
+            " pass the number as a Python argument of forward"
+        ) from None
+    except _KINDS as error:
+        if isinstance(error, (Error, RecursionError)) or not _is_of_torch(error):
+            raise
+        words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
+        hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
+        raise _explained_kind(next(kind for kind in _KINDS if isinstance(error, kind)))(
+            f"torch fails in the forward: {words}\n"
+            f"  at {line_of(error)}\n"
+            f"  forward was given {given or 'no arguments'}\n"
+            f"  why: {hint.why}\n"
+            f"  fix: {hint.fix}"
+        ) from None
+    finally:
+        log.disabled = before
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Return whether torch has raised it: called by the user's code, below the modes of the capture."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return last.filename.startswith((_TORCH, _MODES))
+
+
+@functools.cache
+def _explained_kind(kind: type[Exception]) -> type[CaptureError]:
+    """Return the class of a CaptureError that programs which expect torch's error catch as well."""
+    return type("CaptureError", (CaptureError, kind), {"__module__": CaptureError.__module__})

@@ -1,0 +1,169 @@
+"""What torch refuses while a model is captured is an error with the user's line, a reason and a fix."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from parity_runs import options
+from torch import nn
+from torch.nn import functional
+
+import poptorch
+
+X, LABELS = torch.ones(2, 4), torch.tensor([0, 1])
+
+torch.library.define("parity_tests::shapeless", "(Tensor x) -> Tensor")
+torch.library.impl("parity_tests::shapeless", "CPU")(lambda x: x * 2)
+
+# What an expression of a layer, its input and labels is refused for: torch's words, and ours.
+REFUSED = {
+    "columns": (lambda layer, x, y: layer(x[:, :3]), "same reduction dim"),
+    "channels": (lambda layer, x, y: nn.Conv2d(3, 4, 3)(x[None]), "to have 3 channels"),
+    "dimensions": (lambda layer, x, y: nn.BatchNorm2d(3)(x), "expected 4D input"),
+    "one row for its statistics": (
+        lambda layer, x, y: nn.BatchNorm1d(4)(x[:1]),
+        "more than 1 value per channel",
+    ),
+    "features": (lambda layer, x, y: nn.LSTM(3, 3)(x), "Expected 3, got 4"),
+    "normalized shape": (lambda layer, x, y: nn.LayerNorm(5)(x), "expected input with shape"),
+    "float labels": (
+        lambda layer, x, y: functional.cross_entropy(layer(x), y.float()),
+        "pass them as integers",
+    ),
+    "float indices": (lambda layer, x, y: functional.embedding(x, layer.weight), "pass them as integers"),
+    "labels with a dimension more": (
+        lambda layer, x, y: functional.cross_entropy(x, y[:, None]),
+        "multi-target",
+    ),
+    "labels of other rows": (
+        lambda layer, x, y: functional.cross_entropy(x, y.repeat(2)),
+        "to match target batch_size",
+    ),
+    "a target of another shape": (
+        lambda layer, x, y: functional.mse_loss(x, y),
+        "must match the size of tensor b",
+    ),
+    "one_hot of floats": (lambda layer, x, y: functional.one_hot(x), "pass them as integers"),
+    "a view": (lambda layer, x, y: x.view(3, 3), "invalid for input of size 8"),
+    "a sum": (lambda layer, x, y: x + torch.ones(3), "broadcast"),
+    "a product": (lambda layer, x, y: x @ x, "same reduction dim"),
+    "an index": (lambda layer, x, y: x[5], "out of bounds"),
+    "too many indices": (lambda layer, x, y: x[:, :, 0], "too many indices"),
+    "a dimension": (lambda layer, x, y: x.sum(5), "Dimension out of range"),
+    "cat": (lambda layer, x, y: torch.cat([x, x[:, :2]]), "Sizes of tensors must match"),
+    "stack": (lambda layer, x, y: torch.stack([x, x[0]]), "equal size"),
+    "split": (lambda layer, x, y: x.split([3, 3], 1), "sum exactly to 4"),
+    "einsum": (lambda layer, x, y: torch.einsum("ij,jk", x, x), "does not broadcast"),
+    "a write": (lambda layer, x, y: x.__setitem__(0, torch.ones(7)), "must match the existing size"),
+    "a mean of integers": (lambda layer, x, y: y.mean(), "could not infer output dtype"),
+    "a matrix": (lambda layer, x, y: torch.linalg.inv(x), "square matrices"),
+    "a window": (lambda layer, x, y: functional.max_pool2d(x[None], 9), "too small"),
+    "a gradient": (lambda layer, x, y: torch.autograd.grad(x.sum(), x), "does not require grad"),
+    "another device": (lambda layer, x, y: x.cuda(), "leave `.cuda()`"),
+    "an operation without shapes": (
+        lambda layer, x, y: torch.ops.parity_tests.shapeless(x),
+        "torch.library.register_fake",
+    ),
+    "memory": (lambda layer, x, y: x.untyped_storage()[0], "poptorch.CPU"),
+}
+
+
+class Refused(nn.Module):
+    def __init__(self, expression):
+        super().__init__()
+        self.layer, self.expression = nn.Linear(4, 3), expression
+
+    def forward(self, x, y):
+        return self.expression(self.layer, x, y)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_has_the_users_line_a_reason_and_a_fix(name):
+    expression, words = REFUSED[name]
+    with pytest.raises(poptorch.Error) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        poptorch.inferenceModel(Refused(expression))(X, LABELS)
+    text = str(caught.value)
+    assert f"{__file__}:{expression.__code__.co_firstlineno}" in text
+    assert "x: torch.float32 (2, 4), y: torch.int64 (2,)" in text
+    assert words in text and "\n  why: " in text and "\n  fix: " in text
+
+
+@pytest.mark.parametrize(
+    "value", [X.numpy(), X.tolist(), None, "x", 3.0], ids=lambda value: type(value).__name__
+)
+def test_an_argument_that_is_no_tensor_is_named(value):
+    with pytest.raises(poptorch.Error, match="must be Tensor, not") as caught:
+        poptorch.inferenceModel(nn.Linear(4, 3))(value)
+    assert "torch.from_numpy" in str(caught.value)
+    assert type(value).__name__.removesuffix("Type") in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, IndexError, ValueError])
+def test_a_program_that_expects_torchs_error_catches_it(kind):
+    expression = {RuntimeError: "view", IndexError: "index", ValueError: "labels of other rows"}[kind]
+    expression, _ = REFUSED[next(name for name in REFUSED if name.endswith(expression))]
+    with pytest.raises(kind):
+        expression(nn.Linear(4, 3), X, LABELS)
+    with pytest.raises(kind):
+        poptorch.inferenceModel(Refused(expression))(X, LABELS)
+
+
+def test_an_error_of_the_users_own_code_is_left_as_it_is():
+    def refuse(layer, x, y):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$") as caught:
+        poptorch.inferenceModel(Refused(refuse))(X, LABELS)
+    assert type(caught.value) is ValueError
+
+
+def test_a_backward_that_torch_refuses_is_explained():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient[:1]
+
+    model = Refused(lambda layer, x, y: poptorch.identity_loss(Wrong.apply(layer(x)), "mean"))
+    with pytest.raises(poptorch.Error, match="WrongBackward returned an invalid gradient") as caught:
+        poptorch.trainingModel(model, options(accumulation=1))(X, LABELS)
+    assert "fix:" in str(caught.value)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (on_meta, r"weight, bias of the model are on the meta device[^$]*to_empty"),
+        (lambda: nn.LazyLinear(3), r"weight, bias of the model have no shape yet[^$]*model\(\*micro_batch\)"),
+        (lambda: torch.jit.script(nn.Linear(4, 3)), "a module of torch.jit"),
+        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 3), X)), "a module of torch.jit"),
+    ],
+    ids=["meta", "lazy", "scripted", "traced"],
+)
+def test_a_model_that_can_not_be_captured_is_refused(make, words):
+    with pytest.raises(poptorch.Error, match=words):
+        poptorch.inferenceModel(make())(X)
+
+
+def test_a_sparse_output_is_refused():
+    with pytest.raises(poptorch.Error, match="returns a sparse tensor"):
+        poptorch.inferenceModel(lambda x: x.to_sparse())(X)
+
+
+def test_a_write_into_others_memory_is_refused_at_its_line():
+    def forward(x):
+        return x.set_(torch.ones(3))
+
+    with pytest.raises(poptorch.Error, match="another memory or size") as caught:
+        poptorch.inferenceModel(forward)(copy.deepcopy(X))
+    assert f"{__file__}:{forward.__code__.co_firstlineno + 1}" in str(caught.value)
