@@ -1,4 +1,4 @@
-"""The enums of PopART that programs pass, as integers, to `Options._Popart.set`. Nothing else of it is here.
+"""The enums of PopART that programs pass, as integers, to `Options._Popart.set`. The rest of PopART is not here.
 
 >>> opts._Popart.set("accumulateOuterFragmentSettings.schedule",
 ...                  int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized))
@@ -66,17 +66,6 @@ class PatternsLevel(enum.IntEnum):
     Minimal = 1
     Default = 2
     All = 3
-
-
-__all__ = [
-    "AccumulateOuterFragmentSchedule",
-    "BatchSerializationBatchSchedule",
-    "PatternsLevel",
-    "RecomputationType",
-    "SubgraphCopyingStrategy",
-    "SyntheticDataMode",
-    "VirtualGraphMode",
-]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Two functions that integrations take from PopTorch's inside: a wrapped model as a plain one for a while."""
+"""Two private functions of PopTorch that integrations use: unwrap a model that is wrapped for training, and undo it."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,7 @@ _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of
 
 
 def unwrapModelIfNecessary(model: Any) -> None:
-    """Make a model that is wrapped for training plain, with its newest weights; others stay as they are."""
+    """Unwrap a model that is wrapped for training, with its newest weights; other models stay as they are."""
     owner = marked_model.owner_of(model)
     if owner is not None:
         owner.copyWeightsToHostIfNeeded()

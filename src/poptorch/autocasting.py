@@ -1,6 +1,6 @@
-"""Automatic casts, of PopTorch 3.0 and before: `autocast`, in a compiled model only.
+"""Automatic casts as in PopTorch 3.0 and before: `autocast`, with an effect in compiled models only.
 
-With the default policy torch.autocast decides; lists of operations of the user's are followed here.
+The default policy is torch.autocast's. A user's policy is applied by a function mode, before torch.autocast.
 """
 
 import contextlib
@@ -17,12 +17,11 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
-    """Which operations run in which precision, by the names of torch's functions.
+    """The precision of operations, by the names of torch's functions. The others follow torch.autocast to float16.
 
     Args:
-        fp16, fp32: operations whose operands are cast to float16, to float32
-        promote, demote: operations with operands of several types, which take the widest, the narrowest
-    Lists that are not given are those of torch.autocast to float16.
+        fp16, fp32:      operations whose operands are cast to float16, to float32
+        promote, demote: operations whose operands are cast to the widest, to the narrowest type among them
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Policy:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
     def _dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
-        """What to cast the operands of an operation to; None: nothing is said of it."""
+        """Return the type to which the operands of an operation are cast; None, if the policy does not name it."""
         rule = self._rule_of.get(name)
         if rule is None:
             return None
@@ -50,12 +49,12 @@ class Policy:
 
 
 default = Policy()
-_policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # None: autocast does nothing
+_policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # None: autocast has no effect
 
 
 @contextlib.contextmanager
 def following(policy: Policy | None) -> Iterator[None]:
-    """While a model is captured: what `autocast` does there."""
+    """Set the policy of `autocast` while a model is captured."""
     token = _policy.set(policy)
     try:
         yield
@@ -64,7 +63,7 @@ def following(policy: Policy | None) -> Iterator[None]:
 
 
 class _Casts(TorchFunctionMode):
-    """Follows the lists of a policy, before torch.autocast sees a call."""
+    """A function mode that casts operands by the lists of a policy."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class _Casts(TorchFunctionMode):
         if dtype is None:
             return func(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
-        with contextlib.ExitStack() as stack:  # torch.autocast must not cast it again
+        with contextlib.ExitStack() as stack:  # torch.autocast must not cast the operands again
             for device in _devices():
                 stack.enter_context(torch.autocast(device, enabled=False))
             return func(*args, **kwargs)
@@ -92,7 +91,7 @@ def _devices() -> list[str]:
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
-    """Matrix products and convolutions inside run in float16; a context manager and a decorator.
+    """A context manager and decorator: matrix products and convolutions inside run in float16.
 
     with poptorch.autocast():
         x = self.layer(x)
@@ -103,7 +102,7 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
         self._stacks: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
-        # Here, as options name a policy, and loaders need no compiler.
+        # Imported late: options import this module in processes that only load data, without the compiler.
         from popengine.compile.recording.current_capture import current
 
         stack = contextlib.ExitStack()

@@ -1,10 +1,10 @@
-"""The words users choose between: one enum for each choice, with the integers that saved options hold."""
+"""The public enums. Saved options hold their integers."""
 
 import enum
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """Where the division of a mean over accumulation and replicas happens."""
+    """When a mean over gradient accumulation and replicas is divided: at each step of the sum, or after it."""
 
     Running = 0
     Post = 1
@@ -12,7 +12,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Who loads the next batch: the caller, another process, or several whose batches are regrouped."""
+    """Where batches are loaded: in the caller, in another process, or in several whose batches are regrouped."""
 
     Sync = 0
     Async = 1
@@ -20,7 +20,7 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """How a loading process receives its dataset and hands tensors over."""
+    """How a loading process receives its dataset and returns tensors."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -29,7 +29,7 @@ class SharingStrategy(enum.IntEnum):
 
 
 class OutputMode(enum.IntEnum):
-    """Which of the values that one call computes come back. Default: Final in training, All in inference."""
+    """Which outputs of a call are returned. Default: Final in training, All in inference."""
 
     Final = 0
     EveryN = 1
@@ -38,11 +38,11 @@ class OutputMode(enum.IntEnum):
     Default = 4
 
 
-AnchorMode = OutputMode  # its name in programs written for PopTorch 2.4 and earlier
+AnchorMode = OutputMode  # the name in programs for PopTorch 2.4 and earlier
 
 
 class ConnectionType(enum.IntEnum):
-    """When the program takes a device: at once, at the first call, or never (compile only)."""
+    """When the program takes a device: when the model is compiled, at the first call, or never (compile only)."""
 
     Always = 0
     OnDemand = 1
@@ -58,7 +58,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """What becomes of several values of one quantity."""
+    """How values of micro-batches or replicas are reduced to one."""
 
     Sum = 0
     Mean = 1
@@ -106,14 +106,14 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """From which replicas a weight is read back."""
+    """The replicas from which a per-replica weight is copied to the host."""
 
     OnePerGroup = 0
     AllReplicas = 2  # 1 was never used
 
 
 class MatMulSerializationMode(enum.Enum):
-    """Along which dimension a matrix product is cut into smaller ones."""
+    """The dimension along which a matrix product is split into smaller ones."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -122,7 +122,7 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class OverlapMode(enum.Enum):
-    """With which loop the transfer of an input or output overlaps."""
+    """The loop with which the transfer of an input or output overlaps."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"

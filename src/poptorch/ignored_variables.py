@@ -1,6 +1,6 @@
-"""The environment variables of the original that have no effect here: known, and said so in the log.
+"""The original's environment variables that have no effect here. The log names those that are set.
 
-Those with an effect are read where they belong: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
+Variables with an effect are read elsewhere: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
 POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_ENGINE_OPTIONS in
 `options/reporting.py`.
 """
@@ -25,7 +25,7 @@ RECORDED = {
 
 
 def log_recorded(environment: Mapping[str, str] = os.environ) -> None:
-    """Tell, at INFO, which of them are set."""
+    """Log, at INFO, each of these variables that is set."""
     for name, why in RECORDED.items():
         if name in environment:
             logger.info("%s=%s has no effect: %s", name, environment[name], why)

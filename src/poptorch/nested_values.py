@@ -1,4 +1,4 @@
-"""Nested values: the one place that knows which containers hold tensors, and in what order.
+"""Nested values: which containers hold tensors, and in what order they are walked.
 
 Tuples, lists, dictionaries, their subclasses, dataclasses and the types registered with `registerCustomArgParser`
 are walked to any depth; everything else that is not a tensor is a constant. Dictionaries are walked in the
@@ -28,7 +28,7 @@ from popengine.errors import Error
 
 
 class ICustomArgParser(ABC):
-    """How to find the tensors in a type of your own, and how to build it again with others."""
+    """The interface of a parser for your own type: find its tensors, and rebuild it with others."""
 
     @abstractmethod
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
@@ -56,16 +56,19 @@ def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None)
 
 
 def registered_parsers() -> dict[type, ICustomArgParser]:
-    """What is registered now: a process that was not forked has to be told."""
+    """Return the registered parsers, for a process that is started without a fork."""
     return dict(_parsers)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The shape of a nested value without its tensors: equal specs can take each other's tensors.
+    """The structure of a nested value without its tensors. Values with equal specs differ in their tensors only.
 
-    `type` is the class of the value (torch.Tensor for every kind of tensor), `keys` those of a dictionary
-    in walking order, `children` the parts, `constant` the value where it is neither tensor nor container.
+    Args:
+        type:     the class of the value; torch.Tensor for every kind of tensor
+        keys:     the keys of a dictionary or the fields of a dataclass, in walking order
+        children: the parts
+        constant: the value itself, if it is neither tensor nor container
     """
 
     type: type
@@ -75,7 +78,7 @@ class Spec:
 
 
 class Constant:
-    """A value compared by what it holds, also where its own `==` gives an array or compares identities."""
+    """A value that is compared by its contents, also if its own `==` returns an array or compares identities."""
 
     __slots__ = ("value",)
 
@@ -93,17 +96,17 @@ class Constant:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, in walking order."""
+    """Return the tensors in `value`, in walking order."""
     return [tensor for tensor, _ in _walk(value, "")]
 
 
 def paths_of(value: Any, name: str) -> list[str]:
-    """Where each of `tensors_of(value)` is, as one would write it: `name[0]`, `name["key"]`."""
+    """Return the path of each of `tensors_of(value)`, as in code: `name[0]`, `name["key"]`."""
     return [path for _, path in _walk(value, name)]
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
-    """A copy of `value` that holds the next of `replacements` for each of `tensors_of(value)`.
+    """Return a copy of `value` with the next of `replacements` in place of each of `tensors_of(value)`.
 
     Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
     """
@@ -119,7 +122,7 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
 
 
 def describe(value: Any) -> Spec:
-    """What must not change between two calls: classes, lengths, keys and constants."""
+    """Return the `Spec` of a value, which must not change between calls: classes, lengths, keys and constants."""
     parser = _parsers.get(type(value))
     if parser is not None:
         return Spec(type(value), children=tuple(describe(tensor) for tensor in parser.yieldTensors(value)))
@@ -155,7 +158,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def _path(container: Any, path: str, key: Any) -> str:
-    """The path of a part of a container."""
+    """Return the path of a part of a container."""
     if is_dataclass(container) and not _is_dict(container):
         return f"{path}.{key}"
     word = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
@@ -172,7 +175,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a container in walking order: key, index or field name, and part; none of anything else."""
+    """Return (key, index or field name, part) of a container in walking order; an empty list for other values."""
     if not _is_container(value):
         return []
     if isinstance(value, tuple | list):
@@ -187,7 +190,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """A container of the class of `value` with these parts, in their order."""
+    """Return a container of the class of `value` with these parts, in their order."""
     kind = type(value)
     if isinstance(value, tuple):
         return kind(*parts.values()) if hasattr(value, "_fields") else kind(parts.values())

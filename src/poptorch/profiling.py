@@ -1,4 +1,4 @@
-"""Ranges of the host's own code in a trace. They cost next to nothing while no torch.profiler runs."""
+"""Named ranges of host code in traces of torch.profiler; without a profiler their cost is negligible."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """Names a group of ranges.
+    """A named group of ranges.
 
     channel = poptorch.profiling.Channel("training")
     with channel.tracepoint("epoch"):
@@ -23,17 +23,17 @@ class Channel:
         self._name = name
 
     def tracepoint(self, name: str) -> AbstractContextManager[Any]:
-        """A range that lasts as long as the `with`; it shows as `<channel>.<name>`."""
+        """Return a context manager for a range with the name `<channel>.<name>`."""
         return record_function(f"{self._name}.{name}")
 
     def instrument(self, obj: Any, *methods: str) -> None:
-        """Wrap methods of an object, or of a class, so that each call is a range.
+        """Wrap methods of an object or a class, so that each call is a range.
 
         Raises:
-            AttributeError: the object lacks one of them; none has been wrapped
+            AttributeError: the object lacks one of the methods; none is wrapped then
         """
-        found = {method: getattr(obj, method) for method in methods}
-        for method, function in found.items():
+        functions = {method: getattr(obj, method) for method in methods}
+        for method, function in functions.items():
             setattr(obj, method, self._traced(function, f"{type(obj).__name__}.{method}"))
 
     def _traced(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Help for tests of models."""
+"""Comparison of outputs, for tests of models."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["allclose"]
 
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Whether two outputs have the same structure of tuples and lists, and close values."""
+    """Return whether two outputs have the same structure of tuples and lists, and close values."""
     if isinstance(ref_outputs, Tensor) and isinstance(test_outputs, Tensor):
         if ref_outputs.shape != test_outputs.shape:
             return False
