@@ -1,4 +1,4 @@
-"""Several processes that train one model: which of them this is, and how they meet.
+"""Processes that train one model together: their number, this one's place among them, and how they meet.
 
     import popdist
 
@@ -40,17 +40,17 @@ _find_aliases()
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether poprun started this process."""
+    """Return whether a launcher started this process."""
     return _is_set()
 
 
 def getNumTotalReplicas() -> int:
-    """Replicas in all instances."""
+    """Return the number of replicas in all instances."""
     return _read().total_replicas
 
 
 def getNumLocalReplicas() -> int:
-    """Replicas in this instance."""
+    """Return the number of replicas in this instance."""
     return _read().local_replicas
 
 
@@ -59,12 +59,12 @@ def getNumIpusPerReplica() -> int:
 
 
 def checkNumIpusPerReplica(num_ipus: int) -> bool:
-    """Whether a model that uses `num_ipus` fits what was declared at launch."""
+    """Return whether a replica has `num_ipus` ipus, as declared at launch."""
     return num_ipus == getNumIpusPerReplica()
 
 
 def getNumInstances() -> int:
-    """Processes that train together."""
+    """Return the number of processes that train together."""
     return _read().instances
 
 
@@ -73,23 +73,23 @@ def getInstanceIndex() -> int:
 
 
 def getLocalInstanceIndex() -> int:
-    """Index of this instance among those of its host."""
+    """Return the index of this instance among those of its host."""
     return _read().local_instance
 
 
 def getReplicaIndexOffset() -> int:
-    """Index, over all instances, of this instance's first replica."""
+    """Return the index, over all instances, of this instance's first replica."""
     return _read().replica_offset
 
 
 def getDeviceId(ipus_per_replica: int = 0) -> int:
-    """The id of the first device of this instance on its host."""
+    """Return the id of the first device of this instance on its host."""
     launch = _read()
     return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
 
 
 def init() -> None:
-    """Meet the other instances. Call once, before any collective; one instance alone has nobody to meet.
+    """Meet the other instances. Call once, before any collective; with one instance it does nothing.
 
     The address comes from MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
@@ -99,13 +99,13 @@ def init() -> None:
     """
     launch = _read()
     if launch.instances > 1:
-        from .rendezvous import meet  # loads torch, which programs that only ask for their index don't need
+        from .rendezvous import meet  # loads torch, which programs that only read their index don't need
 
         meet(launch)
 
 
 def isBackendInitialized() -> bool:
-    """Whether `init` was called; alone there is nothing to wait for."""
+    """Return whether `init` was called; always true with one instance."""
     if getNumInstances() == 1:
         return True
     import torch.distributed as dist
@@ -141,7 +141,7 @@ def _collectives() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`popdist.poptorch` and `popdist.Checkpoint` load PopTorch, `popdist.collectives` torch, only when asked for."""
+    """`popdist.poptorch` and `popdist.Checkpoint` load PopTorch, `popdist.collectives` torch, at their first use."""
     import importlib
 
     if name in ("poptorch", "collectives"):

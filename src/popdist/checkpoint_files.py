@@ -1,4 +1,4 @@
-"""The files of checkpoints, and who writes them when.
+"""The files of checkpoints, and when each instance writes which.
 
     call-120/                       complete: it was renamed when all was in it, and on the disk
         manifest.json               instances, replicas, and each file's size and checksum
@@ -60,7 +60,7 @@ class Found:
 
 
 class Writing(threading.Thread):
-    """Writes one instance's file; of instance 0 also the rest."""
+    """A thread that writes one instance's file; that of instance 0 completes the checkpoint."""
 
     def __init__(self, place: Place, state: dict[str, Any], replicas: int, keep: int) -> None:
         super().__init__(name=f"checkpoint {place.calls}", daemon=True)
@@ -70,7 +70,7 @@ class Writing(threading.Thread):
     def run(self) -> None:
         try:
             self._write()
-        except Exception as error:  # told by the thread that asked for the checkpoint
+        except Exception as error:  # Checkpoint.wait warns of it
             self.failure = str(error)
         finally:
             self._state = {}
@@ -90,7 +90,7 @@ class Writing(threading.Thread):
         except Exception as error:
             if isinstance(error, OSError):
                 error = OSError(error.errno, error.strerror, str(self.place.directory))
-            with contextlib.suppress(OSError):  # on a full disk there is room for what was there
+            with contextlib.suppress(OSError):  # on a full disk, in the room that the file had
                 part.write_text(f"instance {self.place.instance}: {error}")
             with contextlib.suppress(OSError):
                 part.rename(folder / f"{name}.failed")
@@ -121,7 +121,7 @@ class Writing(threading.Thread):
         _tidy(self.place, self._keep)
 
     def _of_all(self, folder: Path) -> dict[str, Any]:
-        """What all instances have written. Raises: RuntimeError, if one could not, or doesn't come."""
+        """Return the files of all instances. Raises: RuntimeError, if an instance could not write, or doesn't come."""
         written: dict[str, Any] = {}
         failures: list[str] = []
         until = time.monotonic() + _PATIENCE
@@ -141,13 +141,13 @@ class Writing(threading.Thread):
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first."""
+    """Return the checkpoints in a folder, newest first."""
     found = [path for path in directory.glob("call-*") if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """What is wrong with a checkpoint's files; one of several readers looks at some of them only."""
+    """Return the faults of a checkpoint's files; one of several readers checks a share of them."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         wanted = sorted(manifest["files"].items())
@@ -163,7 +163,7 @@ def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
 
 
 def read(folder: Path) -> Found:
-    """A checkpoint without faults."""
+    """Return a checkpoint that has no faults."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     count = manifest["instances"]
     loaded = [torch.load(folder / f"instance-{i}.pt", weights_only=True) for i in range(count)]
@@ -171,7 +171,7 @@ def read(folder: Path) -> Found:
 
 
 class _Summed:
-    """A file that is written once, from its beginning to its end, with the checksum of it."""
+    """A file that is written once, from its beginning to its end, and its checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.size, self.sum = file, 0, 0
@@ -192,7 +192,7 @@ class _Summed:
 
 
 def _save(path: Path, state: Any) -> list[int]:
-    """Write a file to the disk; its size and checksum."""
+    """Write a file to the disk and return its size and checksum."""
     with open(path, "wb") as file:
         summed = _Summed(file)
         try:
@@ -226,7 +226,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Let the disk know of new names."""
+    """Write a folder's new names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -235,7 +235,7 @@ def _sync(folder: Path) -> None:
 
 
 def _tidy(place: Place, keep: int) -> None:
-    """Delete what is older than the newest, and what killed runs have left."""
+    """Delete all but the newest checkpoints, and the files that killed runs have left."""
     for path in complete(place.directory)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     for path in place.directory.glob(f"call-*{_UNFINISHED}"):

@@ -1,4 +1,4 @@
-"""What instances compute together outside the model: sums of metrics, equal first weights, results of all.
+"""Collectives of instances outside the model: sums of metrics, equal first weights, results of all.
 
 Inside `execute_on_instances` only its instances take part. Each has to call the same, with the same shapes; one that
 does not, or is gone, is an error in all of them within seconds.
@@ -28,7 +28,7 @@ _chosen: Sequence[int] | None = None  # inside execute_on_instances
 
 
 def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
-    """The sum, mean, smallest or largest of all instances' values, element by element.
+    """Return the sum, mean, smallest or largest of all instances' values, element by element.
 
     Sums are made in an order that depends on the number of instances only, so they are the same bits everywhere.
 
@@ -92,7 +92,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
 
 
 def _spread(here: Meeting, flat: Tensor, root: int) -> None:
-    """The root deals out shares, and all pass theirs on: so that it need not send everything to everybody."""
+    """Send a share to each instance from the root, and then each share to all, which spares the root most messages."""
     cuts = even_cuts(flat.numel(), here.size)
     shares = [flat[start:stop] for start, stop in pairwise(cuts)]
     if here.place == root:
@@ -107,7 +107,7 @@ def _spread(here: Meeting, flat: Tensor, root: int) -> None:
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """The rows of all instances, in their order; each may have another number of rows.
+    """Return the rows of all instances, in their order; each may have another number of rows.
 
     Args:
         value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances
@@ -148,7 +148,7 @@ def _meet(here: Meeting, what: str, tensors: Mapping[str, Tensor], work: Callabl
 
 
 def _meeting() -> Meeting | None:
-    """The instances that take part; None: this one alone."""
+    """Return the meeting of the instances that take part; None: this one alone."""
     size = read().instances
     if size == 1:
         return None
@@ -160,7 +160,7 @@ def _meeting() -> Meeting | None:
 
 @contextmanager
 def among(chosen: Sequence[int]) -> Iterator[None]:
-    """Inside, only these instances take part."""
+    """Let only these instances take part inside the `with` statement."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

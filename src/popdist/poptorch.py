@@ -20,7 +20,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _FixedDistributed(Distributed):
-    # Whatever the arguments are: it is the call that is wrong.
+    # With any arguments: the call itself is refused.
     def disable(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.disable")
 

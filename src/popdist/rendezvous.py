@@ -28,8 +28,8 @@ logger = logging.getLogger("popengine")
 
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
-_kept: list[Any] = []  # torch keeps no reference to a store that is written in Python
-_PATIENCE = 0.2  # seconds; an interrupt wakes nobody who waits
+_kept: list[Any] = []  # torch keeps no reference to a store written in Python
+_PATIENCE = 0.2  # seconds; an interrupt does not end a wait in another thread
 
 
 def meet(launch: Launch) -> None:
@@ -61,7 +61,7 @@ def _address() -> tuple[str, int]:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if "SLURM_STEP_ID" in os.environ:  # srun tells where its tasks run, but no address
+    if "SLURM_STEP_ID" in os.environ:  # srun names the nodes of its tasks, but sets no address
         first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
         address = address or (first and "".join(filter(None, first.groups())))
         port = port or str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
@@ -90,7 +90,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
         time.sleep(0.02)
     interface = _interface(address)
     if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would listen where the host's name is
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its default: where the host's name is
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("torch", store),
@@ -154,7 +154,7 @@ def _interface(address: str) -> str | None:
 
 
 def _has(interface: str, address: str) -> bool:
-    """Return whether an IPv4 address is the interface's, which Linux tells."""
+    """Return whether an IPv4 address is the interface's, as Linux tells."""
     request = struct.pack("256s", interface.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)

@@ -1,4 +1,4 @@
-"""What a launcher tells a process, as a value: how many replicas there are, and which are its own.
+"""The launch of a process, as a value: how many replicas there are, and which are its own.
 
 Standard library only: `poprun` writes these variables, `popdist` reads them, and they are named here once. Processes
 that mpirun, torchrun or srun started are instances of one replica each.
@@ -21,7 +21,7 @@ OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 
-# They make a poprun one of several, each on a node of its own.
+# Of a poprun that is one of several, each on a node of its own.
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
@@ -54,7 +54,7 @@ class Launch:
     instance: int = 0
 
     def variables(self) -> dict[str, str]:
-        """The environment that describes this instance: popdist's names, MPI's and torchrun's."""
+        """Return the environment of this instance, by popdist's names, MPI's and torchrun's."""
         return {
             TOTAL: str(self.total_replicas),
             LOCAL: str(self.local_replicas),
@@ -72,12 +72,12 @@ class Launch:
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process."""
+    """Return whether a launcher started this process."""
     return TOTAL in environment or _other_launcher(environment) is not None
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch that the environment describes.
+    """Return the launch that an environment describes.
 
     Raises:
         ValueError: a variable is missing or no number, or the replicas don't divide
@@ -112,7 +112,7 @@ def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """The variables of the launcher that started this process as one of several; None: there is none."""
+    """Return the variable names of the launcher that started this process as one of several; None: there is none."""
     return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
 
 

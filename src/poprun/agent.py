@@ -1,7 +1,7 @@
 """The instances of one node, under torch.distributed.elastic.
 
-Elastic starts them, hands their output on, ends all when one fails, and starts all again. Added here is what it doesn't
-know: popdist's variables, which instance failed first, and how long a survivor may take to end.
+Elastic starts the instances, copies their output, ends all when one fails, and starts all again. The agent here adds
+popdist's variables, which instance failed first, and how long a survivor may take to end.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from popengine.environment import SECRET, STORE, path_with_aliases
 
+from . import Log
 from . import instance as instance_program
 from .command_line import Request
 from .guard import exit_code
 from .hangs import Hangs
 from .hosts import CONSEQUENCE, WATCH
-from .log import Log
 from .nodes import Lost, Nodes
-from .numa import cores_of as numa_cores
-from .topology import Node, launch_of, local_instances
+from .topology import Node, cores_of, launch_of, local_instances
 
 PATIENCE = 5  # seconds for a survivor to end after another instance has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
@@ -46,10 +45,10 @@ _LAST_LINES = 20
 
 
 def work(request: Request, node: Node, log: Log, folder: str) -> int:
-    """Run this node's instances to their end; the exit code of the first that failed."""
+    """Run this node's instances to their end, and return the exit code of the first that failed."""
     if request.verbosity < 2:
-        logging.disable(logging.CRITICAL)  # elastic's words about what is said here
-    for stream in (sys.stdout, sys.stderr):  # what elastic hands on of the instances' output
+        logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
+    for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     nodes = Nodes(node, request.max_restarts, log)
     code = 0
@@ -72,7 +71,7 @@ class _Agent(LocalElasticAgent):
         self._request, self._node, self._nodes, self._log = request, node, nodes, log
         count = local_instances(request, node.count)
         self._first = node.rank * count  # number of this node's first instance
-        self._running: dict[int, int] = {}  # local instance by the descriptor that tells of its end
+        self._running: dict[int, int] = {}  # local instance, by a descriptor that is readable at its end
         self._ended: list[int] = []  # local instances in the order of their ends
         self._hangs: Hangs | None = None
         self.exit_code = 1
@@ -81,10 +80,10 @@ class _Agent(LocalElasticAgent):
             local_world_size=count,
             rdzv_handler=nodes,
             entrypoint=sys.executable,
-            # Elastic puts values in the place of `${names}`.
+            # Elastic replaces `${names}`.
             args=("-I", "-S", instance_program.__file__, os.getpid(), *_escaped(request.program)),
             max_restarts=request.max_restarts,
-            monitor_interval=1e-3,  # `_monitor_workers` does the waiting
+            monitor_interval=1e-3,  # `_monitor_workers` waits
         )
         silent = {i: _silenced(request, self._first + i) for i in range(count)}
         tee = Std.ALL if request.tags_output else Std.NONE
@@ -92,10 +91,10 @@ class _Agent(LocalElasticAgent):
         prefix = "[${rank}] " if request.tags_output else None
         super().__init__(spec, logs, log_line_prefix_template=prefix, shutdown_timeout=PATIENCE_AT_SIGNALS)
 
-    # ---- what elastic calls ------------------------------------------------------------------------------
+    # ---- called by elastic --------------------------------------------------------------------------------
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, *args: Any) -> list[Worker]:
-        """Number instances by nodes, without messages: all nodes have the same number of them."""
+        """Return this node's workers, numbered by nodes; all nodes have the same number of them."""
         places = range(self._worker_group.spec.local_world_size)
         size = self._request.instances
         return [Worker(i, self._first + i, self._first + i, size, size) for i in places]
@@ -107,7 +106,7 @@ class _Agent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, local_rank, spec)
         launch = launch_of(self._request, self._first + local_rank, self._node.count)
         worker_env |= launch.variables()
-        cores = numa_cores(local_rank, spec.local_world_size) if self._request.numa_aware else []
+        cores = cores_of(local_rank, spec.local_world_size) if self._request.numa_aware else []
         if cores:
             worker_env["POPRUN_CORES"] = ",".join(map(str, cores))
         share = len(cores) or len(os.sched_getaffinity(0)) // spec.local_world_size
@@ -116,7 +115,7 @@ class _Agent(LocalElasticAgent):
         path = worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
         worker_env["PYTHONPATH"] = path_with_aliases(path)
         worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
-        # The same number on every node, though only one may have seen the failure: workers meet under it.
+        # Equal on all nodes, also where only one has seen the failure: instances meet under this number.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.round)
         worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + self._nodes.round)
 
@@ -132,7 +131,7 @@ class _Agent(LocalElasticAgent):
         assert context is not None
         close = context.close
         context.close = lambda death_sig=None, timeout=PATIENCE: close(death_sig, timeout)
-        self._forget_ends()
+        self._clear_ends()
         for local, pid in pids.items():
             self._log.debug(f"instance {self._first + local} is process {pid}")
             self._running[os.pidfd_open(pid)] = local
@@ -151,29 +150,29 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look who has ended, and sleep until somebody does: who is gone first has failed first."""
+        """Wait for the end of an instance, and return the state of all. The order of ends tells which failed first."""
         gone, _, _ = select.select(list(self._running), [], [], _LOOK)
         for descriptor in gone:
             self._ended.append(self._running.pop(descriptor))
             os.close(descriptor)
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.is_failed():
-            self._tell(result)
+            self._report(result)
         elif result.state == WorkerState.SUCCEEDED and not self._nodes.are_done():
             return RunResult(state=WorkerState.HEALTHY)  # another node may fail, and all start again
         elif self._running and self._hangs is not None:
             self._hangs.look()
         return result
 
-    # ---- who failed --------------------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------------------
 
-    def _forget_ends(self) -> None:
+    def _clear_ends(self) -> None:
         for descriptor in self._running:
             os.close(descriptor)
         self._running, self._ended = {}, []
 
-    def _tell(self, result: RunResult) -> None:
-        """Say which instance failed first, and show the last that it said, if that wasn't seen."""
+    def _report(self, result: RunResult) -> None:
+        """Print which instance failed first, and the last lines of its output if that was not shown."""
         failed = {rank - self._first: failure for rank, failure in result.failures.items()}
         first = next((local for local in self._ended if local in failed), min(failed))
         code = failed[first].exitcode
@@ -208,7 +207,7 @@ def _escaped(words: Sequence[str]) -> list[str]:
 
 
 def _silenced(request: Request, instance: int) -> Std:
-    """What of an instance's output goes to a file instead of to the terminal."""
+    """Return the streams of an instance that go to a file instead of to the terminal."""
     if request.only_output not in (None, instance):
         return Std.ALL
     return Std.OUT if request.only_stdout not in (None, instance) else Std.NONE

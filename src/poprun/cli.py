@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from popengine.environment import NUM_NODES
 
-from . import guard, hosts
+from . import Log, guard, hosts
 from .command_line import Request, parse
-from .log import Log
 from .topology import Node, local_instances, node_of, table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line; its exit code."""
+    """Run a command line and return its exit code."""
     words = sys.argv[1:] if words is None else words
     request = parse(words)
     log = Log(request.verbosity)
@@ -45,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _work(request: Request, node: Node, log: Log, folder: str) -> int:
-    from . import agent  # loads torch, which the guard has no use for
+    from . import agent  # loads torch, which the guard does not use
 
     return agent.work(request, node, log, folder)
 
@@ -62,7 +61,7 @@ def _announce(request: Request, names: Sequence[str], log: Log) -> None:
 
 
 def _end_with_stdin() -> None:
-    """Whoever holds the other end has gone, or wants this training to end."""
+    """End this process when its standard input ends: the poprun that started it by ssh has closed the connection."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), 15)

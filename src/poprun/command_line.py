@@ -21,7 +21,7 @@ YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n",
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked poprun for."""
+    """The options and the program of a command line."""
 
     program: tuple[str, ...]
     replicas: int = 1
@@ -38,11 +38,11 @@ class Request:
     prints_topology: bool = False
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # options that were given and have no effect here
-    ignored_mpi: tuple[str, ...] = ()  # words for MPI that nobody here understands
+    ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> Request:
-    """The request that a command line makes. A faulty one ends the program, as argparse does: exit code 2."""
+    """Return the request of a command line. A faulty one ends the program, as argparse does: exit code 2."""
     parser = _Parser()
     own, program = parser.split(words)
     given = parser.parse_args(own)
@@ -173,7 +173,7 @@ class _Parser(argparse.ArgumentParser):
         self._add(name, *spellings, type=_switch, default=default, metavar="yes|no", help=text)
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Poprun's own words, each with its value, and the program with its arguments."""
+        """Return poprun's own words, each with its value, and the program with its arguments."""
         own: list[str] = []
         rest = list(words)
         while rest and rest[0].startswith("-"):
@@ -199,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
         return own, rest
 
     def _named(self, name: str) -> argparse.Action:
-        """The option of this name, or the only one that begins so."""
+        """Return the option of this name, or the only one that begins so."""
         known = self._actions_by_name
         if name in known:
             return known[name]
@@ -211,7 +211,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}")
 
     def take_over(self, path: str) -> None:
-        """Use what `export` wrote as defaults."""
+        """Use the values of a file of `export` as defaults."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -245,7 +245,7 @@ class _Mpi:
 
 
 def _mpi(parser: _Parser, text: str) -> _Mpi:
-    """What counts of the words that are meant for mpirun."""
+    """Return the options for mpirun that have an effect here."""
     found = _Mpi([], [])
     words = shlex.split(text)
     while words:
@@ -262,7 +262,7 @@ def _mpi(parser: _Parser, text: str) -> _Mpi:
 
 
 def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Of `NAME=VALUE` and `NAME`, which takes the value that it has here, if it has one."""
+    """Return the variables of words `NAME=VALUE`, or `NAME`, which has its value in the environment."""
     found = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -1,8 +1,8 @@
-"""A process that holds nothing but the ends of all others.
+"""A parent process of poprun that ends all processes of a training.
 
-torch.distributed.elastic ends the instances when it is asked to, but not when it is killed, and not what they have
-started. So poprun forks: the child does the work, and its parent, this guard, hands it all signals, adopts whatever
-loses its parent, and ends it. Should the guard be killed, the kernel tells the child.
+torch.distributed.elastic does not end the instances when it is killed, and never the processes that they have started.
+So poprun forks: the child works, and its parent, the guard, forwards signals to the child, adopts processes that lose
+their parent, and ends them. If the guard is killed, the kernel sends the child a signal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(work: Callable[[], int]) -> int:
-    """The exit code of `work`, which runs in a child; nothing that it has started outlives a failure."""
+    """Run `work` in a child and return its exit code; no process that it has started outlives a failure."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Signals wait until there is somebody to hand them to.
+    # Signals are held back until the child can receive them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     guard = os.getpid()
     child = os.fork()
@@ -37,7 +37,7 @@ def run(work: Callable[[], int]) -> int:
     def forward(number: int, _: FrameType | None) -> None:
         asked.append(number)
         with suppress(ProcessLookupError):
-            # Who asks to end a second time doesn't want to wait.
+            # A second signal ends the child at once.
             os.kill(child, number if len(asked) == 1 else signal.SIGKILL)
 
     for number in _FORWARDED:
@@ -54,26 +54,26 @@ def run(work: Callable[[], int]) -> int:
 
 
 def exit_code(code: int) -> int:
-    """As shells count: 128 and the number of the signal that ended a process."""
+    """Return an exit code as shells do: 128 plus the number of the signal that ended a process."""
     return 128 - code if code < 0 else code
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send this process a signal as soon as its parent is gone."""
+    """Have the kernel send this process a signal as soon as its parent is gone."""
     _prctl(_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone already
         os.kill(os.getpid(), number)
 
 
 def _as_child(work: Callable[[], int], guard: int) -> int:
-    os.setpgid(0, 0)  # Ctrl-C of a terminal comes through the guard, and once
+    os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     code = 1
     try:
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # so that it ends what it has started also without a guard
+        _prctl(_SET_CHILD_SUBREAPER, 1)  # to end what it has started also when the guard is gone
         end_with(guard, signal.SIGTERM)
         code = work()
     except SystemExit as leaving:
@@ -92,7 +92,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """Wait, and meanwhile bury what was adopted."""
+    """Return the child's status at its end; until then reap adopted processes."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -100,7 +100,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_adopted() -> None:
-    """End all that lost its parent, and then what that has left."""
+    """Kill all adopted processes, and then those that they leave."""
     while children := _children():
         for pid in children:
             with suppress(ProcessLookupError):
@@ -117,6 +117,6 @@ def _children() -> list[int]:
 
 
 def _prctl(what: int, value: int) -> None:
-    """Ask Linux's kernel; other systems are without."""
+    """Call Linux's prctl; other systems have none."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0)

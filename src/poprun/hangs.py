@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from popdist.signed_store import Store, StoreError
 
-from .log import Log
+from . import Log
 
 _STALE = 5.0  # seconds without news of a wait, after which the instance itself must stand still
 _TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
@@ -74,8 +74,10 @@ class Hangs:
             waited = {wait["for"]: wait["what"] for wait in waits.values()}
             for instance, pid in self._processes.items():
                 if instance in waited and instance not in waits:
-                    others = ", ".join(str(i) for i, wait in waits.items() if wait["for"] == instance)
-                    self._judge(instance, pid, f"instance {others} waits for it at {waited[instance]}", now)
+                    others = [str(i) for i, wait in waits.items() if wait["for"] == instance]
+                    verb = "instances {} wait" if len(others) > 1 else "instance {} waits"
+                    why = f"{verb.format(', '.join(others))} for it at {waited[instance]}"
+                    self._judge(instance, pid, why, now)
                 else:
                     self._marks.pop(instance, None)
 

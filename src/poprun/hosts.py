@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 
+from . import Log
 from .command_line import Request
 from .guard import exit_code
-from .log import Log
 from .topology import local_instances
 
 _HERE = ("localhost", socket.gethostname())
@@ -26,11 +26,11 @@ _PATIENCE_FOR_CAUSE = (
     30  # seconds for the host that failed first to end, after another one has ended because of it
 )
 CONSEQUENCE = 75  # exit code of a host that ended because another one did, with WATCH
-WATCH = "POPRUN_ENDS_WITH_STDIN"  # set where poprun ends as soon as its standard input does
+WATCH = "POPRUN_ENDS_WITH_STDIN"  # the variable of a poprun that ends as soon as its standard input does
 
 
 def work(request: Request, words: Sequence[str], log: Log) -> int:
-    """Run poprun with the same words on every host; the exit code of the first that failed."""
+    """Run poprun with the same words on every host, and return the exit code of the first that failed."""
     local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -65,7 +65,7 @@ def work(request: Request, words: Sequence[str], log: Log) -> int:
 
 
 def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Ssh hands no signals over, but the end of standard input."""
+    """Close standard input of each process: ssh forwards its end, but no signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):

@@ -1,9 +1,9 @@
-"""Becomes one instance: a file of its own that Python runs alone, so that it starts in milliseconds.
+"""Replaces itself by the program of one instance. Python runs this file alone, in milliseconds.
 
     python -I -S instance.py AGENT PROGRAM [ARGS...]
 
-What it sets up stays when the program takes its place: the kernel kills it with its agent, and it keeps to the cores
-in POPRUN_CORES.
+The process keeps two settings when the program takes its place: the kernel kills it with its agent, and it runs on the
+cores of POPRUN_CORES.
 """
 
 import ctypes

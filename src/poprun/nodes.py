@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from popdist.signed_store import Server, Store, StoreError
 from popengine.environment import SECRET
 
-from .log import Log
+from . import Log
 from .topology import Node
 
 _LOOK = 0.05  # seconds between two looks at the other nodes' records, while a round forms

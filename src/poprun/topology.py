@@ -1,9 +1,11 @@
-"""Which node runs which instances, and which instance runs which replicas: values, and the table of them."""
+"""Which node runs which instances, and which instance runs which replicas on which cores: values, and their table."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from popengine import environment
 
@@ -24,7 +26,7 @@ class Node:
 
 
 def node_of(variables: Mapping[str, str]) -> Node:
-    """The node that this poprun is, from its environment.
+    """Return the node that an environment describes.
 
     Raises:
         ValueError: a variable is missing, no number or out of range
@@ -50,14 +52,14 @@ def node_of(variables: Mapping[str, str]) -> Node:
 
 
 def local_instances(request: Request, nodes: int) -> int:
-    """Instances of each node. Raises: ValueError, if the nodes can't have the same number."""
+    """Return the number of instances of each node. Raises: ValueError, if it is not the same."""
     if request.instances % nodes:
         raise ValueError(f"{request.instances} instances can't be shared out over {nodes} nodes")
     return request.instances // nodes
 
 
 def launch_of(request: Request, instance: int, nodes: int) -> environment.Launch:
-    """What an instance is told of its place."""
+    """Return an instance's place, as popdist reads it."""
     replicas = request.replicas // request.instances
     return environment.Launch(
         total_replicas=request.replicas,
@@ -70,8 +72,29 @@ def launch_of(request: Request, instance: int, nodes: int) -> environment.Launch
     )
 
 
+def cores_of(local_instance: int, instances: int) -> list[int]:
+    """Return the cores of the NUMA node that an instance belongs to; none where the host is one node.
+
+    Neighbouring instances belong to the same NUMA node.
+    """
+    folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    allowed = os.sched_getaffinity(0)
+    nodes = [sorted(allowed & set(_listed((path / "cpulist").read_text()))) for path in folders]
+    nodes = [cores for cores in nodes if cores]
+    return nodes[local_instance * len(nodes) // instances] if len(nodes) > 1 else []
+
+
+def _listed(text: str) -> list[int]:
+    """Return the numbers of a list as Linux writes it: 0, 1, 2, 8 for "0-2,8"."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
 def table(request: Request, hosts: Sequence[str]) -> str:
-    """The topology as poprun prints it.
+    """Return the topology as poprun prints it.
 
     ```
      =============================

@@ -6,8 +6,7 @@ import pytest
 
 from popengine.environment import Launch
 from poprun.command_line import Request
-from poprun.numa import _listed
-from poprun.topology import Node, launch_of, local_instances, node_of, table
+from poprun.topology import Node, _listed, launch_of, local_instances, node_of, table
 
 FOUR = Request(("python3",), replicas=8, instances=4, ipus_per_replica=2)
 

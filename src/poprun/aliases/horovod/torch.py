@@ -1,4 +1,4 @@
-"""`import horovod.torch as hvd`, by popdist: rank, size and collectives."""
+"""`import horovod.torch as hvd`: rank, size and collectives of popdist under Horovod's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def shutdown() -> None:
-    """Nothing has to be ended."""
+    """Do nothing: popdist needs no end."""
 
 
 def is_initialized() -> bool:
@@ -43,7 +43,7 @@ def local_rank() -> int:
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> Tensor:
-    """The mean over all instances, or what `op` says."""
+    """Return the mean over all instances, or what `op` says."""
     if op is None:
         op = Sum if average is False else Average
     return collectives.all_reduce(tensor, op)
@@ -63,7 +63,7 @@ def grouped_allreduce(
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """The rows of all instances, in their order."""
+    """Return the rows of all instances, in their order."""
     return collectives.all_gather(tensor)
 
 
@@ -81,7 +81,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """One instance's object, in all."""
+    """Return one instance's object in all instances. It is unpickled, as in Horovod."""
     mine = bytearray(pickle.dumps(obj)) if rank() == root_rank else bytearray()
     everybody = collectives.all_gather(
         torch.frombuffer(mine, dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
