@@ -61,9 +61,6 @@ EXCEPTIONS = {
 # Folders that import each other. This list may only shrink.
 MUTUAL = {
     ("popengine.run.backends", "popengine.run.state"),
-    ("poptorch.compiling", "poptorch.reporting"),
-    ("poptorch.data", "poptorch.reporting"),
-    ("poptorch.options", "poptorch.reporting"),
 }
 
 

@@ -27,7 +27,7 @@ import poptorch
 from popengine.environment import read
 from poptorch.data.randomness import random_state, set_random_state
 from poptorch.executor.training_state import set_training_state, training_state
-from poptorch.reporting.logs import logger
+from poptorch.logs import logger
 
 from . import checkpoint_files as files
 from . import collectives

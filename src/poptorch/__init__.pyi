@@ -54,6 +54,7 @@ from .enums import (
 )
 from .executor.executor import PoplarExecutor
 from .executor.wrapping import describe, inferenceModel, load, trainingModel
+from .logs import logger, setLogLevel
 from .nested_values import ICustomArgParser, registerCustomArgParser
 from .ops import (
     CPU,
@@ -89,7 +90,6 @@ from .poptorch_core import (
     importPoptorchMetadataFromFile,
     poptorchAtExit,
 )
-from .reporting.logs import logger, setLogLevel
 from .system import ipuHardwareIsAvailable, ipuHardwareVersion
 from .version import __version__
 

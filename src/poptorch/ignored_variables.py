@@ -8,7 +8,7 @@ POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_
 import os
 from collections.abc import Mapping
 
-from .reporting.logs import logger
+from .logs import logger
 
 RECORDED = {
     "POPTORCH_IPU_MODEL": "all ipus are models here",

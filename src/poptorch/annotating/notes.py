@@ -21,8 +21,8 @@ from popengine.errors import CaptureError
 from popengine.run.state.results import Results
 from popengine.settings import Anchor, Counts
 
+from ..logs import logger
 from ..nested_values import constants_of, tensors_of, with_tensors
-from ..reporting.logs import logger
 
 
 def note(what: Any, value: Any) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from popengine.errors import BatchError, Error
 from popengine.ir import Signature
 from popengine.settings import Counts
+from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, describe, paths_of, tensors_of, with_tensors
-from poptorch.reporting.logs import logger
 
 _HINT = (
     "\n  why: a compiled model has fixed inputs\n"

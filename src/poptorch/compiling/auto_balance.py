@@ -19,7 +19,7 @@ from popengine.run.measure.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 
-from ..reporting.logs import logger
+from ..logs import logger
 
 _EACH_ALONE = Strategy("pipelined", "auto_increment")
 

@@ -18,8 +18,7 @@ from popengine.ir import Plan
 from popengine.run import devices
 from popengine.settings import Settings
 
-from ..reporting.changed_options import counted
-from ..reporting.logs import logger
+from ..logs import counted, logger
 
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64

@@ -25,8 +25,8 @@ from ..annotating.replica_groups import one_row_each
 from ..annotating.strategies import PipelinedExecution, ShardedExecution
 from ..autocasting import following
 from ..enums import OutputMode, OverlapMode
+from ..logs import logger
 from ..options import Options
-from ..reporting.logs import logger
 from . import compilation_log
 from .anchors import Anchors, requests_of, resolve
 from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of

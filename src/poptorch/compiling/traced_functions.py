@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.errors import CaptureError
 
+from ..logs import logger
 from ..ops.ctc import ctc_loss
 from ..ops.marks import identity_loss
-from ..reporting.logs import logger
 
 
 class Traced(TorchFunctionMode):

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from popengine.errors import DataError
+from poptorch.logs import logger
 from poptorch.options import Options
-from poptorch.reporting.logs import logger
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from poptorch.data.loader_warnings import capped, warn_about_copies, warn_about_
 from poptorch.data.progress import Progress, Resumable, checked
 from poptorch.data.rows import grouped
 from poptorch.enums import DataLoaderMode
+from poptorch.logs import logger
 from poptorch.options import Options
-from poptorch.reporting.logs import logger
 
 
 class DataLoader(torch.utils.data.DataLoader):

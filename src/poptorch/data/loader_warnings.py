@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from poptorch.reporting.logs import logger
+from poptorch.logs import logger
 
 
 def capped(num_workers: int, dataset: Any) -> int:

@@ -20,9 +20,9 @@ from popengine.run.instances.agreement import of_a_plan, of_weights
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
 from ..enums import ConnectionType
+from ..logs import logger
 from ..ops.host import calls_host
 from ..options import Options
-from ..reporting.logs import logger
 from ..version import __version__
 from .device_lease import KeptState
 from .wrapped_model import WrappedModel

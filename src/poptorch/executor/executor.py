@@ -26,10 +26,10 @@ from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import compile_model
 from ..compiling.outputs import returned
 from ..enums import ConnectionType
+from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
-from ..reporting.logs import logger, repeats
 from ..reporting.overview import Overview, overview
 from ..reporting.planned import stop_where_a_plan_was_asked_for
 from ..reporting.reporter import reporter_for

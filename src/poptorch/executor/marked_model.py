@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
-from ..reporting.logs import logger
+from ..logs import logger
 
 
 def _ask(owner: weakref.ref[Any] | None) -> Any:

@@ -12,12 +12,12 @@ from popengine import settings
 from popengine.errors import Error
 
 from ..enums import MeanReductionStrategy
+from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import freeze_optimizer
 from ..optim.optimizer_guard import OptimizerGuard
 from ..optim.state_names import loaded_rates, rate_entries, state_entries, states_of
 from ..optim.torch_link import Link, engine_state, torch_state
-from ..reporting.logs import logger
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
-from ..reporting.logs import logger
+from ..logs import logger
 from ..reporting.reporter import Reporter, noting
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel

@@ -9,8 +9,8 @@ from torch import nn
 
 from popengine.errors import Error
 
+from ..logs import logger
 from ..options import Options
-from ..reporting.logs import logger
 from ..reporting.overview import Overview
 from . import executable_file, marked_model
 from .executor import PoplarExecutor

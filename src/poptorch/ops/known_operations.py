@@ -13,7 +13,7 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from ..reporting.logs import logger
+from ..logs import logger
 from .ctc import ctc_loss
 from .library import listed
 

@@ -6,8 +6,8 @@ import torch
 
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, OutputMode
+from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
-from poptorch.reporting.logs import logger
 
 BACKENDS = ("eager", "inductor")
 MEMORY_FORMATS = ("preserve", "channels_last", "auto")

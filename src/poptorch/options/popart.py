@@ -10,8 +10,8 @@ import enum
 from typing import Any, Self
 
 from popengine.errors import Error
+from poptorch.logs import logger
 from poptorch.options.option_base import Freezable, merged, plain, printed, recorded
-from poptorch.reporting.logs import logger
 
 KNOWN_NAMES = (
     "autoRecomputation",

@@ -6,8 +6,8 @@ import torch
 
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior
+from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict, Setting, expect, recorded, refused
-from poptorch.reporting.logs import logger
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
-from poptorch.reporting.logs import logger
 
 _NO_LIMIT = 2**64 - 1
 

@@ -3,8 +3,8 @@
 from typing import Self
 
 from poptorch.enums import MeanReductionStrategy, ReductionType
+from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
-from poptorch.reporting.logs import logger
 
 
 class Training(OptionsDict):

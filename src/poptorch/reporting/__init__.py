@@ -1,1 +1,1 @@
-"""What users are told: logs, errors, profiles, counters, what will run."""
+"""Reports: what will run (`overview`, `planned`), and profiles of what ran (`reporter`)."""

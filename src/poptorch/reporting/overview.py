@@ -14,7 +14,7 @@ from popengine.ir import Graph, Plan
 from popengine.profile import Profile
 from popengine.settings import Settings
 
-from .changed_options import counted
+from ..logs import counted
 from .planned import planned
 
 _DRAWN = 64  # micro-batches; a wider drawing shows nothing

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,18 @@ from popengine.compile.describe import Description
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.measure.memory_meter import memory
-from popengine.run.measure.recorder import Recorder
+from popengine.run.measure.recorder import Recorder, Times
 from popengine.run.measure.recording_costs import recording_costs
+from popengine.settings import Optimizer
 
 from ..compiling.machine_hints import Hints
 from ..data.batch_waits import listeners
+from ..logs import counted, logger
 from ..options import Options
+from ..options.freeze_options import resolved
+from ..options.option_base import OptionsDict
 from ..version import __version__
-from .changed_options import changed_options, optimizer_in_words, strategy_in_words
-from .logs import logger
 from .planned import tables
-from .recorded_rows import detailed_step, timed, tracks
 
 _SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
 _SHARE = 100
@@ -115,7 +116,7 @@ class Reporter:
             "failed_calls": recorder.failed_calls,
             "steps": recorder.steps,
             "ns_in_calls": recorder.ns_in_calls,
-            "detailed_step": detailed_step(recorder),
+            "detailed_step": _detailed_step(recorder),
             "capacity": _capacity(settings.strategy.capacity),
             "recording": recording_costs(recorder),
             "threads": torch.get_num_threads() // inside,
@@ -126,8 +127,8 @@ class Reporter:
                 "python": platform.python_version(),
             },
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "strategy": strategy_in_words(options, settings.strategy.mode),
-            "optimizer": optimizer_in_words(settings.optimizer),
+            "strategy": _strategy_in_words(options, settings.strategy.mode),
+            "optimizer": _optimizer_in_words(settings.optimizer),
             **self._hints,
         }
         return replace(
@@ -135,8 +136,8 @@ class Reporter:
             name=options("model_name") if options.exists("model_name") else found.name,
             facts={**found.facts, **facts},
             passes=tuple(self.passes),
-            operations=tuple(timed(described, recorder)),
-            tracks=tuple(tracks(recorder)),
+            operations=tuple(_timed(described, recorder)),
+            tracks=tuple(_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
                 for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
@@ -147,7 +148,7 @@ class Reporter:
             ),
             memory=tuple(memory(store, *place, roles) for place, store in engine.stores.items()),
             tensors=tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
-            options=tuple(changed_options(options, settings.training)),
+            options=tuple(_changed_options(options, settings.training)),
         )
 
 
@@ -192,3 +193,111 @@ def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
     yield
     if reporter is not None:
         reporter.recorder.note(kind, start)
+
+
+# ---- what was recorded, as rows ---------------------------------------------------------------------------
+
+
+def _tracks(recorder: Recorder) -> list[profile.Track]:
+    """Return the steps in order of their start; of the last one that failed, the instructions that ran."""
+    found = [
+        _track(recorder, place, times, times.length)
+        for place, kept in recorder.kept.items()
+        for times in [*kept.first, *kept.last]
+    ]
+    for place, times in recorder.broken.items():
+        done = next((index for index, end in enumerate(times.ends) if not end), times.length)
+        if done:
+            found.append(_track(recorder, place, times, done))
+    return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
+
+
+def _track(recorder: Recorder, place: tuple[int, int], times: Times, length: int) -> profile.Track:
+    """Return the first `length` instructions of a step of one ipu."""
+    begins, ends = times.begins[:length], times.ends[:length]
+    return profile.Track(
+        times.call,
+        times.step,
+        *place,
+        begins[0] - recorder.origin,
+        [end - begin for begin, end in zip(begins, ends, strict=True)],
+        [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))],
+        list(times.cores[:length]),
+        list(times.computed[:length]),
+    )
+
+
+def _timed(described: Description, recorder: Recorder) -> list[profile.Operation]:
+    """Return the operations with their times in the detailed step."""
+    lines, runs = {}, {}
+    for detail in recorder.details.values():
+        lines.update({piece: detail.times(piece) for piece in detail.lines})
+        runs.update(detail.runs)
+    return [
+        operation._replace(calls=runs[operation.piece], ns=lines[operation.piece][line])
+        if operation.piece in runs
+        else operation
+        for line, operation in described.operations
+    ]
+
+
+def _detailed_step(recorder: Recorder) -> list[int] | None:
+    """Return call and step in which single operations were measured."""
+    details = list(recorder.details.values())
+    return [details[0].call, details[0].step] if details else None
+
+
+# ---- options, strategy and optimizer in words ---------------------------------------------------------------
+
+
+def _changed_options(options: Options, training: bool) -> list[profile.Option]:
+    """Return the options that differ from their defaults, in words."""
+    mine, default = _flat(options), _flat(resolved(Options(), training))
+    return [
+        profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
+        for name in sorted(mine.keys() | default.keys())
+        if mine.get(name) != default.get(name)
+    ]
+
+
+def _strategy_in_words(options: Options, mode: str) -> str:
+    """Return the user's strategy and its mode here: a pipeline with few micro-batches may run sharded."""
+    name = type(options._execution_strategy).__name__
+    return name if name.lower().startswith(mode) else f"{name}, run {mode}"
+
+
+def _optimizer_in_words(optimizer: Optimizer | None) -> str:
+    """Return an optimizer's rule, what it updates, and its differences from the rule's defaults; not its rates, which
+    change."""
+    if optimizer is None:
+        return "none"
+    groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
+    many = counted(len(optimizer.group_of), "parameter")
+    words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
+    for name in [field.name for field in fields(optimizer)]:
+        value = getattr(optimizer, name)
+        if name == "state_types":
+            words += [f"{k} in {v}" for k, v in value.items() if v != torch.float32]
+        elif value != getattr(plain, name):
+            words.append(f"{name.replace('_', ' ')} {value}")
+    return "; ".join(words)
+
+
+def _flat(options: Options) -> dict[str, str]:
+    """Return every option's value by its dotted name."""
+    found: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        values = value.toDict() if isinstance(value, OptionsDict) else value
+        if isinstance(values, dict) and all(isinstance(key, str) for key in values):
+            for name, inner in values.items():
+                walk(f"{prefix}.{name}" if prefix else name, inner)
+        elif prefix.rpartition(".")[2] not in found:  # what the top level repeats is shown once
+            found[prefix] = str(value)
+
+    walk("", options)
+    for name, nested in vars(options).items():
+        if isinstance(nested, OptionsDict):
+            walk(name.lstrip("_"), nested)
+    found["execution_strategy"] = type(options._execution_strategy).__name__
+    return found

@@ -124,4 +124,9 @@ def configure(level: str, destination: str) -> None:
         logger.warning("%s (from POPTORCH_LOG_LEVEL); using WARN", error)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 stage", "2 stages" or "2 batches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
+
+
 configure(os.environ.get("POPTORCH_LOG_LEVEL", "WARN"), os.environ.get("POPTORCH_LOG_DEST", "stderr"))

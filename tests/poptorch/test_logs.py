@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import poptorch
-from poptorch.reporting import logs
+from poptorch import logs
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_the_log_can_go_to_stdout_or_a_file(capsys, tmp_path):
 
 def test_an_unknown_level_in_the_environment_does_not_break_the_import():
     environment = {**os.environ, "POPTORCH_LOG_LEVEL": "LOUD", "POPTORCH_LOG_DEST": "stdout"}
-    command = [sys.executable, "-c", "import poptorch.reporting.logs as logs; print(logs.logger.level)"]
+    command = [sys.executable, "-c", "import poptorch.logs as logs; print(logs.logger.level)"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "Unknown log level: LOUD" in output and output.endswith("30\n")
 
