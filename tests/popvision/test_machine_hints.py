@@ -108,11 +108,17 @@ def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):
     assert set(profile.facts["hints"]) == {LAYOUT} and profile.facts["hints"][LAYOUT] > 0
 
 
-def test_native_half_kernels_are_measured_against_those_through_float32(tmp_path):
+@pytest.mark.parametrize(
+    ("features", "names"), [({}, {'options.Precision.halfKernels("auto")'}), ({"avx512_bf16": True}, set())]
+)
+def test_native_half_kernels_are_measured_where_auto_would_take_others(
+    tmp_path, monkeypatch, features, names
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     options = poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve")
     options.Precision.halfKernels("native")
     _, profile = hinted(tmp_path, options, torch.bfloat16)
-    assert set(profile.facts["hints"]) == {'options.Precision.halfKernels("auto")'}
+    assert set(profile.facts["hints"]) == names
 
 
 calls = []

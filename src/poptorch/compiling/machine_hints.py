@@ -1,7 +1,7 @@
-"""What only this machine knows: how much faster another option would make this model's computations here, and how
-many times as much several threads compute at the same time.
+"""Measure what this machine gives a model: the speed with other options, and the throughput of several threads.
 
-Measured when a model is compiled for a profile, on the sample micro-batch; without a profile nothing is measured.
+Done when a model is compiled for a profile, on the sample micro-batch. The result is advice in the report: it does not
+change what is computed.
 """
 
 import operator
@@ -22,15 +22,19 @@ from popengine.settings import Strategy
 from ..options import Options
 from .arguments import weights_of
 
-_MOST = 1.0  # seconds of a micro-batch; a slower one is not run several times more for a hint
+_MOST = 1.0  # seconds of a micro-batch; a slower one is not run several more times
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 
 
 class Hints(NamedTuple):
-    """`options`: not asked for -> how many times as fast a micro-batch is with it. `sharing`: number of threads -> how
-    many times as many micro-batches they compute at the same time as one, and how many times as long a core then
-    computes each."""
+    """The measurements of a machine.
+
+    Args:
+        options: from an option that was not set to the speedup of a micro-batch with it
+        sharing: from a number of threads to their throughput, as a multiple of one thread's, and to the factor by
+            which a micro-batch then takes longer
+    """
 
     options: Mapping[str, Factor] = {}
     sharing: Mapping[int, tuple[Factor, float]] = {}
@@ -46,7 +50,7 @@ def hints(
     model: nn.Module,
     samples: Sequence[Tensor],
 ) -> Hints:
-    """Measure what this machine gives.
+    """Measure; nothing where the model calls the user's code, or a micro-batch takes more than a second.
 
     Args:
         graph:         as it will run
@@ -74,7 +78,7 @@ def _sample(graph: Graph, model: nn.Module, samples: Sequence[Tensor]) -> Sample
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
-    """The graph with each option that was not asked for, where it makes a difference."""
+    """Return the graph with each option that was not set, where it differs."""
     others: dict[str, Callable[[Graph], Graph]] = {}
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
@@ -86,6 +90,6 @@ def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Gra
 
 
 def _calls_out(graph: Graph) -> bool:
-    """Whether it calls the user's code, by custom operations or on the host: what that does must not be done twice."""
+    """Return whether a graph calls the user's code, whose side effects must not happen twice."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)

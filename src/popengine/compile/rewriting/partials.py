@@ -62,6 +62,8 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         if kind is not None and chosen(node.target, kind):
             widened.add(f"{node.target.overloadpacket.__name__} of {str(kind).removeprefix('torch.')}")
             _widen(node, copies)
+    if not widened:
+        return graph, ()
     code.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return replace(graph, code=code), tuple(sorted(widened))
 
