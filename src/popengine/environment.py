@@ -1,7 +1,7 @@
-"""The launch of a process, as a value: how many replicas there are, and which are its own.
+"""The environment variables of launchers, as a value: the number of replicas, and those of this process.
 
-Standard library only: `poprun` writes these variables, `popdist` reads them, and they are named here once. Processes
-that mpirun, torchrun or srun started are instances of one replica each.
+`poprun` writes these variables; `popdist` and `poptorch` read them. Processes of mpirun, torchrun or srun are instances
+of one replica each. This file imports the standard library only, for launchers without torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 
-# Of a poprun that is one of several, each on a node of its own.
+# Set for each of several popruns, one on each node.
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
@@ -32,18 +32,18 @@ SECRET = "POPDIST_SECRET"
 # A folder with the names of other libraries, for programs where those are absent.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
-# Of other launchers: how many processes there are, which one this is, and which on its host.
+# The variables of other launchers: the number of processes, the rank, and the rank on the host.
 OTHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    # Of a step only: in a batch script itself, which is one process, the variables of the job say something else.
+    # A step's variables: a batch script itself is one process, although its job has several tasks.
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One instance (a process) among those that train together; without a launcher, the only one."""
+    """One instance (a process) of those that train together; without a launcher, the only one."""
 
     total_replicas: int = 1
     local_replicas: int = 1
@@ -54,7 +54,7 @@ class Launch:
     instance: int = 0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of this instance, by popdist's names, MPI's and torchrun's."""
+        """Return the environment variables of this instance, with popdist's, MPI's and torchrun's names."""
         return {
             TOTAL: str(self.total_replicas),
             LOCAL: str(self.local_replicas),
@@ -77,10 +77,10 @@ def is_set(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that an environment describes.
+    """Return this process's launch, as the environment describes it.
 
     Raises:
-        ValueError: a variable is missing or no number, or the replicas don't divide
+        ValueError: a variable is missing or no number, or the total is not a multiple of the local replicas
     """
     if TOTAL not in environment:
         names = _other_launcher(environment)
@@ -112,7 +112,7 @@ def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the variable names of the launcher that started this process as one of several; None: there is none."""
+    """Return the variables of the launcher that started this process as one of several; None, if there is none."""
     return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
 
 
