@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from popengine.environment import path_with_aliases
+from popengine.environment import SECRET, path_with_aliases
 
 from .observe import merged, observe
 from .pods import ATTEMPT, INSTANCE, PORT, Object, exit_code, phase, when_ended
@@ -61,7 +62,12 @@ class Starter:
         )
         self.job, self.folder, self.overrides = job, folder, overrides
         python_path = path_with_aliases(os.environ.get("PYTHONPATH", ""))
-        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path}
+        self.environment = {
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": python_path,
+            SECRET: secrets.token_hex(32),
+        }
         self.ports = [str(port) for port in _free_ports(job.shape.instances)]
 
     def __call__(self, pod: Object) -> Process:
