@@ -49,23 +49,32 @@ def write(folder: Path, profile: Profile) -> Path:
     return target
 
 
+def wide(chromium, width: int) -> None:
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    chromium.send("Emulation.setDeviceMetricsOverride", **size)
+    chromium.settle()
+
+
 def canvas_of(chromium) -> dict:
     return chromium.value("document.querySelector('main canvas.pan').getBoundingClientRect().toJSON()")
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_view_opens_in_light_and_in_dark(chromium, report, view, theme):
+def test_every_view_opens_in_light_and_dark_and_fits_a_narrow_window(chromium, report, view):
     chromium.faults.clear()
-    media = [{"name": "prefers-color-scheme", "value": theme}]
-    chromium.send("Emulation.setEmulatedMedia", features=media)
-    chromium.open(report, view)
-    chromium.screenshot(SHOTS / f"{view}-{theme}.png")
+    for theme, width in (("light", 1400), ("dark", 420)):
+        media = [{"name": "prefers-color-scheme", "value": theme}]
+        chromium.send("Emulation.setEmulatedMedia", features=media)
+        wide(chromium, width)
+        chromium.open(report, view)
+        chromium.screenshot(SHOTS / f"{view}-{theme}.png")
+        assert chromium.value("document.documentElement.dataset.theme") == theme
+        assert chromium.value("document.querySelector('[aria-selected=true]').id") == f"tab-{view}"
+        assert len(chromium.value("document.getElementById('main').innerText")) > 50
+        assert chromium.value("document.querySelector('.fault')") is None
+        assert chromium.value("document.documentElement.scrollWidth") <= width
+    wide(chromium, 1400)
     assert chromium.faults == []
-    assert chromium.value("document.documentElement.dataset.theme") == theme
-    assert chromium.value("document.querySelector('[aria-selected=true]').id") == f"tab-{view}"
-    assert len(chromium.value("document.getElementById('main').innerText")) > 50
-    assert chromium.value("document.querySelector('.fault')") is None
 
 
 def test_the_headline_shows_the_figures(chromium, report):

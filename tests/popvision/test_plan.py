@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 from simulated import MS, simulated
-from test_page_asked import wide
+from test_page import wide
 from test_runs import ROWS, WIDTH, Model
 
 import poptorch
