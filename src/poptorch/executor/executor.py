@@ -120,6 +120,7 @@ class PoplarExecutor:
         if not self._wrapped.training:
             self._weights.refresh()
         self._weights.check_host()
+        self._optimizer_link.check_unused()
         self._optimizer_link.upload()
         recorder = self._reporter.recorder if self._reporter is not None else None
         try:

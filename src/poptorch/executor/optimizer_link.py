@@ -14,13 +14,15 @@ from popengine.errors import Error
 from ..enums import MeanReductionStrategy
 from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import freeze_optimizer
-from ..optim.optimizer_guard import OptimizerGuard
-from ..optim.state_names import loaded_rates, rate_entries, state_entries, states_of
+from ..optim.freeze_optimizer import freeze_optimizer, rates_of
+from ..optim.optimizer_guard import OptimizerGuard, check_hooks
+from ..optim.state_names import check_states, loaded_rates, rate_entries, state_entries, states_of
 from ..optim.torch_link import Link, engine_state, torch_state
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
 
+_SCALING = "loss_scaling"
+_RATES = ("lr", "momentum", "dampening", "weight_decay", "betas", "eps", "alpha")
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
 
 
@@ -38,6 +40,10 @@ class OptimizerLink:
         self.hyper: settings.Hyper | None = None
         self._torch_link: Link | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
+        self._told_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
+        self._seen_rates: Any = None  # the rates that were loaded into the optimizer last,
+        self._loaded_rates: list[dict[str, tuple[float, float]]] = []  # and what they change, from what
+        self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
         self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
@@ -54,8 +60,7 @@ class OptimizerLink:
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
         compiled = self._lease.executable is not None
-        frozen, self.hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
-        vars(optimizer).pop("_has_pending_rates", None)  # those of the optimizer are newer now
+        frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._lease.kept = replace(self._lease.kept, optimizer=None)  # the states of another rule
@@ -67,11 +72,11 @@ class OptimizerLink:
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         optimizer._opt_called = True  # our calls are its steps: schedulers would warn that there were none
-        if optimizer is self.optimizer:
-            return
-        self.release()
-        self.optimizer = optimizer
-        self.join(take=not compiled)  # else the state on the devices is the newer one
+        if optimizer is not self.optimizer:
+            self.release()
+            self.optimizer = optimizer
+            self.join(take=not compiled)  # else the state on the devices is the newer one
+        self._take_rates(hyper)
 
     def _pick_reduction_strategy(self, optimizer: Any) -> None:
         """Sums of gradients that are kept in float16 are divided as they grow, lest they overflow."""
@@ -89,6 +94,7 @@ class OptimizerLink:
                 self.optimizer._resume(self._model.parameter_names())
             if self._lease.executable is not None:
                 link = weakref.ref(self)
+                self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
         elif self._model.training and self._torch_link is None:
             self._torch_link = Link(self.optimizer, self._model.parameter_names(), self, take)
@@ -107,9 +113,13 @@ class OptimizerLink:
 
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
         """Upload these states of torch's format before the next call. `names`: id(parameter) -> canonical name"""
-        for parameter, state in states.items():
-            if id(parameter) in names:
-                self._loaded[names[id(parameter)]] = engine_state(self.frozen, state)
+        loaded = {
+            names[id(parameter)]: engine_state(self.frozen, state)
+            for parameter, state in states.items()
+            if id(parameter) in names
+        }
+        check_states(self.frozen.kind, loaded)
+        self._loaded.update(loaded)
 
     def discard_loaded(self) -> None:
         """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
@@ -152,19 +162,108 @@ class OptimizerLink:
             self._loaded = {}
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
-            loaded = states_of(kind, entries)
+            self._check_states(entries)
             missing = sorted(set(state_entries(kind, engine.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            engine.write_optimizer(loaded, None if factor is None else float(factor))
-            if optimizer._has_pending_rates:
-                kept: Any = optimizer
-                _, hyper = freeze_optimizer(kept, self._model.parameter_names())
-                self.hyper = loaded_rates(self.frozen, hyper, optimizer._pending_state[1] or {})
+            engine.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
+        newest: Any = optimizer
+        loaded = getattr(newest, "_loaded_rates", None)
+        if loaded is not None and loaded is not self._seen_rates:
+            self._take_rates(freeze_optimizer(newest, self._model.parameter_names())[1])
+
+    def _check_states(self, entries: Mapping[str, Tensor]) -> None:
+        """Raises RuntimeError, if "ipu_state" has states of other shapes than the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
+        grouped = self._model.per_replica  # of which the host has one row for each replica or group
+        shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
+        check_states(self.frozen.kind, states_of(self.frozen.kind, entries), shapes)
+
+    # ---- rates -------------------------------------------------------------------------------------------
+
+    def _take_rates(self, hyper: settings.Hyper) -> None:
+        """Use these rates of the optimizer's, and in place of those that are as they were when a state was loaded the
+        ones of its "ipu_param"."""
+        self._told_rates, self.hyper = _readable_rates(self.optimizer), hyper
+        loaded = getattr(self.optimizer, "_loaded_rates", None)
+        if loaded is None:
+            return
+        if loaded is not self._seen_rates:
+            entries, groups, scaling = self._seen_rates = loaded
+            then = rates_of(self.frozen.kind, groups, scaling)
+            theirs = loaded_rates(self.frozen, then, entries)
+            _warn_of_different_rates(entries, rate_entries(self.frozen, theirs))
+            self._loaded_rates = [
+                {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+                for old, new in zip(_by_name(then), _by_name(theirs), strict=True)
+            ]
+        rates = _by_name(hyper)
+        for now, changes in zip(rates, self._loaded_rates, strict=False):
+            for name, (old, new) in list(changes.items()):
+                if now[name] == old:
+                    now[name] = new
+                else:
+                    del changes[name]  # the user has changed it since
+        self.hyper = settings.Hyper(tuple(rates[1:]), rates[0][_SCALING])
+
+    def check_unused(self) -> None:
+        """Warn once of rates that were changed without `setOptimizer`. Raises Error for hooks of `step()`."""
+        if self.optimizer is None:
+            return
+        check_hooks(self.optimizer)
+        now = _readable_rates(self.optimizer)
+        if now != self._told_rates and not self._has_warned:
+            self._has_warned = True
+            changes = [
+                f"{name} is {value}, and was {before.get(name)}"
+                for group, before in zip(now, self._told_rates, strict=False)
+                for name, value in group.items()
+                if before.get(name) != value
+            ]
+            logger.warning(
+                "the optimizer's rates changed after setOptimizer, and calls use those from before: %s\n"
+                "  fix: call setOptimizer(optimizer) on the executor after scheduler.step(), or after a change of"
+                " param_groups",
+                "; ".join(changes[:3]) or "its parameter groups",
+            )
+
+
+def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what may change of an optimizer: of itself, and of each parameter group."""
+    own = {_SCALING: getattr(optimizer, _SCALING, 1.0)}
+    return [
+        own,
+        *(
+            {n: g[n] if not isinstance(g[n], Tensor) else float(g[n]) for n in _RATES if n in g}
+            for g in optimizer.param_groups
+        ),
+    ]
+
+
+def _by_name(hyper: settings.Hyper) -> list[dict[str, float]]:
+    """The rates of the optimizer itself, and of each group."""
+    return [{_SCALING: hyper.loss_scaling}, *map(dict, hyper.groups)]
+
+
+def _warn_of_different_rates(loaded: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> None:
+    """Warn of entries of a loaded "ipu_param" that are not what its parameters will have."""
+    others = [
+        n
+        for n, value in loaded.items()
+        if n not in used or not torch.isclose(value.float(), used[n], rtol=1e-4)
+    ]
+    if others:
+        logger.warning(
+            "the loaded ipu_param has rates that are not used: %s\n"
+            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
+            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
+            ", ".join(others[:5]),
+        )
 
 
 def _lost() -> NoReturn:

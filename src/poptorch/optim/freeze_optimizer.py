@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def freeze_optimizer(
             f"the engine runs the update, not the Python of {type(optimizer).__name__}"
         )
     _check_presence(optimizer, rule, kind)
-    groups = tuple(_rates(rule, group, index) for index, group in enumerate(optimizer.param_groups))
+    hyper = rates_of(kind, optimizer.param_groups, getattr(optimizer, "loss_scaling", 1.0))
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
     frozen = settings.Optimizer(
@@ -68,8 +68,20 @@ def freeze_optimizer(
         and not isinstance(optimizer, Optimizer)
         and any(group["dampening"] for group in optimizer.param_groups),
     )
-    scaling = _number(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
-    return frozen, settings.Hyper(groups=groups, loss_scaling=scaling)
+    return frozen, hyper
+
+
+def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> settings.Hyper:
+    """Return the rates of parameter groups as numbers. Raises AssertionError, where one is no number in its range."""
+    scaling = _number(loss_scaling, "loss_scaling", "the optimizer")
+    if not 0 < scaling < math.inf:
+        raise AssertionError(
+            f"loss_scaling has to be a positive, finite number, and is {loss_scaling!r}\n"
+            "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
+            "  fix: loss_scaling=1.0, or a power of two for half precision"
+        )
+    rates = tuple(_rates(RULES[kind], group, index) for index, group in enumerate(groups))
+    return settings.Hyper(groups=rates, loss_scaling=scaling)
 
 
 def kind_of(optimizer: Any) -> str:
@@ -144,7 +156,14 @@ def _number(value: Any, name: str, where: str) -> float:
 
 def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
     """A bound on gradients, which any optimizer may have as an attribute."""
-    return _number(getattr(optimizer, name, math.inf), name, "the optimizer")
+    limit = _number(getattr(optimizer, name, math.inf), name, "the optimizer")
+    if limit < 0:
+        raise AssertionError(
+            f"{name} has to be 0 or more, and is {limit:g}\n"
+            "  why: gradients would change their sign\n"
+            f"  fix: a positive {name}; or leave it out for no clipping"
+        )
+    return limit
 
 
 def _betas(betas: Any, where: str) -> tuple[float, float]:

@@ -12,8 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
 from poptorch.optim.attributes import VariableAttributes
-from poptorch.optim.state_names import renamed
+from poptorch.optim.state_names import check_states, renamed, states_of
 from poptorch.optim.torch_link import refuse_other_rules
+
+# ("ipu_param"; the parameter groups when it was loaded, without parameters; the loss scaling then).
+LoadedRates = tuple[Mapping[str, Tensor], list[dict[str, Any]], float]
 
 # (ipu_state, ipu_param): tensors by the names that `poptorch.optim.state_names` gives them.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
@@ -38,8 +41,10 @@ class Optimizer:
     _pending_state: DeviceState | None = None
     # The same, where torch's part of the dictionary has the state and there is no devices' part.
     _pending_torch_state: dict[Tensor, Any] | None = None
-    # Whether it came after the last `setOptimizer`: then its rates are newer than those of the executor.
-    _has_pending_rates: bool = False
+    # Its rates, beside those that the groups had then: for the rates that the user does not change afterwards.
+    _loaded_rates: LoadedRates | None = None
+    # Set by an executor, with the reader. Raises RuntimeError for states that do not fit its parameters.
+    _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # The last state of an executor that has let go of this optimizer, and the names that it had for the parameters.
     _kept_state: DeviceState | None = None
     _kept_names: Mapping[int, str] = MappingProxyType({})  # id(parameter) -> canonical name
@@ -108,8 +113,8 @@ class Optimizer:
         the host, or those of a torch optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or torch's part is the state of
-                another rule; nothing is taken over then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", torch's part is the state of
+                another rule, or a state can't be right; nothing is taken over then
         """
         if not state_dict:
             raise RuntimeError(
@@ -125,11 +130,16 @@ class Optimizer:
                 " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
-        refuse_other_rules(self._kind, self, rest)
-        super().load_state_dict(rest)  # type: ignore[misc]
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
+        refuse_other_rules(self._kind, self, rest)
+        check_states(self._kind, states_of(self._kind, ipu_state or {}))
+        if self._state_check is not None:
+            self._state_check(ipu_state or {})
+        super().load_state_dict(rest)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
-        self._has_pending_rates = bool(ipu_param)
+        own: Any = self
+        groups = [{name: group[name] for name in group if name != "params"} for group in own.param_groups]
+        self._loaded_rates = (dict(ipu_param), groups, self.loss_scaling) if ipu_param else None
         loaded: dict[Tensor, Any] = self.state  # type: ignore[attr-defined]
         self._pending_torch_state = dict(loaded) if ipu_state is None and loaded else None
 
@@ -151,7 +161,7 @@ class Optimizer:
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
             self._kept_names = names
-            self._state_reader = lost
+            self._state_reader, self._state_check = lost, None
 
     def _resume(self, names: Mapping[int, str]) -> None:
         """Let the next executor upload the state that the last one left, unless another state was loaded since.
@@ -170,7 +180,8 @@ class Optimizer:
         attributes = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("step", "_state_reader", "_kept_names") and not name.startswith("_optimizer_")
+            if name not in ("step", "_state_reader", "_state_check", "_kept_names")
+            and not name.startswith("_optimizer_")
         }
         if self._state_reader is not None:
             attributes["_kept_state"] = self._state_reader()

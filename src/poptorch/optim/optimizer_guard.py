@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 
 from popengine import settings
@@ -23,8 +24,7 @@ _KNOWN = {
     *("max_weight_norm", "variable_attrs"),
     *("use_combined_accum", "use_tf_variant", "bias_correction", "accum_type", "velocity_accum_type"),
     *("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
-    # What schedulers write down for themselves.
-    *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"),
+    "differentiable",  # torch adds it to the defaults when a state is loaded
 }
 
 
@@ -58,9 +58,11 @@ class OptimizerGuard:
         """Check an optimizer and take a snapshot of it; see `freeze_optimizer`.
 
         Args:   compiled: hold it to the one that was accepted last before the compilation
-        Raises: Error, where something changed that is compiled in; nothing is accepted then
+        Raises: Error, where something changed that is compiled in, or the optimizer has hooks for its steps; nothing is
+                accepted then
         """
         frozen, hyper = freeze_optimizer(optimizer, names, self._warn_once)
+        check_hooks(optimizer)
         accepted = _Accepted(
             label=label_of(optimizer),
             frozen=frozen,
@@ -90,11 +92,31 @@ class OptimizerGuard:
                 self._tell("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
 
 
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Error, if a step of the optimizer would call hooks: an executor updates without calling `step()`."""
+    hooks = {
+        **optimizer._optimizer_step_pre_hooks,
+        **optimizer._optimizer_step_post_hooks,
+        **torch_optimizer._global_optimizer_pre_hooks,
+        **torch_optimizer._global_optimizer_post_hooks,
+    }
+    for hook in hooks.values():
+        if not str(getattr(hook, "__module__", "")).startswith(
+            "torch."
+        ):  # the profiler of torch has one, too
+            raise Error(
+                f"the optimizer's step hook {getattr(hook, '__qualname__', hook)} would never be called\n"
+                "  why: the executor updates the weights inside of its calls, and not by the optimizer's step()\n"
+                "  fix: remove the hook with its handle; call the function after the executor's call, with one device"
+                " iteration a call for one update each"
+            )
+
+
 def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """The names of the user's attributes, by the words that warnings have for their place."""
-    attributes = {
-        name for name, value in vars(optimizer).items() if not name.startswith("_") and name != "step"
-    }
+    attributes = {name for name in vars(optimizer) if not name.startswith("_")}
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        attributes.discard("step")  # a scheduler counts its calls
     groups = {
         f"group {index} attribute": {str(name) for name in group}
         for index, group in enumerate(optimizer.param_groups)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.update.optimizer_rules import RULES, rule_of
-from poptorch.optim.state_names import State
+from poptorch.optim.state_names import State, check_states
 
 
 def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
@@ -41,7 +41,8 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
     """Look at torch's part of a dictionary before it is loaded into an optimizer of this kind.
 
     Raises:
-        RuntimeError: it has the state of another kind of optimizer, or of parameters of other shapes
+        RuntimeError: it has the state of another kind of optimizer, of parameters of other shapes, or one that can't be
+            right
     """
     states = RULES[kind].states
     always = {state.torch_name for state in states if state.dtype and not state.when}
@@ -65,6 +66,10 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
                 f" shape {found}, and has {None if shape is None else tuple(shape)}\n"
                 "  fix: give the optimizer the parameters that it had, in the same order"
             )
+        names = {each.torch_name: each.name for each in states if each.torch_name}
+        check_states(
+            kind, {f"parameter {index}": {names.get(str(n), str(n)): value for n, value in tensors.items()}}
+        )
 
 
 _LOST = "_pando_lost_state"  # an optimizer's attribute: the hook that says so

@@ -290,3 +290,135 @@ def test_the_state_of_another_rule_is_refused_and_changes_nothing():
         RuntimeError, match=r"of another model: parameter 0 had shape \(2, 3\), and has \(2, 5\)"
     ):
         ours.load_state_dict({"ipu_state": None, "ipu_param": None, **adam.state_dict()})
+
+
+RATED = {
+    **OURS,
+    "sgd": lambda p: poptorch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "combined": lambda p: poptorch.optim.SGD(p, lr=0.1, momentum=0.9, use_combined_accum=True),
+    "lamb": lambda p: poptorch.optim.LAMB(p, lr=0.1),
+}
+HOW = ["at the next call", "before wrapping", "after destroy", "by setOptimizer"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", RATED)
+def test_loaded_rates_of_ipu_param_are_used(kind, how, caplog):
+    # They were only where nothing was wrapped or set after the load.
+    def loaded(make_optimizer):
+        model, _ = made("adam")
+        first = make_optimizer(model.parameters())
+        executor = on_ipus(model, first, data(1))
+        state = copy.deepcopy(first.state_dict())
+        chosen = {
+            name.partition("___")[0]: 0.25 + index / 64 for index, name in enumerate(state["ipu_param"])
+        }
+        state["ipu_param"] = {n: torch.tensor(chosen[n.partition("___")[0]]) for n in state["ipu_param"]}
+        optimizer = first
+        if how in ("before wrapping", "after destroy"):
+            executor.destroy()
+        if how in ("before wrapping", "by setOptimizer"):
+            optimizer = make_optimizer(model.parameters())
+        optimizer.load_state_dict(state)
+        if how == "by setOptimizer":
+            executor.setOptimizer(optimizer)
+        if how in ("before wrapping", "after destroy"):
+            executor = on_ipus(model, optimizer, [])
+        return executor, optimizer, state["ipu_param"]
+
+    executor, optimizer, wanted = loaded(RATED[kind])
+    for batch in data(2):
+        executor(batch)
+    found = optimizer.state_dict()["ipu_param"]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+    optimizer.param_groups[0]["lr"] = 0.5  # what is set later is newer than what was loaded
+    executor.setOptimizer(optimizer)
+    executor(data(1)[0])
+    found = optimizer.state_dict()["ipu_param"]
+    later = {n: v for n, v in found.items() if not torch.isclose(v, wanted[n])}
+    assert {name.partition("___")[0] for name in later} <= {
+        *("learningRate", "scaledLearningRate0", "weightDecayScaleFactor0")
+    }
+    assert later
+    assert caplog.messages == []
+
+
+def test_a_rate_that_is_set_between_load_and_set_optimizer_is_the_newer_one():
+    model, _ = made("adam")
+    optimizer = OURS["adam"](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["lr"] = 0.5
+    executor.setOptimizer(optimizer)
+    executor(data(1)[0])
+    assert optimizer.state_dict()["ipu_param"]["learningRate___specific___layer.weight"] == 0.5
+
+
+def test_loaded_rates_that_a_group_can_not_have_are_a_warning(caplog):
+    model, _ = made("adam")
+    optimizer = OURS["adam"](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["ipu_param"]["learningRate___specific___layer.weight"] = torch.tensor(0.75)
+    optimizer.load_state_dict(state)
+    executor(data(1)[0])
+    assert "rates that are not used: learningRate___specific___layer.weight" in caplog.text
+
+
+WRONG = {
+    "negative step": ("step", torch.tensor(-1.0), "a count of updates is a whole number"),
+    "random step": ("step", torch.tensor(0.37), "a count of updates is a whole number"),
+    "infinite step": ("step", torch.tensor(float("inf")), "a count of updates is a whole number"),
+    "negative square": ("exp_avg_sq", torch.full((2, 3), -1.0), "a mean of squares is nowhere negative"),
+    "other shape": ("exp_avg", torch.zeros(5, 3), "shape"),
+}
+FILE = {"step": "Step", "exp_avg": "Accl1", "exp_avg_sq": "Accl2"}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", ["torch", "ours", "ours from torch's"])
+def test_a_state_that_can_not_be_right_is_refused_where_it_is_loaded(kind, wrong):
+    # The next call ended in "the weights are lost ... most likely for want of memory".
+    name, value, why = WRONG[wrong]
+    model, torchs = made("adam")
+    optimizer = torchs if kind == "torch" else OURS["adam"](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    if kind == "ours":
+        state["ipu_state"][f"{FILE[name]}___layer.weight"] = value
+    else:
+        plain(*(other := made("adam")), data(1))
+        state = copy.deepcopy(other[1].state_dict())
+        state["state"][0][name] = value
+        if kind != "torch":
+            state = {"ipu_state": None, "ipu_param": None, **state}
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=why):
+        optimizer.load_state_dict(state)
+    executor(data(1)[0])
+    twin, expected = made("adam")
+    plain(twin, expected, data(1) * 2)
+    assert torch.equal(model.layer.weight, twin.layer.weight)
+    assert before
+
+
+def test_a_wrong_state_that_a_torch_optimizer_has_already_is_refused_when_it_is_wrapped():
+    model, optimizer = made("adam")
+    plain(model, optimizer, data(1))
+    optimizer.state[model.layer.weight]["step"].fill_(-3)
+    with pytest.raises(RuntimeError, match=r"step of layer\.weight is -3"):
+        on_ipus(model, optimizer, [])
+
+
+def test_a_state_of_another_model_that_was_loaded_before_wrapping_is_refused_before_a_call_runs():
+    model, _ = made("adam")
+    optimizer = OURS["adam"](model.parameters())
+    on_ipus(model, optimizer, data(1)).destroy()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["ipu_state"]["Accl1___layer.weight"] = torch.zeros(7)
+    optimizer.load_state_dict(state)
+    executor = on_ipus(model, optimizer, [])
+    with pytest.raises(RuntimeError, match=r"(?s)exp_avg of layer\.weight .* shape \[2, 3\]"):
+        executor(data(1)[0])

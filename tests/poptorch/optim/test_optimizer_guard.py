@@ -1,9 +1,12 @@
 """What `setOptimizer` lets change after compilation, and what it warns about."""
 
 import logging
+import math
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
+from executor_models import Trained, batch, options
 
 import poptorch
 from popengine.errors import Error
@@ -117,15 +120,134 @@ def test_unexpected_attributes_are_told_of_once(caplog):
     vars(optimizer).update(mine=1, _step_count=1)
     optimizer.defaults["other"] = 2
     optimizer.param_groups[0]["x"] = 3
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # its initial_lr is expected
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # adds initial_lr, and counts calls in a `step` of its own
     with caplog.at_level(logging.WARNING, "poptorch::python"):
         set_optimizer(optimizer)
         set_optimizer(optimizer)
     assert caplog.messages == [
         "Ignoring unexpected optimizer attribute in SGD2 optimizer: ['mine']",
         "Ignoring unexpected default group variable in SGD2 optimizer: ['other']",
-        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['x']",
+        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['initial_lr', 'x']",
     ]
+
+
+def test_an_attribute_named_step_is_told_of_too(caplog):
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    set_optimizer = compiled_with(optimizer)
+    optimizer.step = 0
+    optimizer.loss_scaling = 1.0
+    set_optimizer(optimizer)
+    assert caplog.messages == ["Ignoring unexpected optimizer attribute in SGD2 optimizer: ['step']"]
+
+
+def test_loading_a_state_is_no_news(caplog):
+    optimizer = poptorch.optim.LAMB(MODEL.parameters())
+    set_optimizer = compiled_with(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_optimizer(optimizer)
+    assert caplog.messages == []
+
+
+HOOKS = {
+    "pre": lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
+    "post": lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+    "all pre": lambda optimizer, hook: torch_optimizer.register_optimizer_step_pre_hook(hook),
+    "all post": lambda optimizer, hook: torch_optimizer.register_optimizer_step_post_hook(hook),
+}
+
+
+def log_norms(optimizer, args, kwargs):
+    raise AssertionError("an executor never calls it")
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD])
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_of_steps_are_refused_as_no_step_is_called(kind, where):
+    # They were ignored.
+    model, x, target = Trained(), *batch()
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = HOOKS[where](optimizer, log_norms)
+    try:
+        with pytest.raises(Error, match="step hook log_norms would never be called") as error:
+            poptorch.trainingModel(model, options(), optimizer)
+        assert "fix:" in str(error.value)
+        handle.remove()
+        executor = poptorch.trainingModel(model, options(), optimizer)
+        executor(x, target)
+        handle = HOOKS[where](optimizer, log_norms)
+        for use in (lambda: executor(x, target), lambda: executor.setOptimizer(optimizer)):
+            with pytest.raises(Error, match="step hook log_norms would never be called"):
+                use()
+    finally:
+        handle.remove()
+    executor(x, target)
+
+
+def changed_lr(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def tensor_lr(optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("change", [changed_lr, tensor_lr, lambda o: setattr(o, "loss_scaling", 2.0)])
+def test_rates_that_change_without_set_optimizer_are_one_warning(caplog, change):
+    model, x, target = Trained(), *batch()
+    optimizer = SGD(model.parameters(), lr=0.25, loss_scaling=1.0)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    executor(x, target)
+    executor.setOptimizer(optimizer)
+    executor(x, target)
+    assert caplog.messages == []
+    change(optimizer)
+    for _ in range(2):
+        executor(x, target)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "the optimizer's rates changed after setOptimizer, and calls use those from before: l"
+    )
+    assert "fix: call setOptimizer(optimizer)" in message
+
+
+def test_a_scheduler_with_set_optimizer_is_no_surprise(caplog):
+    model, x, target = Trained(), *batch()
+    optimizer = SGD(model.parameters(), lr=0.25)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    for _ in range(3):
+        executor(x, target)
+        scheduler.step()
+        executor.setOptimizer(optimizer)
+    assert caplog.messages == []
+    scheduler.step()
+    executor(x, target)
+    assert "lr is 0.015625, and was 0.03125" in caplog.text
+
+
+@pytest.mark.parametrize("scaling", [0, 0.0, -2.0, math.inf, float("nan")])
+def test_a_loss_scaling_that_scales_nothing_back_is_refused(scaling):
+    model = Trained()
+    with pytest.raises(AssertionError, match="loss_scaling"):
+        poptorch.trainingModel(model, options(), SGD(model.parameters(), lr=0.1, loss_scaling=scaling))
+    executor = poptorch.trainingModel(
+        model, options(), optimizer := SGD(model.parameters(), lr=0.1, loss_scaling=8.0)
+    )
+    optimizer.loss_scaling = scaling
+    with pytest.raises(AssertionError, match="loss_scaling"):
+        executor.setOptimizer(optimizer)
+    optimizer.loss_scaling = 4.0
+    executor.setOptimizer(optimizer)
+    executor(*batch())
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "max_grad_value"])
+def test_a_negative_bound_of_gradients_is_refused(name):
+    model = Trained()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    setattr(optimizer, name, -1.0)
+    with pytest.raises(AssertionError, match=f"{name} has to be 0 or more, and is -1"):
+        poptorch.trainingModel(model, options(), optimizer)
 
 
 def test_relaxed_checks_tell_in_debug(caplog):
