@@ -1,6 +1,12 @@
 """The public enums. Saved options hold their integers."""
 
 import enum
+from typing import Any
+
+
+def by_name(kind: type[enum.Enum], value: Any) -> Any:
+    """Return the member of an enum that a string names; any other value unchanged."""
+    return kind.__members__.get(value, value) if isinstance(value, str) else value
 
 
 class MeanReductionStrategy(enum.IntEnum):

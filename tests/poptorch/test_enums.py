@@ -3,8 +3,10 @@
 import enum
 
 import pytest
+import torch
 
 import popart
+import poptorch
 from poptorch import enums
 
 VALUES = {
@@ -65,3 +67,12 @@ def test_popart_enums_are_integers():
 def test_popart_says_that_it_holds_enums_only():
     with pytest.raises(AttributeError, match=r"'popart' has no attribute 'Builder'.*only the enums"):
         _ = popart.Builder
+
+
+def test_a_name_in_place_of_a_member_is_an_error_that_has_the_member_or_is_taken():
+    with pytest.raises(
+        AssertionError, match=r"takes a poptorch.OutputMode; found 'All'\n  fix: poptorch.OutputMode.All"
+    ):
+        poptorch.Options().outputMode("All")
+    x = torch.ones(2)
+    assert poptorch.set_overlap_for_input(x, "OverlapAccumulationLoop").equal(x)

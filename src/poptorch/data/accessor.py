@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from popengine.errors import DataError
 from poptorch.data.launch import cause_of_death, start, stop
 from poptorch.data.loader_process import EpochEnd, Failed, Item, Ready, Request, Restart
-from poptorch.enums import SharingStrategy
+from poptorch.enums import SharingStrategy, by_name
 from poptorch.nested_values import with_tensors
 
 
@@ -45,7 +45,7 @@ class AsynchronousDataAccessor:
         miss_sleep_time_in_ms: float = 0.1,
         load_indefinitely: bool = True,
         early_preload: bool = False,
-        sharing_strategy: SharingStrategy = SharingStrategy.ForkServer,
+        sharing_strategy: SharingStrategy | str = SharingStrategy.ForkServer,
         rebatched_size: int | None = None,
     ) -> None:
         self._check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
@@ -53,8 +53,9 @@ class AsynchronousDataAccessor:
         slots = max(2, buffer_size)
         granted = slots if early_preload else 1
         self._kept_back = list(range(granted, slots))  # given to the worker at the first iter()
+        strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
         request = Request(slots, granted, load_indefinitely, rebatched_size, self._short_tail)
-        self._process, self._connection = start(dataset, SharingStrategy(sharing_strategy), request)
+        self._process, self._connection = start(dataset, strategy, request)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0

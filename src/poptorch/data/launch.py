@@ -45,6 +45,10 @@ def _generator(device: str, state: bytes) -> torch.Generator:
 ForkingPickler.register(
     torch.Generator, lambda g: (_generator, (str(g.device), g.get_state().numpy().tobytes()))
 )
+_GUARD = (
+    'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
+    'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
+)
 _GRACE = 3.0  # seconds a worker gets to end its own workers
 
 
@@ -80,6 +84,10 @@ def _opened_file(path: str) -> Iterable[Any]:
 
 def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[BaseProcess, Connection]:
     """A worker process that reads `dataset`, and our end of the connection to it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
+        raise DataError(
+            f"an asynchronous loader is made while its own worker process starts\n  fix: {_GUARD}"
+        )
     context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
     if strategy == SharingStrategy.ForkServer:
         context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
@@ -92,6 +100,12 @@ def start(dataset: Any, strategy: SharingStrategy, request: Request) -> tuple[Ba
             target=serve, args=(theirs, inherited, load, request), name="poptorch-data", daemon=False
         )
         process.start()
+    except BrokenPipeError as error:
+        ours.close()
+        raise DataError(
+            f"the loader's worker process ended before it had read the dataset: see its output above\n"
+            f"  why: usually it imports the script, which makes another loader\n  fix: {_GUARD}"
+        ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         ours.close()
         raise DataError(
@@ -124,7 +138,7 @@ def cause_of_death(process: BaseProcess) -> str:
     if code >= 0:
         return (
             f"the worker process ended with exit code {code}: see its output above\n"
-            f'  often a script that starts processes lacks `if __name__ == "__main__":` around its main part'
+            f"  why: where that is about a process that starts, the worker has run the script anew\n  fix: {_GUARD}"
         )
     name = signal.Signals(-code).name
     hints = {

@@ -17,7 +17,7 @@ from poptorch.data.dataset_shares import partition_of
 from poptorch.data.loader_warnings import capped, warn_about_copies, warn_about_tail
 from poptorch.data.progress import Progress, Resumable, checked
 from poptorch.data.rows import grouped
-from poptorch.enums import DataLoaderMode
+from poptorch.enums import DataLoaderMode, by_name
 from poptorch.logs import logger
 from poptorch.options import Options
 
@@ -54,7 +54,7 @@ class DataLoader(torch.utils.data.DataLoader):
         drop_last: bool = True,
         persistent_workers: bool | None = None,
         auto_distributed_partitioning: bool = True,
-        mode: DataLoaderMode = DataLoaderMode.Sync,
+        mode: DataLoaderMode | str = DataLoaderMode.Sync,
         async_options: dict[str, Any] | None = None,
         rebatched_worker_size: int | None = None,
         batch_sampler: Any = None,
@@ -66,7 +66,8 @@ class DataLoader(torch.utils.data.DataLoader):
         options._freeze()
         # Who rebuilds a loader with another sampler, as Lightning does, takes these: batch_size is the combined one.
         self._remember({**locals(), **kwargs})
-        self.options, self.mode, self._progress = options, DataLoaderMode(mode), Progress()
+        self.options, self._progress = options, Progress()
+        self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
         self._drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
         self._group = options._counts().product if batch_sampler is not None else 1

@@ -41,3 +41,13 @@ def warn_about_tail(rows: int | None, combined: int | None, batch_sampler: Any, 
         logger.warning(
             "drop_last=False: the last batch will have %d rows instead of %d. %s", left, combined, advice
         )
+
+
+def warn_about_nothing(rows: int | None, combined: int | None) -> None:
+    """Warn of an epoch without a batch."""
+    logger.warning(
+        "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device iterations "
+        "x accumulation x replicas). Use more data, or lower one of these",
+        "too few" if rows is None else rows,
+        "more" if combined is None else combined,
+    )

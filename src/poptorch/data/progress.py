@@ -15,7 +15,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from popengine.errors import DataError
+from poptorch.data.loader_warnings import warn_about_nothing
 from poptorch.data.randomness import random_state, set_random_state
+from poptorch.enums import DataLoaderMode
 
 State = dict[str, Any]
 
@@ -45,7 +47,7 @@ class Progress:
         if wanted is None:
             self.epoch += self.begun is not None  # the one that a `break` has ended
             self.position, self.begun = 0, _generators(loader)
-            return self._counted(batches_of())
+            return self._counted(loader, batches_of())
         self.epoch, self.position = wanted["epoch"], wanted["position"]
         begun = wanted["begun"] or wanted["now"]
         now = None if wanted["begun"] is None else wanted["now"]["random"]
@@ -53,16 +55,18 @@ class Progress:
         _put_back(loader, begun)
         self.begun = begun
         if isinstance(loader.dataset, IterableDataset):
-            return self._counted(_behind(batches_of(), Skip(self.position, now, ahead=0)))
+            return self._counted(loader, _behind(batches_of(), Skip(self.position, now, ahead=0)))
         again = None if begun["fresh"] else partial(_put_back, loader, begun)
         self.skip = Skip(self.position * parts, now, ahead=1, again=again)
-        return self._counted(batches_of())
+        return self._counted(loader, batches_of())
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self.position += 1
             yield batch
             del batch
+        if self.epoch == 0 == self.position and loader.mode == DataLoaderMode.Sync:  # others raise
+            warn_about_nothing(loader._rows(), loader.combinedBatchSize)
         self.epoch, self.position, self.begun = self.epoch + 1, 0, None
 
 

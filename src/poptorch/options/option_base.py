@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 from popengine.errors import did_you_mean
@@ -73,7 +73,10 @@ def expect(setter: str, value: T, kind: type, error: type[Exception] = Assertion
     """A setter's argument. Raises `error`, unless it is of this kind."""
     if not isinstance(value, kind):
         word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
-        raise error(f"{setter} takes {word}; found {value!r}")
+        is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
+        raise error(
+            f"{setter} takes {word}; found {value!r}" + (f"\n  fix: {word[2:]}.{value}" if is_name else "")
+        )
     return value
 
 

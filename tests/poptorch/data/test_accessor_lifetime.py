@@ -112,3 +112,24 @@ def test_a_program_that_ends_leaves_no_process_behind(ending):
     pids = [int(word) for word in ended.stdout.split()]
     assert len(pids) == 2, ended.stderr
     assert wait_until_gone(*pids)
+
+
+WITHOUT_A_GUARD = """
+import poptorch, torch
+data = torch.utils.data.TensorDataset(torch.zeros({rows}, 1000))
+how = {{"sharing_strategy": "{strategy}"}}
+poptorch.DataLoader(poptorch.Options(), data, mode="Async", async_options=how)
+"""
+
+
+@pytest.mark.parametrize("rows", [4, 4000])  # more than a pipe holds: writing it to the worker fails
+@pytest.mark.parametrize("strategy", ["ForkServer", "SharedMemory"])
+def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path, strategy, rows):
+    (tmp_path / "train.py").write_text(WITHOUT_A_GUARD.format(strategy=strategy, rows=rows))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    fix = 'fix: put the main part of the script under `if __name__ == "__main__":`'
+    assert fix in done.stderr.rsplit("DataError", 1)[1]
+    assert "freeze_support" not in done.stderr

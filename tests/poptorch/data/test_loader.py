@@ -212,3 +212,33 @@ def test_a_loader_keeps_the_arguments_it_was_made_with_for_who_rebuilds_it():
     twin = DataLoader(**{**arguments, "shuffle": False, "sampler": SequentialSampler(loader.dataset)})
     assert numbers(twin) == [list(range(6)), list(range(6, 12))]
     assert twin.options is loader.options
+
+
+@pytest.mark.parametrize("strategy", SharingStrategy.__members__)
+def test_modes_and_strategies_may_be_given_by_name(strategy):
+    loader = DataLoader(options(), Rows(4), mode="Async", async_options={"sharing_strategy": strategy})
+    assert numbers(loader) == [[0, 1], [2, 3]]
+    loader.terminate()
+    with pytest.raises(ValueError, match="'Asynch' is not a valid DataLoaderMode"):
+        DataLoader(options(), Rows(4), mode="Asynch")
+
+
+@pytest.mark.parametrize("dataset", [Rows(3), Stream(3)], ids=["rows", "stream"])
+def test_a_loader_without_a_single_batch_says_so_once(dataset, caplog):
+    loader = loader_of(dataset, batch_size=2)
+    for _ in range(2):
+        assert list(loader) == []
+    count = 3 if isinstance(dataset, Rows) else "too few"
+    (record,) = caplog.records
+    assert f"yields no batch: its dataset has {count} rows, and a call takes 4" in record.getMessage()
+    with pytest.raises(DataError, match=r"not a single \(complete\) batch"):
+        loader_of(dataset, DataLoaderMode.Async, batch_size=2)
+
+
+def test_a_loader_that_yields_says_nothing(caplog):
+    loader = loader_of(Rows(4), batch_size=2)
+    state = loader.state_dict()
+    assert len(numbers(loader)) == 1
+    loader = loader_of(Rows(4), batch_size=2)
+    loader.load_state_dict({**state, "position": 1})
+    assert numbers(loader) == [] and not caplog.records
