@@ -1,6 +1,6 @@
 """A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them.
 
-The list is what passes read and rewrite. The Python is made from it, and is what a core runs and a reader reads:
+Passes read and rewrite the list. Cores run the Python that is made from it, and readers can read it:
 
     def piece(values):
         x, weight, = values
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     call: str  # as torch prints an overload: "aten.add.Tensor"; or GETITEM
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...] = ()
-    dies: tuple[str, ...] = ()  # values that nothing needs afterwards
+    dies: tuple[str, ...] = ()  # values whose last use this is
     where: str = "?"  # file:line of the user's code
     draw: int | None = None  # the place in the model of the random numbers that it draws
 
@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A function from the values it reads to those it writes. Equal are pieces whose code is."""
+    """A function from the values that it reads to those that it writes. Pieces compare equal if their code is equal."""
 
     phase: Phase
     stage: int
@@ -72,18 +72,18 @@ class Piece:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether it draws random numbers: the key of those is the last value that it is given."""
+        """Whether the piece draws random numbers; their key is then its last input."""
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
     def gathers(self) -> int:
-        """How many replicas meet in it, at most; 0: it waits for none. Else it is a generator, which yields (its value,
-        the number of replicas, the name of the result) and is sent what it waits for."""
+        """The most replicas that gather values in the piece; 0: none. Such a piece is a generator, which yields (value,
+        number of replicas, name of the result) and is sent the gathered value."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """What the source calls: from an operation, and whether it draws, to its name in the source."""
+        """The name in the source of each operation, by the operation and whether it draws random numbers."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:
@@ -95,20 +95,20 @@ class Piece:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The operations that it calls, each once."""
+        """The operations that the piece calls, each once."""
         return tuple(dict.fromkeys(call for call, _ in self.functions))
 
     @cached_property
     def source(self) -> str:
-        """Python that defines `piece(values)`; it empties the list, so that each tensor dies at its last use."""
+        """Python that defines `piece(values)`. It empties the list, so that each tensor is freed at its last use."""
         return self.written()
 
     def written(self, after: Mapping[int, str] = MappingProxyType({}), alone: bool = False) -> str:
-        """The source.
+        """Return the source with changes.
 
         Args:
             after: statements that follow lines of the body, by their numbers; -1: before the first
-            alone: it waits for nobody, as if other replicas had the same values
+            alone: the piece gathers from no other replica, as if all had the same values
         """
         head = self._head()
         body = [self._written(line, alone) for line in self.lines]
@@ -119,7 +119,7 @@ class Piece:
         return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
 
     def where(self, number: int) -> str:
-        """The user's line behind a line of the source, counted from 1."""
+        """Return the user's line that a line of the source (from 1) was captured from."""
         index = number - 1 - len(self._head())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
@@ -146,12 +146,12 @@ class Piece:
 
 
 def forgotten(names: Any) -> str:
-    """A statement that lets values go."""
+    """Return a statement that drops the references to values."""
     return f"; {' = '.join([*names, 'None'])}" if names else ""
 
 
 def _text(argument: Any) -> str:
-    """Python for an argument; `inf`, `nan`, `torch` and `device` are names that a piece knows."""
+    """Return Python for an argument; `inf`, `nan`, `torch` and `device` are names in a piece's source."""
     if isinstance(argument, Value):
         return argument.name
     if isinstance(argument, (list, tuple)):

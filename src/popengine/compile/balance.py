@@ -1,7 +1,7 @@
-"""Balance: which consecutive blocks share an ipu, so that the slowest ipu is as fast as it can be.
+"""Balance: place consecutive blocks on ipus so that the slowest ipu is as fast as possible.
 
-A pipeline runs at the pace of its slowest stage. Blocks stay in their order, so a placement is a cut of the
-list of blocks into runs; the best one is found exactly, by dynamic programming over (block, ipu).
+A pipeline runs at the pace of its slowest stage. Blocks stay in their order, so a placement cuts the list of blocks
+into consecutive parts. Dynamic programming over (block, ipu) gives the exact optimum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import PartitionError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one block takes: time of its forward and backward on one micro-batch, and memory."""
+    """The cost of one block: seconds of its forward and backward on one micro-batch, and bytes of memory."""
 
     name: str
     seconds: float
@@ -22,9 +22,9 @@ class Cost:
 
 
 def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) -> tuple[tuple[str, ...], ...]:
-    """The blocks of each ipu, such that the largest sum of seconds on an ipu is least.
+    """Return the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
 
-    Of equally fast cuts the one whose other ipus are least loaded is taken (least sum of squares).
+    Of equally fast cuts the result has the least sum of squares, which also balances the other ipus.
 
     Args:
         capacity: bytes an ipu can hold
@@ -67,7 +67,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
 
 def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """What each ipu takes with a cut, and what moving a block at a border of the slowest one would give."""
+    """Describe the load of each ipu, and the effect of moving a block from the slowest ipu to a neighbour."""
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]
     slowest = max(range(len(loads)), key=loads.__getitem__)

@@ -1,4 +1,4 @@
-"""Emits a piece: nodes of the graph become its lines, each with the values that die there."""
+"""Emit a piece: nodes of the graph become its lines, each with the values whose last use it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def emit(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
-    """The piece that computes `nodes`, in their order, from `reads`, and returns `writes`."""
+    """Return the piece that computes `nodes`, in their order, from `reads`, and returns `writes`."""
     last_use = {
         name: i
         for i, node in enumerate(nodes)
@@ -47,14 +47,14 @@ def _line(node: fx.Node, dies: tuple[str, ...]) -> Line:
 
 
 def _name_of(target: Callable[..., Any]) -> str:
-    """`aten.add.Tensor` for torch.ops.aten.add.Tensor."""
+    """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     raise CaptureError(f"{target} can't be a part of a compiled graph")
 
 
 def _argument(value: Any) -> Any:
-    """An argument of an operation, with names in place of nodes."""
+    """Return an argument of an operation, with `Value`s in place of nodes."""
     if isinstance(value, fx.Node):
         return Value(value.name)
     if isinstance(value, list):

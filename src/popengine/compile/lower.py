@@ -1,6 +1,6 @@
-"""Lowering: pieces and their order become a program of instructions for each ipu.
+"""Lowering: from pieces and their schedule to a program of instructions for each ipu.
 
-Decides when a value is loaded, sent, received, summed, kept and freed; moves none.
+The instructions say when a value is loaded, sent, received, summed, kept and freed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ir import (
 
 
 def lower(partition: Partition, schedule: Schedule) -> Plan:
-    """Join the two into a plan; every step (one weight update) runs each program once."""
+    """Return the plan of a partition and its schedule; each step (one weight update) runs each program once."""
     flow = _Flow(partition, schedule)
     programs = {ipu: tuple(flow.program(ipu)) for ipu in sorted(set(partition.ipus))}
     state = {ipu: flow.state(ipu) for ipu in programs}
@@ -34,15 +34,15 @@ def lower(partition: Partition, schedule: Schedule) -> Plan:
 
 
 class _Flow:
-    """Who makes which value, and who needs it."""
+    """The producer and the readers of each value."""
 
     def __init__(self, partition: Partition, schedule: Schedule) -> None:
         self.partition, self.schedule = partition, schedule
         self.pieces = partition.pieces
         self.piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(self.pieces)}
         signature = partition.signature
-        # State that nobody writes may be a result, but who reads it takes it from its own ipu: what is handed
-        # over is no copy, and the weight changes at the end of the step.
+        # State that no piece writes may be a result, but is never sent: each piece reads it on its own ipu. A sent
+        # value is no copy, and a weight changes at the end of the step.
         written = {result.key for result in signature.results if result.kind == "buffer"}
         self.fixed = {
             slot.name
@@ -84,7 +84,7 @@ class _Flow:
                 self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
     def sources(self, piece: Piece) -> Iterator[str]:
-        """What a piece reads, with the weights that its prepared values are made of."""
+        """Yield the names that a piece reads, and the weights from which its prepared values are made."""
         prepared = self.partition.prepared
         return (source for n in piece.reads for source in (n, *(prepared[n].reads if n in prepared else ())))
 
@@ -92,12 +92,12 @@ class _Flow:
         return self.partition.ipus[self.pieces[piece].stage]
 
     def flows(self, name: str, piece: int) -> bool:
-        """Whether a read belongs to the micro-batch, and not to the ipu's state."""
+        """Return whether a read belongs to the micro-batch, and not to the ipu's state."""
         return name in self.inputs or self.maker.get(name, piece) != piece
 
     def state(self, ipu: int) -> tuple[str, ...]:
-        """What the ipu keeps from step to step: the trained weights that live there, and all that its pieces
-        read and nobody trains."""
+        """Return the slots that an ipu keeps from step to step: trained weights whose home it is, and the untrained
+        state that its pieces read."""
         names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
@@ -116,12 +116,12 @@ class _Flow:
             if place in parts:
                 program += [make(action.micro_batch) for make in parts[place]]
         keys = tuple(self.trained[name] for name in self.state(ipu) if name in self.trained)
-        if self.trained:  # also without weights here: all ipus agree on the norm and on the loss scale
+        if self.trained:  # also without weights on this ipu: the norm and the loss scale need all ipus
             program.append(Update(keys))
         return program
 
     def _weights(self, ipu: int) -> list[Instruction]:
-        """At the start of a step: trained weights go to the other ipus that read them."""
+        """Return the transfers of trained weights to the other ipus that read them, at the start of a step."""
         moves: list[Instruction] = []
         for other in sorted(set(self.partition.ipus) - {ipu}):
             for give, source, target in ((True, ipu, other), (False, other, ipu)):
@@ -134,10 +134,10 @@ class _Flow:
                 )
                 if names:
                     moves.append((Send if give else Receive)((f"weights of {source}", target), names, None))
-        return sorted(moves, key=lambda move: isinstance(move, Receive))  # all give before they wait
+        return sorted(moves, key=lambda move: isinstance(move, Receive))  # sends come before receives
 
     def _around(self, index: int) -> list:
-        """What surrounds a piece's computation, as functions of the micro-batch."""
+        """Return the instructions of a piece, as functions of the micro-batch."""
         piece, ipu = self.partition.pieces[index], self.ipu(index)
         parts = []
         for maker in self.receives[index]:
@@ -160,14 +160,14 @@ class _Flow:
     def _results(self, piece: Piece) -> list:
         parts = []
         results = self.partition.signature.results
-        mine = [(i, result) for i, result in enumerate(results) if result.name in piece.writes]
-        if gradients := [result for _, result in mine if result.kind == "gradient"]:
+        written = [(i, result) for i, result in enumerate(results) if result.name in piece.writes]
+        if gradients := [result for _, result in written if result.kind == "gradient"]:
             names, keys = tuple(r.name for r in gradients), tuple(r.key for r in gradients)
             parts.append(lambda m: Accumulate(names, keys, m))
-        if buffers := [result for _, result in mine if result.kind == "buffer"]:
+        if buffers := [result for _, result in written if result.kind == "buffer"]:
             kept, kept_keys = tuple(r.name for r in buffers), tuple(r.key for r in buffers)
             parts.append(lambda m: Keep(kept, kept_keys, m))
-        if outputs := [(i, result) for i, result in mine if result.kind in ("output", "input")]:
+        if outputs := [(i, result) for i, result in written if result.kind in ("output", "input")]:
             stored, positions = tuple(r.name for _, r in outputs), tuple(i for i, _ in outputs)
             parts.append(lambda m: Store(stored, positions, m))
         return parts

@@ -1,9 +1,9 @@
-"""Partition: a graph and a strategy become pieces, one for each phase of each stage.
+"""Partition: cut a graph into pieces, one for each phase of each stage of a strategy.
 
-Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is where its block is, a backward
-node where its forward is. Nodes without a block are autograd's own sums of gradients: they go to the
-earliest stage they are made from, which is the latest point on the data's way. Views of weights belong
-nowhere; every piece that needs one makes it. Casts of weights belong nowhere, too: they are made once a step.
+Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a backward node
+in the stage of its forward. Nodes without a block are autograd's sums of gradients: they are in the earliest stage of
+their operands, whose backward runs last. Views of weights are in no stage: each piece makes the views that it needs.
+Casts of weights are in no stage either: they are made once a step.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose 
 
 
 def used_visits(graph: Graph) -> set[int]:
-    """The visits of blocks in which something runs."""
+    """Return the visits of blocks that have operations."""
     used = {node.meta["block"] for node in _calls(graph) if node.meta["phase"] == "F"}
     return used or {0}
 
 
 def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
-    """Cut the graph.
+    """Cut a graph into pieces.
 
     Args:
-        recompute: backward pieces compute again what they need of their stage's forward, from what enters the
-            stage and from checkpoints, instead of having it kept
+        recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
+            checkpoints, so that these are not kept
     Raises:
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
@@ -81,7 +81,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
 def _placed(
     graph: Graph, strategy: Strategy, of_state: set[fx.Node]
 ) -> tuple[Placement, dict[fx.Node, Where]]:
-    """Stages that write one buffer are one, where there is no pipeline."""
+    """Return the placement and the piece of each node. Without a pipeline, stages that write one buffer are merged."""
     placement = place(graph.visits, used_visits(graph), strategy)
     where = _stages(graph, placement, of_state)
     while strategy.mode != "pipelined" and (span := _shared_buffer(graph, where)) is not None:
@@ -101,7 +101,7 @@ def _members(
     casts: set[fx.Node],
     recompute: bool,
 ) -> dict[Where, list[fx.Node]]:
-    """The nodes of each piece: its own, the views that it needs, and what it recomputes."""
+    """Return the nodes of each piece: its own, the views that it needs, and those that it recomputes."""
     own: dict[Where, list[fx.Node]] = {of: [] for of in order}
     for node in _calls(graph):
         if node not in views | casts:
@@ -116,7 +116,7 @@ def _members(
 
 
 def _outside(nodes: list[fx.Node]) -> dict[str, None]:
-    """The names that these nodes read of others, in order."""
+    """Return the names of other nodes that these nodes read, in order."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
@@ -139,7 +139,7 @@ def _calls(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _of_state(graph: Graph, written: set[str]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that only look at weights, constants or buffers that nobody writes; and those that cast them."""
+    """Return the nodes that are views of weights, constants or unwritten buffers; and those that cast these."""
     names = {
         slot.name
         for slot in graph.slots
@@ -165,21 +165,21 @@ def _of_state(graph: Graph, written: set[str]) -> tuple[set[fx.Node], set[fx.Nod
 
 
 def _prepared(node: fx.Node, graph: Graph, again: set[fx.Node]) -> Piece:
-    """The piece that makes a cast of weights."""
+    """Return the piece that casts weights."""
     nodes = _with_needed([node], again, graph)
     reads = dict.fromkeys(n.name for made in nodes for n in made.all_input_nodes if n not in nodes)
     return emit("F", _NO_STAGE, list(reads), [node.name], nodes)
 
 
 def _sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> dict[str, None]:
-    """The names, with what prepared values are made of."""
+    """Return the names, and those from which prepared values are made."""
     return dict.fromkeys(
         source for name in names for source in (name, *(prepared[name].reads if name in prepared else ()))
     )
 
 
 def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """The nodes and those of `again` that they need, in the graph's order."""
+    """Return nodes, and the nodes of `again` that they need, in the graph's order."""
     needed, stack = set(nodes), list(nodes)
     while stack:
         for operand in stack.pop().all_input_nodes:
@@ -214,7 +214,7 @@ def _stages(graph: Graph, placement: Placement, views: set[fx.Node]) -> dict[fx.
 
 
 def _shared_buffer(graph: Graph, where: dict[fx.Node, Where]) -> tuple[int, int] | None:
-    """The first and last stage that use a buffer, where a later one gives it the value that an earlier one reads."""
+    """Return the first and last stage of a buffer that a later stage writes and an earlier stage reads; or None."""
     node_of = {node.name: node for node in graph.code.nodes}
     slots = {slot.key: slot.name for slot in graph.slots if slot.role == "buffer"}
     for result in graph.results:
@@ -230,8 +230,8 @@ def _shared_buffer(graph: Graph, where: dict[fx.Node, Where]) -> tuple[int, int]
 def _homes(
     graph: Graph, where: dict[fx.Node, Where], needs: dict[Where, dict[str, None]], order: list[Where]
 ) -> dict[str, int]:
-    """Parameters live where their gradient is made, written buffers where they are written, the rest where
-    they are first read."""
+    """Return the stage of each parameter and buffer: where its gradient is made, where the buffer is written, else
+    where it is first read."""
     node_of = {node.name: node for node in graph.code.nodes}
     made_at = {
         (result.kind, result.key): where[node_of[result.name]][1]

@@ -1,7 +1,4 @@
-"""Placement: which stage each block belongs to, and on which ipu each stage is.
-
-Blocks are known only once the model has been traced; here the user's strategy, a rule, becomes a placement.
-"""
+"""Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from ..settings import Counts, Strategy
 
 
 class BlockError(PartitionError, AssertionError):
-    """A block that the strategy can't place (an AssertionError too: the API's contract asks for one)."""
+    """A block that the strategy can't place. Also an AssertionError, by the API's contract."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of each visit to a block, and of each stage its ipu and its blocks."""
+    """The stage of each visit to a block, and the ipu and the blocks of each stage."""
 
     stage_of: tuple[int, ...]
     ipus: tuple[int, ...]
@@ -27,13 +24,13 @@ class Placement:
 
 
 def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
-    """Give every visit a stage, numbered from 0 without gaps.
+    """Assign a stage to each visit, numbered from 0 without gaps.
 
     Args:
-        visits: the entries into blocks in the order the forward made them; the first is what runs before any
-        used:   the visits in which something runs
+        visits: the entries into blocks in the order of the forward; the first stands for operations before any block
+        used:   the visits that have operations
     Raises:
-        BlockError: a block that the strategy does not know, that needs an ipu and has none, or a stage on two
+        BlockError: a block is unknown to the strategy or has no ipu, or a stage has two ipus
     """
     numbers = _numbers(visits, used, strategy)
     ipu_of = _ipus(visits, numbers, strategy)
@@ -46,7 +43,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
         ]
         numbers = _turns(ipus, used)
         ipu_of = dict(zip(numbers, ipus, strict=True)) | {numbers[i]: ipus[i] for i in used}
-    stages = sorted({numbers[i] for i in used})  # a stage in which nothing runs is left out
+    stages = sorted({numbers[i] for i in used})  # a stage without operations is left out
     rank = {number: position for position, number in enumerate(stages)}
     return Placement(
         tuple(rank.get(number, 0) for number in numbers),
@@ -61,10 +58,10 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
 
 
 def together(placement: Placement, first: int, last: int) -> Placement:
-    """The same, with some stages in a row as one, on the ipu of the first: for what can't be taken apart."""
-    gone = last - first
+    """Return a placement in which the stages from `first` to `last` are one, on the ipu of the first."""
+    merged = last - first
     return Placement(
-        tuple(number if number <= first else max(first, number - gone) for number in placement.stage_of),
+        tuple(number if number <= first else max(first, number - merged) for number in placement.stage_of),
         placement.ipus[: first + 1] + placement.ipus[last + 1 :],
         (
             *placement.names[:first],
@@ -75,6 +72,7 @@ def together(placement: Placement, first: int, last: int) -> Placement:
 
 
 def _turns(ipus: list[int], used: set[int]) -> list[int]:
+    """Return a stage for each visit; a new stage starts where the ipu changes."""
     turns, turn, here = [0] * len(ipus), -1, None
     for i in sorted(used):
         turn, here = turn + (ipus[i] != here), ipus[i]
@@ -83,7 +81,7 @@ def _turns(ipus: list[int], used: set[int]) -> list[int]:
 
 
 def _numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
-    """The stage of each visit, as the user counts them."""
+    """Return the stage of each visit in the user's numbering."""
     return [0, *(_number(visit, visits, used, strategy) for visit in visits[1:])]
 
 
@@ -113,7 +111,7 @@ def _number(visit: Visit, visits: Sequence[Visit], used: set[int], strategy: Str
 
 
 def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
-    """The ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
+    """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
         stage = strategy.stages[number] if number < len(strategy.stages) else None
@@ -154,10 +152,10 @@ def check_work(
 def work(
     visits: Sequence[Visit], used: set[int], strategy: Strategy, counts: Counts, training: bool
 ) -> tuple[int, int, int]:
-    """The forward stages of a pipeline, the micro-batches it needs to be full, and those it has.
+    """Return the forward stages of a pipeline, the micro-batches that fill it, and those that it has.
 
-    Forward stages = 1 + how often the active ipu changes during the forward, starting on ipu 0. What is no pipeline
-    needs none.
+    Forward stages = 1 + the changes of the active ipu during the forward, which starts on ipu 0. Other strategies need
+    no minimum of micro-batches (0).
     """
     given = counts.accumulation if training else counts.iterations
     if strategy.mode != "pipelined":

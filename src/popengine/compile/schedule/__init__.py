@@ -1,4 +1,4 @@
-"""Schedules: which ipu computes what, and in what order.
+"""Schedules: the order of computations on each ipu.
 
 Integers only: stage and micro-batch. No tensors, devices or clocks, so a schedule can be printed, checked
 and tested anywhere. `lower.py` turns it into instructions.

@@ -1,7 +1,7 @@
-"""Checks a schedule as a pure function: is every action there once, and can all of them run?
+"""Check that a schedule has each action once, and is free of deadlocks.
 
-Schedules have hundreds of thousands of actions, so inside this file a number stands for each, depth first: all
-actions of micro-batch 0 in the order of the data, then those of micro-batch 1.
+Schedules have hundreds of thousands of actions, so this file numbers them, depth first: all actions of micro-batch 0 in
+the order of the data, then those of micro-batch 1.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Numbers:
         )
 
     def need(self, number: int) -> int:
-        """The last of what must be done before; negative where there is nothing."""
+        """Return the last action that must be done before; negative, if there is none."""
         if number % self.pieces:
             return number - 1
         return number - (self.in_flight - 1) * self.pieces - 1
 
     def needs(self, action: Action) -> list[Action]:
-        """All that a message says an action needs."""
+        """Return all actions that an action needs, for a message."""
         number = self.of(*action)
         found = [Action("F", action.stage, action.micro_batch)] if action.phase == "B" else []
         if (need := self.need(number)) >= 0 and self.action(need) not in found:
@@ -45,7 +45,7 @@ class Numbers:
 
 
 def timeline_of(schedule: Schedule) -> tuple[list[Action], Timeline]:
-    """All actions, and when each runs if it takes one tick, and lanes wait for nothing but its needs.
+    """Return all actions, and when each runs if an action takes one tick and waits for its needs and its lane only.
 
     Raises:
         ScheduleError: some actions wait for each other
@@ -81,13 +81,13 @@ def timeline_of(schedule: Schedule) -> tuple[list[Action], Timeline]:
 
 
 def ticks(schedule: Schedule) -> dict[Action, int]:
-    """When each action runs if each takes one tick. Raises: ScheduleError, see `timeline_of`."""
+    """Return the tick of each action, if each takes one tick. Raises: ScheduleError, see `timeline_of`."""
     actions, timeline = timeline_of(schedule)
     return {action: int(start) for action, start in zip(actions, timeline.starts, strict=True)}
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError unless each action of the step is in a row, once, and all can run."""
+    """Check that each action of the step is in one of the rows, once, and that all can run. Raises: ScheduleError."""
     strays = [
         action
         for row in schedule.rows.values()

@@ -1,7 +1,7 @@
-"""The order of cores that share all ipus: each takes the earliest micro-batch that can go on.
+"""The depth-first order of cores that share all ipus: a core takes the earliest micro-batch that can go on.
 
 core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2        A core mostly stays with a micro-batch, whose values
-core 1 | F0.1 F1.1 B1.1 B0.1 F0.3 F1.3 B1.3 B0.3        are in its cache, and few micro-batches are alive.
+core 1 | F0.1 F1.1 B1.1 B0.1 F0.3 F1.3 B1.3 B0.3        are in its cache, and few micro-batches are in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .check import Numbers
 
 
 def depth_first(stages: int, micro_batches: int, training: bool, cores: int) -> Schedule:
-    """Order the actions of one step over `cores` cores, as they run if each action takes one tick."""
+    """Return the order of one step's actions on cores, if each action takes one tick."""
     in_flight = max(stages, cores)
     numbers = Numbers(stages, micro_batches, training, in_flight)
     needs = map(numbers.need, range(numbers.size))
@@ -25,7 +25,7 @@ def depth_first(stages: int, micro_batches: int, training: bool, cores: int) -> 
 
 
 def as_run(schedule: Schedule, cores: int) -> Schedule:
-    """The order in which a plan's actions run where cores share all ipus: a pipeline goes depth first."""
+    """Return the order in which cores that share all ipus run a plan: depth first, if it is a pipeline."""
     if not schedule.overlaps:
         return schedule
     return depth_first(schedule.stages, schedule.micro_batches, schedule.training, cores)

@@ -1,4 +1,4 @@
-"""Draws a schedule as a grid: a row a lane, a column a tick."""
+"""Draw a schedule as a grid: one row for each lane, one column for each tick."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .check import ticks
 
 
 def draw(schedule: Schedule) -> str:
-    """The grid that tests and errors print; with several stages in a lane, the stage comes before the dot.
+    """Return the grid that tests and errors print. With several stages in a lane, the stage comes before the dot.
 
     F2 is the forward of micro-batch 2, B1.2 the backward of stage 1 on micro-batch 2, `..` an idle tick.
     """

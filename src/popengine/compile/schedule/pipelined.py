@@ -12,8 +12,8 @@ from ...ir import Action, Schedule
 
 
 def pipelined(ipus: Sequence[int], micro_batches: int, training: bool) -> Schedule:
-    """Order the actions of one step as they would run if each took one tick: backward before forward, later
-    stages before earlier ones, nothing before what it needs.
+    """Return the order of one step's actions, if each takes one tick: backward before forward, later stages before
+    earlier ones, each action after those that it needs.
 
     Args:
         ipus: of each stage; several stages may share one
@@ -25,7 +25,7 @@ def pipelined(ipus: Sequence[int], micro_batches: int, training: bool) -> Schedu
     left = stages * micro_batches * (2 if training else 1)
 
     def ready(stage: int, forward: list[int], backward: list[int]) -> Action | None:
-        """The next action of a stage, given what was done before this tick."""
+        """Return the next action of a stage after the actions of earlier ticks; None, if it waits."""
         last = stage == stages - 1
         if training and backward[stage] < (forward[stage] if last else backward[stage + 1]):
             return Action("B", stage, backward[stage])

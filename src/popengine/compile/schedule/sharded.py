@@ -12,7 +12,7 @@ from ...ir import Action, Schedule
 
 
 def sharded(ipus: Sequence[int], micro_batches: int, training: bool) -> Schedule:
-    """Order the actions of one step; `ipus` gives the ipu of each stage."""
+    """Return the order of one step's actions; `ipus` holds the ipu of each stage."""
     rows: dict[int, list[Action]] = {ipu: [] for ipu in sorted(set(ipus))}
     for micro_batch in range(micro_batches):
         for stage in range(len(ipus)):
