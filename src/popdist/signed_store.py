@@ -27,6 +27,7 @@ import torch.distributed as dist
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _LARGEST = 1 << 22  # bytes of a message that the server reads
+_ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _HANDSHAKE = 10.0  # seconds for a caller to show that it knows the secret
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -90,8 +91,7 @@ class Server:
         host:    the name or address to listen on
         port:    0: any that is free
         secret:  callers must know it
-        is_open: other hosts connect; a name that means loopback here (as Debian's hosts file has it) then means the
-            address of this host's default route, too
+        is_open: other hosts connect, so that a name which means loopback here means `own_address`, too
     Raises:
         OSError: the address is not one of this host, or in use
     """
@@ -102,9 +102,8 @@ class Server:
         self._lock = threading.Lock()
         family, address = _resolved(host, port)
         addresses = [address]
-        if is_open and is_loopback(address) and host not in ("localhost", address):
-            with suppress(OSError):
-                addresses.append(own_address("192.0.2.1"))  # sends nothing: reserved for documentation
+        if is_open and is_loopback(address) and not is_loopback(own_address(host)):
+            addresses.append(own_address(host))
         self.is_reachable = not all(map(is_loopback, addresses))  # by other hosts
         for one in addresses:
             listening = socket.create_server((one, port), family=family, backlog=1024)
@@ -275,8 +274,15 @@ def _resolved(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
 
 
 def own_address(host: str) -> str:
-    """Return this host's address on the way to another host, which need not answer."""
+    """Return this host's address on the way to another host, which need not answer.
+
+    Debian's hosts file gives this host's own name a loopback address. For that name it is the address of the default
+    route, by which other hosts reach this one.
+    """
     family, address = _resolved(host)
+    if is_loopback(address) and host not in ("localhost", address):
+        with suppress(OSError):
+            return own_address(_ELSEWHERE)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]

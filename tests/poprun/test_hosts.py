@@ -42,8 +42,8 @@ def hosts():
             ip("netns", "del", name)
 
 
-def started(hosts, *words, secrets=("of this test", "of this test"), **variables):
-    """A poprun on each host, with the secret that it is given."""
+def started(hosts, *words, secrets=("of this test", "of this test"), before=((), ()), **variables):
+    """A poprun on each host, with its secret, and with words before it on the command line."""
     common = {
         "POPRUN_NUM_NODES": "2",
         "MASTER_ADDR": "10.77.0.1",
@@ -54,7 +54,7 @@ def started(hosts, *words, secrets=("of this test", "of this test"), **variables
     poprun = [sys.executable, "-m", "poprun", "--num-replicas=2", "--num-instances=2", sys.executable]
     return [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *poprun, *words],
+            ["ip", "netns", "exec", host, *before[rank], *poprun, *words],
             env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank), "POPDIST_SECRET": secrets[rank]},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,17 +106,38 @@ while not os.path.exists(f"{sys.argv[1]}/seen"):
 """
 
 
-def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts, tmp_path):
-    runs = started(hosts, "-c", WAITS, tmp_path)
+def listening_during(runs, hosts, folder):
+    """Where hosts listen while instances have met, and what the popruns have said at their ends."""
     until = time.monotonic() + LIMIT
-    while len(list(tmp_path.glob("met-*"))) < 2 and time.monotonic() < until:
+    while len(list(folder.glob("met-*"))) < 2 and time.monotonic() < until:
         assert all(run.poll() is None for run in runs), ended(runs)
         time.sleep(0.05)
     found = [listening(host) for host in hosts]
-    (tmp_path / "seen").touch()
-    said = ended(runs)
+    (folder / "seen").touch()
+    return found, ended(runs)
+
+
+def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts, tmp_path):
+    runs = started(hosts, "-c", WAITS, tmp_path)
+    found, said = listening_during(runs, hosts, tmp_path)
     assert found == [{"10.77.0.1"}, {"10.77.0.2"}], said
     assert [run.returncode for run in runs] == [0, 0] and said == ["", ""]
+
+
+def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_default_route(hosts, tmp_path):
+    """As Debian writes it to /etc/hosts; elsewhere the name means the address."""
+    names = []
+    for number, host in enumerate(hosts):
+        assert ip("-n", host, "route", "add", "default", "via", f"10.77.0.{2 - number}").returncode == 0
+        names.append(tmp_path / f"hosts-{number}")
+    names[0].write_text("127.0.0.1 localhost\n127.0.1.1 first\n")
+    names[1].write_text("127.0.0.1 localhost\n10.77.0.1 first\n")
+    mounts = [f'mount --bind {name} /etc/hosts && exec "$@"' for name in names]
+    wrapped = [("unshare", "--mount", "sh", "-c", mount, "sh") for mount in mounts]
+    runs = started(hosts, "-c", WAITS, tmp_path, before=wrapped, MASTER_ADDR="first")
+    found, said = listening_during(runs, hosts, tmp_path)
+    assert found == [{"127.0.1.1", "10.77.0.1"}, {"10.77.0.2"}], said
+    assert [run.returncode for run in runs] == [0, 0]
 
 
 def test_a_node_with_another_secret_is_refused(hosts):
