@@ -22,11 +22,11 @@ LEVELS = {
 LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}  # 5 is not in use
 
 logger = logging.getLogger("poptorch::python")
-logging.getLogger("popengine").parent = logger  # what the engine says goes the same way
+logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
 
 
 class Repeats(logging.Filter):
-    """Lets the same line pass a few times in a row, and says so once when it leaves the others out."""
+    """A filter that drops a line after it was logged several times in a row, and says so once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Repeats(logging.Filter):
         self._line, self._count = ("", ""), 0
 
     def restart(self, limit: int) -> None:
-        """Count anew, up to `limit`."""
+        """Reset the count, and drop lines after `limit` repetitions."""
         self.limit, self._count = limit, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -64,9 +64,9 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardStream(logging.StreamHandler):
-    """Writes to the stream as it is when a line is written, so that a redirected stderr is honoured.
+    """A handler that looks its stream up for each line, so that a redirected stderr works.
 
-    Where the program has the root logger write to the terminal, the line gets there that way, and only once.
+    If the root logger writes to the terminal, the line is left to it, so that it appears once.
     """
 
     def __init__(self, name: str) -> None:

@@ -29,7 +29,7 @@ def sentences(profile: Profile, figures: Figures) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-def of_machine(figures: Figures) -> str:
+def machine_sentence(figures: Figures) -> str:
     """Return how busy the machine was, and which figures that touches; empty if it was not measured."""
     share = figures.core_share
     if share is None:
@@ -41,7 +41,7 @@ def of_machine(figures: Figures) -> str:
     )
 
 
-def of_stages(figures: Figures) -> str:
+def stages_sentence(figures: Figures) -> str:
     """Return how equal the stages are."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."

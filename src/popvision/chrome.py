@@ -1,7 +1,7 @@
 """A trace in the Chrome format, which Perfetto and chrome://tracing open.
 
-A track an ipu, with the operations of the step that was looked at closer; arrows from sends to receives; counters for
-memory and for the time of a step.
+Each ipu has a track, with the operations of the detailed step; there are arrows from sends to receives, and counters
+for memory and for the time of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import memory
 
 
 def chrome_trace(profiles: list[Profile]) -> str:
-    """JSON; each profile's replicas are processes, their ipus threads, the host is a process of its own."""
+    """Return a trace as JSON: each profile's host and each of its replicas is a process, and each ipu a thread."""
     events: list[dict[str, Any]] = []
     process = 1
     for profile in profiles:
@@ -60,7 +60,7 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
 
 
 def _flows(events: list[Event], process: int) -> list[dict[str, Any]]:
-    """An arrow from each send to the end of its receive."""
+    """Return an arrow from each send to the end of its receive."""
     sent = {
         (event.channel, event.peer, event.step, event.micro_batch): event
         for event in events
@@ -89,7 +89,7 @@ def _flows(events: list[Event], process: int) -> list[dict[str, Any]]:
 
 
 def _operations(profile: Profile, events: list[Event], process: int) -> list[dict[str, Any]]:
-    """The operations within the computations of the detailed step, each with its share of the average run."""
+    """Return the operations of the detailed step's computations, each as long as its share of the average run."""
     place = profile.facts.get("detailed_step")
     inside: dict[tuple[str, int], list[Operation]] = {}
     for operation in profile.operations:
@@ -134,11 +134,11 @@ def _memory(profile: Profile, process: int) -> list[dict[str, Any]]:
 
 
 def _held(profile: Profile) -> Iterator[tuple[int, int, int]]:
-    """ipu, ns and bytes, in all steps that were kept; of the detailed one within its computations, too."""
-    closer = memory.detailed(profile)
+    """Yield (ipu, ns, bytes held) in all steps that were kept; in the detailed step within computations, too."""
+    detailed = memory.detailed(profile)
     for track in profile.tracks:
         if track.replica == 0:
-            is_detailed = closer.get(track.ipu) is track
+            is_detailed = detailed.get(track.ipu) is track
             points = memory.curve(profile, track.ipu) if is_detailed else memory.curve_of(profile, track)
             yield from ((track.ipu, time, size) for time, size in points)
 
@@ -165,7 +165,7 @@ def _host(profile: Profile, process: int) -> list[dict[str, Any]]:
 
 
 def _rates(profile: Profile, process: int) -> list[dict[str, Any]]:
-    """A counter over all calls that were kept: how long a step took in each."""
+    """Return a counter: how long a step took in each call that was kept."""
     return [
         {
             "name": "ms a step",

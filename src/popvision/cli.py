@@ -1,4 +1,4 @@
-"""The program `popvision`: opens reports, prints them, compares two, exports a trace."""
+"""The program `popvision`: opens reports, prints them, compares two, exports traces, draws plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ popvision REPORT                        open the report in a browser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; 1 if a profile can't be read."""
+    """Run the program and return its exit code: 1 if a profile can't be read."""
     given = sys.argv[1:] if arguments is None else arguments
     commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         commands[args.command](args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough: `popvision summary report | head`
+    except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ProfileError, OSError) as error:
@@ -92,7 +92,7 @@ def _summary(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    for first, second in html.paired(args.report, args.other):
+    for first, second in html.pairs_to_compare(args.report, args.other):
         print(compare.text(load(first), load(second), (str(args.report), str(args.other))))
     target = html.write_comparison(args.report, args.other, args.output)
     print(target)

@@ -1,4 +1,4 @@
-"""Two runs side by side: the same figures of both, and which is better."""
+"""Comparison of two runs: the same figures of both, and which run is better."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .units import rate, seconds, share, size
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both runs. `spread`: by what share it differs when nothing has changed. `better` says who won, or
-    nobody: less than that between them, or less than 1 %."""
+    """One figure of both runs. `spread`: the share by which it differs between equal runs. `better` names the better
+    run, or none if they differ by less than that, or by less than 1 %."""
 
     name: str
     first: float | None
@@ -63,7 +63,7 @@ def shown(value: float | None, kind: str) -> str:
 
 
 def compare(first: Profile, second: Profile) -> list[Row]:
-    """The figures that both have, or one of them."""
+    """Return the figures that at least one of two runs has."""
     a, b = figures(first), figures(second)
 
     of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
@@ -120,7 +120,7 @@ def _blocks(first: Profile, second: Profile) -> list[Row]:
 
 
 def text(first: Profile, second: Profile, names: tuple[str, str]) -> str:
-    """A table for the terminal; `<` stands beside what is better."""
+    """Return a table for the terminal; `<` stands beside the better figure."""
     lines = [f"{'':40} {names[0][-24:]:>26} {names[1][-24:]:>26}    ratio   spread"]
     for row in compare(first, second):
         marks = ["<" if row.better == side else " " for side in ("first", "second")]

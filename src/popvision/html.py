@@ -14,7 +14,7 @@ from typing import Any
 
 from popengine.profile import Profile, ProfileError, load
 
-from .advice import of_machine, of_stages, sentences
+from .advice import machine_sentence, sentences, stages_sentence
 from .analysis import figures, grouped_rows
 from .compare import compare
 from .memory import curve, detailed
@@ -61,7 +61,7 @@ def _training_first(path: Path) -> tuple[int, str]:
 
 
 def write_report(directory: Path) -> Path | None:
-    """Write `report.html` beside the profiles' folders; None where there are none."""
+    """Write `report.html` beside the profiles' folders, and return its path; None if there is no profile."""
     try:
         found = profiles_at(directory)
     except ProfileError:
@@ -72,12 +72,12 @@ def write_report(directory: Path) -> Path | None:
 
 
 def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
-    """The HTML over these entries."""
+    """Return the HTML of a page over these entries."""
     viewer = files("popvision") / "viewer"
     data = json.dumps(
         {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
     )
-    # Inside a script element only these could end it, whatever names a profile holds.
+    # A profile's names may contain these, which could end the script element.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
         "{{title}}": html.escape(title),
@@ -85,24 +85,24 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
         "{{script}}": "\n".join((viewer / name).read_text() for name in SCRIPTS),
         "{{data}}": data,
     }
-    # All at once: what is put in may hold a mark itself.
+    # In one pass, since the text of a part may contain a mark.
     return re.sub(
         "|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], (viewer / "index.html").read_text()
     )
 
 
 def entry(path: Path, label: str = "") -> dict[str, Any]:
-    """What the page knows of one profile; for one that can't be read, why."""
+    """Return the page's data of one profile, or the reason why it can't be read."""
     label = label or path.parent.name
     try:
-        return {"label": label, **described(load(path))}
+        return {"label": label, **page_data(load(path))}
     except ProfileError as error:
         return {"label": label, "error": str(error)}
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
         return {"label": label, "error": f"{path} is damaged: {type(error).__name__}: {error}"}
 
 
-def described(profile: Profile) -> dict[str, Any]:
+def page_data(profile: Profile) -> dict[str, Any]:
     """Return a profile, its figures and its curves, as plain values."""
     found, profile = figures(profile), on_the_stages_clock(profile)
     return {
@@ -110,8 +110,8 @@ def described(profile: Profile) -> dict[str, Any]:
         "figures": {
             **found.to_dict(),
             "warnings": sentences(profile, found),
-            "machine_says": of_machine(found),
-            "stages_say": of_stages(found),
+            "machine_says": machine_sentence(found),
+            "stages_say": stages_sentence(found),
         },
         "groups": {by: grouped_rows(profile, by) for by in ("block", "module", "where", "kind")},
         "curves": {
@@ -122,12 +122,12 @@ def described(profile: Profile) -> dict[str, Any]:
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> Path:
-    """A page over two runs; profiles of the same name are compared.
+    """Write a page that compares two runs, and return its path.
 
     Raises:
-        ProfileError: one can't be read, or they have no profile of the same kind
+        ProfileError: a profile can't be read, or the runs have no profile of the same kind
     """
-    pairs = paired(first, second)
+    pairs = pairs_to_compare(first, second)
     entries: list[dict[str, Any]] = []
     comparisons = []
     for one, other in pairs:
@@ -139,8 +139,8 @@ def write_comparison(first: Path, second: Path, target: Path) -> Path:
     return target
 
 
-def paired(first: Path, second: Path) -> list[tuple[Path, Path]]:
-    """Profiles of both places that have the same kind: training or inference."""
+def pairs_to_compare(first: Path, second: Path) -> list[tuple[Path, Path]]:
+    """Return the pairs of profiles of the same kind, training or inference."""
     kinds = [
         {load(path).training: path for path in reversed(profiles_at(place))} for place in (first, second)
     ]

@@ -1,4 +1,4 @@
-"""Memory: what each ipu keeps from step to step, and how what it holds for its micro-batches grows and falls."""
+"""Memory: the bytes that each ipu keeps from step to step, and those that it holds for micro-batches over a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_POINTS = 20_000  # of one curve
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one ipu at the most. `always` is held all the time; `between` waits to be received."""
+    """The most bytes of one ipu. `always` is held all the time; `between`: values sent to it and not received yet."""
 
     ipu: int
     weights: int
@@ -34,7 +34,7 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """What each ipu of replica 0 needs."""
+    """Return what each ipu of replica 0 needs."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     waiting = between(profile)
     found = []
@@ -57,7 +57,7 @@ def needs(profile: Profile) -> list[Need]:
 
 
 def capacity(profile: Profile) -> tuple[int | None, str, bool]:
-    """Bytes (None: unknown), what has so many, and whether all ipus share them."""
+    """Return the capacity in bytes (None: unknown), its name, and whether all ipus share it."""
     found = profile.facts.get("capacity") or {}
     return found.get("bytes"), found.get("of", ""), bool(found.get("shared"))
 
@@ -76,7 +76,7 @@ def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
 
 
 def detailed(profile: Profile) -> dict[int, Track]:
-    """The tracks of the step that was looked at closer, by ipu."""
+    """Return the tracks of the step in which single operations were measured, by ipu."""
     place = profile.facts.get("detailed_step")
     if place is None:
         return {}
@@ -88,7 +88,7 @@ def detailed(profile: Profile) -> dict[int, Track]:
 
 
 def held(tensors: list[Tensor], instructions: int) -> list[int]:
-    """Bytes held after each instruction."""
+    """Return the bytes held after each instruction."""
     change = [0] * (instructions + 1)
     for row in tensors:
         change[min(row.born, instructions)] += row.bytes
@@ -102,8 +102,8 @@ def held(tensors: list[Tensor], instructions: int) -> list[int]:
 
 
 def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
-    """(ns since the profile's origin, bytes held for micro-batches): after each instruction, and within pieces
-    after each operation. Times inside a piece are those of its average run."""
+    """Return points (ns since the profile's origin, bytes held for micro-batches) of the detailed step: after each
+    instruction, and within pieces after each operation. Times inside a piece are those of its average run."""
     track = detailed(profile).get(ipu)
     if track is None:
         return []
@@ -124,8 +124,8 @@ def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
 
 
 def curve_of(profile: Profile, track: Track) -> list[tuple[int, int]]:
-    """(ns since the profile's origin, bytes held for micro-batches) after each instruction of a track that changes
-    them. What is held when is the same in every step."""
+    """Return points (ns since the profile's origin, bytes held for micro-batches) of any step, after each instruction
+    that changes them: every step holds the same tensors at the same instructions."""
     rows = [row for row in profile.tensors if row.ipu == track.ipu]
     points = [(track.start, 0)]
     for (_, end), size in zip(track.spans(), held(rows, len(track.durations)), strict=True):
@@ -135,7 +135,7 @@ def curve_of(profile: Profile, track: Track) -> list[tuple[int, int]]:
 
 
 def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
-    """Piece -> (share of its time, bytes alive in it) after each operation."""
+    """Return for each piece (share of its time, bytes alive in it) after each operation."""
     rows = defaultdict(list)
     for operation in profile.operations:
         rows[operation.piece].append(operation)
@@ -151,13 +151,13 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
 
 
 def _thinned(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of every few neighbours the highest, so that no peak is lost."""
+    """Return fewer points: of each group of neighbours the highest, so that no peak is lost."""
     size = -(-len(points) // MOST_POINTS)
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
 def between(profile: Profile) -> dict[int, int]:
-    """For each ipu the most bytes that other ipus had sent and it had not received yet."""
+    """Return for each ipu the most bytes that other ipus had sent and that it had not received yet."""
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}
     for track in detailed(profile).values():

@@ -1,4 +1,4 @@
-"""A plan as a picture, before anything has run: stages, memory, an ideal timeline, and what bounds it."""
+"""The page of a plan, before anything has run: stages, memory, an ideal timeline, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .changes import changes
 from .times import StageTime, step_of
 from .units import seconds, size
 
-FLOPS, BYTES = 50e9, 10e9  # a second, of the device that the timeline imagines: a core
-_DRAWN = 600  # tasks; a wider picture shows nothing
+FLOPS, BYTES = 50e9, 10e9  # a second; a core, which the timeline takes for each device
+_DRAWN = 600  # tasks; in a wider picture they are too small to see
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
 
 
 def plan_of(program: Sequence[str]) -> Profile:
-    """Run a program until its first model is compiled; nothing is computed.
+    """Run a program until its first model is compiled, and return the plan; nothing is computed.
 
     Raises:
-        ProfileError: it ended before that; what it said stands above
+        ProfileError: the program ended before that; its own output stands above
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plan.pop"
@@ -43,7 +43,7 @@ def plan_of(program: Sequence[str]) -> Profile:
 
 
 def estimated(profile: Profile) -> Profile:
-    """The same plan, each operation as long as its FLOPs or its bytes take, whichever is more."""
+    """Return the plan with a time for each operation: that of its FLOPs or of its bytes, whichever is longer."""
 
     def timed(operation: Operation) -> Operation:
         ns = 1e9 * max(operation.flops / FLOPS, operation.bytes / BYTES)
@@ -53,7 +53,7 @@ def estimated(profile: Profile) -> Profile:
 
 
 def step_times(profile: Profile) -> list[StageTime]:
-    """Of an `estimated` plan."""
+    """Return what each stage of an `estimated` plan costs."""
     spent = {(phase, stage): 0.0 for stage in range(len(profile.ipus)) for phase in "FB"}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -77,7 +77,7 @@ def memory_rows(profile: Profile) -> list[tuple[int | None, ...]]:
 
 
 def bottleneck(profile: Profile) -> list[str]:
-    """What bounds the plan, in sentences; of an `estimated` plan."""
+    """Return sentences: what bounds an `estimated` plan, and what would make it faster."""
     times = step_times(profile)
     step = step_of(profile, [], times)
     loads: dict[int, float] = {}
@@ -100,7 +100,7 @@ def bottleneck(profile: Profile) -> list[str]:
 
 
 def page(profile: Profile) -> str:
-    """HTML that needs nothing else."""
+    """Return the HTML of the page, which needs no other file."""
     profile = estimated(profile)
     times = step_times(profile)
     flops = {(phase, stage): 0 for stage in range(len(profile.ipus)) for phase in "FB"}
@@ -159,7 +159,7 @@ def page(profile: Profile) -> str:
 
 
 def timeline(profile: Profile) -> str:
-    """The picture of one step of an `estimated` plan: a row an ipu."""
+    """Return the picture (SVG) of one step of an `estimated` plan, with a row for each ipu."""
     step = step_of(profile, [], step_times(profile))
     most = max(1, _DRAWN // len(step.phases))
     cut = step.micro_batches > most

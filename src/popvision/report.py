@@ -9,7 +9,7 @@ from typing import Any
 
 from popengine.profile import Profile, load
 
-from .advice import of_machine, sentences
+from .advice import machine_sentence, sentences
 from .analysis import Figures, figures
 from .html import entry, page, profiles_at
 from .units import rate, seconds, share, size
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Report:
-    """What `enableProfiling(folder)` left. (Not in PopTorch.)
+    """The profiles in the folder of `enableProfiling(folder)`. (Not in PopTorch.)
 
     >>> report = poptorch.Report("report")
     >>> report                                # in a notebook: the page; elsewhere its headline
     >>> pandas.DataFrame(report.trace())
 
     Args:
-        folder: with profiles, or one profile.pop. It is read anew at each use.
+        folder: a folder with profiles, or one profile.pop; read anew at each use
     Raises:
         ValueError: (at use) there is no profile, or one can't be read
     """
@@ -37,7 +37,7 @@ class Report:
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
-        """A row for each profile, with all figures that are one value; `advice` is a list of sentences."""
+        """Return a row for each profile, with all figures that are one value; `advice` is a list of sentences."""
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
@@ -47,7 +47,7 @@ class Report:
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
-        """A row for each instruction that was recorded; `start`, `end` and `cost` (work alone) in ns."""
+        """Return a row for each recorded instruction; `start`, `end` and `cost` (computation alone) in ns."""
         return [
             {"profile": label, **event._asdict(), "cost": event.cost}
             for label, profile in self._profiles().items()
@@ -58,17 +58,17 @@ class Report:
         return "\n".join(summary(profile) for profile in self._profiles().values())
 
     def _repr_html_(self) -> str:
-        """The whole page in a frame of its own."""
+        """Return the whole page in a frame of its own."""
         text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
 
 
 def summary(profile: Profile) -> str:
-    """A screenful."""
+    """Return the headline of a profile for the terminal, about a screen long."""
     found = figures(profile)
     lines = [f"{profile.name}: {_kind(profile)}"]
-    lines += [f"  {said}"] if (said := of_machine(found)) else []
+    lines += [f"  {said}"] if (said := machine_sentence(found)) else []
     lines += [*_speed(profile, found), *_stages(found), *_memory(found)]
     lines += [f"  ! {warning}" for warning in sentences(profile, found)]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Numbers and units as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from popengine.profile import Profile
 
 
 def size(count: float) -> str:
-    """Bytes."""
+    """Return bytes with their unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -15,7 +15,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds."""
+    """Return seconds with their unit."""
     if value is None:
         return "–"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
@@ -33,7 +33,7 @@ def share(value: float | None) -> str:
 
 
 def cores_in_words(profile: Profile) -> str:
-    """The cores that share all ipus without a recorder, and the verb: "2 cores share", "1 of 2 cores runs"."""
+    """Return the cores that run all ipus without a recorder, and the verb: "2 cores share", "1 of 2 cores runs"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"

@@ -9,11 +9,11 @@ from simulated import MS, simulated
 from popengine.compile import schedule
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
-from popvision.advice import of_machine, of_stages, sentences
+from popvision.advice import machine_sentence, sentences, stages_sentence
 from popvision.analysis import figures
 from popvision.changes import promised
 from popvision.compare import compare
-from popvision.html import described
+from popvision.html import page_data
 from popvision.report import summary
 from popvision.units import size
 from popvision.virtual import StepModel
@@ -74,7 +74,7 @@ def test_the_slowest_stage_is_named_with_its_time():
     assert found.slowest == 1
     assert [stage.forward for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
     assert found.unevenness == pytest.approx(15 / 7)
-    assert of_stages(found) == "The slowest stage takes 2.14 times the average one."
+    assert stages_sentence(found) == "The slowest stage takes 2.14 times the average one."
 
 
 def test_a_stage_of_several_blocks_that_others_wait_for_is_advised_to_be_cut():
@@ -194,7 +194,7 @@ def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
     operations = [row._replace(ns=row.ns * (30 if row.block == "B" else 10)) for row in profile.operations]
     busy = dataclasses.replace(profile, tracks=tuple(computed), operations=tuple(operations))
     found = figures(busy)
-    sums = {(row["block"], row["phase"]): row["ns"] for row in described(busy)["groups"]["block"]}
+    sums = {(row["block"], row["phase"]): row["ns"] for row in page_data(busy)["groups"]["block"]}
     for phase, name in (("F", "forward"), ("B", "backward")):
         of_stage = [4 * getattr(stage, name) for stage in found.stages]
         assert [sums["A", phase] + sums["B", phase], sums["C", phase]] == pytest.approx(of_stage)
@@ -205,7 +205,7 @@ def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
 
 def test_a_sentence_says_how_busy_the_machine_was():
     profile = simulated(2, 4, steps=6)
-    assert of_machine(figures(profile)) == ""  # not measured
+    assert machine_sentence(figures(profile)) == ""  # not measured
 
     def computing(share):
         tracks = [
@@ -213,16 +213,16 @@ def test_a_sentence_says_how_busy_the_machine_was():
         ]
         return dataclasses.replace(profile, tracks=tuple(tracks))
 
-    assert of_machine(figures(computing(1))).startswith(
+    assert machine_sentence(figures(computing(1))).startswith(
         "The machine was free: computations had a core for 100% of their time."
     )
-    text = of_machine(figures(computing(0.25)))
+    text = machine_sentence(figures(computing(0.25)))
     assert text.startswith(
         "The machine was busy, or computations waited by themselves: computations had a core for 25% of"
     )
     assert "Times of stages, blocks and operations count that time alone" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
-    assert described(computing(0.25))["figures"]["machine_says"] == text
+    assert page_data(computing(0.25))["figures"]["machine_says"] == text
 
 
 def test_nothing_is_advised_below_the_spread_of_equal_computations():

@@ -31,7 +31,7 @@ from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..reporting.overview import Overview, overview
-from ..reporting.planned import stop_where_a_plan_was_asked_for
+from ..reporting.planned import exit_if_only_planning
 from ..reporting.reporter import reporter_for
 from . import executable_file, marked_model
 from .device_lease import DeviceLease
@@ -172,7 +172,7 @@ class PoplarExecutor:
             with arguments.noting_row_counts(call):
                 found = compile_model(model, call, options, settings, done, together=True)
             announce(found.plan, found.settings)
-            stop_where_a_plan_was_asked_for(found.plan, found.settings, found.graph)
+            exit_if_only_planning(found.plan, found.settings, found.graph)
             self._lease.executable = found
             try:
                 if options.connection_type != ConnectionType.Never:

@@ -1,4 +1,4 @@
-"""What a compiled model will run, for people: its stages, what goes between them, the schedule and the code."""
+"""The overview of a compiled model as text: stages, transfers between ipus, the schedule and the code."""
 
 import html
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from popengine.settings import Settings
 from ..logs import counted
 from .planned import planned
 
-_DRAWN = 64  # micro-batches; a wider drawing shows nothing
+_DRAWN = 64  # micro-batches; a wider drawing does not fit a screen
 
 
 @dataclass(frozen=True)
 class Overview:
-    """Prints as text, and displays as a table with folded code in a notebook.
+    """A compiled model as text; in a notebook tables with folded code.
 
     `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
     when), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
@@ -36,7 +36,7 @@ class Overview:
     planned: Profile = field(repr=False, compare=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a page: the stages, the memory of each ipu, an ideal timeline, and what bounds it."""
+        """Write a page: the stages, the memory of each ipu, an ideal timeline, and the bottleneck."""
         from popvision import plan  # loaded only for this
 
         plan.write(self.planned, Path(path))
@@ -69,7 +69,7 @@ class Overview:
 
 
 def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
-    """Of a plan that runs with these settings. The bytes between ipus need the graph that was captured."""
+    """Return the overview of a plan. Without the captured graph, bytes between ipus are unknown."""
     partition, counts = plan.partition, settings.counts
     sizes = dict.fromkeys(range(partition.stages), 0)
     for slot in partition.signature.slots:

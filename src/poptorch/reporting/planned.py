@@ -14,8 +14,8 @@ from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
 
-def tables(described: Description, settings: Settings) -> profile.Profile:
-    """What follows from a plan alone."""
+def plan_tables(described: Description, settings: Settings) -> profile.Profile:
+    """Return a profile with the tables and facts that follow from a plan alone."""
     plan, partition, counts = described.plan, described.partition, settings.counts
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
     return profile.Profile(
@@ -56,7 +56,7 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
     Without the captured graph FLOPs, bytes and the facts `activations` and `between` are unknown.
     """
     described = Description(plan, graph)
-    found, ipus = tables(described, settings), sorted(set(plan.partition.ipus))
+    found, ipus = plan_tables(described, settings), sorted(set(plan.partition.ipus))
     facts = {**found.facts, "calls": 0, "steps": 0}
     if graph is not None:
         alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
@@ -111,8 +111,8 @@ def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
     return profile.Memory(0, ipu, weights, others, gradients, states, copies)
 
 
-def stop_where_a_plan_was_asked_for(plan: Plan, settings: Settings, graph: Graph | None) -> None:
-    """Where `popvision plan` runs this program: write the plan, and end before anything is computed."""
+def exit_if_only_planning(plan: Plan, settings: Settings, graph: Graph | None) -> None:
+    """Write the plan and exit, if `popvision plan` runs this program (an environment variable names the file)."""
     if wish := os.environ.get(profile.PLAN_WISH):
         planned(plan, settings, graph).save(Path(wish))
         raise SystemExit(0)

@@ -1,7 +1,7 @@
-"""Profiles of one executor: what its recorder measured and its plan says, written when it lets go of its devices.
+"""Profiles of executors: measured times with the tables of the plan, written when an executor releases its devices.
 
 Into `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page `report.html` over all
-that lie side by side. A program that never lets go has them written when it ends.
+that lie side by side. Profiles that are still open when the program ends are written then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..options import Options
 from ..options.freeze_options import resolved
 from ..options.option_base import OptionsDict
 from ..version import __version__
-from .planned import tables
+from .planned import plan_tables
 
 _SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
 _SHARE = 100
@@ -63,11 +63,11 @@ class Reporter:
         self._save_next = self._since + _SAVE_EVERY
 
     def compiling(self) -> None:
-        """Compilation starts."""
+        """Start the clock of the compiler's passes."""
         self.passes, self._since = [], time.perf_counter()
 
     def passed(self, name: str) -> None:
-        """A pass of the compiler is done."""
+        """Note that a pass of the compiler has ended."""
         now = time.perf_counter()
         self.passes.append(profile.Pass(name, round(now - self._since, 6)))
         self._since = now
@@ -80,12 +80,12 @@ class Reporter:
         }
 
     def released(self) -> None:
-        """The executor lets its devices go: save, and keep nothing of them alive."""
+        """Save the profile, and drop the engine: the executor releases its devices."""
         self.save()
         self._engine = self._graph = None
 
     def called(self) -> None:
-        """A call has ended: write what there is now and then, so that a program that is killed leaves it, too."""
+        """Note that a call has ended: save once a minute, so that a program that is killed leaves a profile, too."""
         if time.perf_counter() >= self._save_next:
             began = time.perf_counter()
             self.save()
@@ -93,13 +93,13 @@ class Reporter:
             self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
 
     def save(self) -> None:
-        """Write the profile, and the page. A run is not lost for its profile: what fails here is logged."""
+        """Write the profile and the page. A file that can't be written is a warning: the run goes on."""
         engine = self._engine
         if engine is None or engine.settings.counts.instance != 0:
             return
         try:
             self._profile(engine).save(self.path)
-            from popvision import html  # the page is made of files: no profile, no page, no import
+            from popvision import html  # loaded only for a profile
 
             html.write_report(self.path.parent.parent)
         except OSError as error:
@@ -110,7 +110,7 @@ class Reporter:
         described, origin = Description(engine.plan, self._graph), recorder.origin
         roles = {slot.name: slot.role for slot in engine.plan.partition.signature.slots}
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
-        found = tables(described, settings)
+        found = plan_tables(described, settings)
         facts = {
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
@@ -153,7 +153,7 @@ class Reporter:
 
 
 def _capacity(of_ipu: float) -> dict[str, Any]:
-    """What the memory of the ipus is held against: what `AutoBalance` was told of an ipu, else the machine's."""
+    """Return the memory that the ipus have: the capacity passed to `AutoBalance`, else the machine's memory."""
     if of_ipu < math.inf:
         return {"bytes": int(of_ipu), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -161,7 +161,7 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
 
 
 def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
-    """The reporter of an executor whose options ask for a profile. It saves when the executor is gone, too."""
+    """Return a reporter if the options ask for a profile. It saves when the executor is garbage-collected, too."""
     directory = options._profile_directory(training)
     if directory is None:
         return None
@@ -177,7 +177,7 @@ def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | 
 
 
 def _save_and_end(number: int, frame: Any) -> None:
-    """SIGTERM, where the program has no other wish about it: write what there is, and end by the signal."""
+    """Handle SIGTERM if the program has no handler for it: save all profiles, and end by the signal."""
     signal.signal(number, signal.SIG_DFL)
     try:
         for reporter in list(_live):
@@ -188,7 +188,7 @@ def _save_and_end(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """What runs inside is noted as the host's work."""
+    """Record the time inside the `with` as an event of the host."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
