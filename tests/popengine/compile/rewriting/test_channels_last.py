@@ -108,3 +108,28 @@ def test_the_same_random_numbers_are_drawn():
 def test_layouts_are_a_matter_of_convolutions_over_images_and_volumes(layer, shape, found):
     graph = capture(layer, lambda given: [layer(*given)], [torch.zeros(shape)], training=False)
     assert has_convolutions(graph) is found
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "stride", "contiguous"),
+    [(1, 1, 2, True), (4, 1, 2, True), (7, 1, 3, True), (8, 1, 2, False), (4, 1, 1, False), (4, 3, 2, False)],
+)
+def test_the_backward_that_onednn_gets_wrong_without_avx512_stays_contiguous(
+    channels, size, stride, contiguous
+):
+    """Of one pixel, with a stride and fewer than 8 channels; on all processors, so that bits don't depend on them."""
+    layer = nn.Conv2d(channels, 8, size, stride, padding=size // 2)
+    inputs = [torch.randn(2, 3, 6, 6).sum(1, keepdim=True).expand(2, channels, 6, 6)]
+
+    def forward(given):
+        made = layer(given[0].relu())
+        return [nn.functional.mse_loss(made, torch.zeros_like(made))]
+
+    graph = in_channels_last(capture(layer, forward, inputs, training=True))
+    (node,) = (n for n in graph.code.nodes if n.target is aten.convolution_backward.default)
+    for operand in node.all_input_nodes:
+        value = operand.meta["val"]
+        if contiguous:  # by its strides: with one channel a tensor is said to be contiguous in either layout
+            assert value.stride() == torch.empty(value.shape).stride()
+        else:
+            assert value.is_contiguous(memory_format=torch.channels_last)
