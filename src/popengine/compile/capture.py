@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,7 +163,20 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
 # ---- what runs around the forward ------------------------------------------------------------------------
 
 
-_CAPTURING = threading.RLock()  # the flag is one for the process: threads that compile take turns
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _asks_torch() -> bool:
+    """Return whether torch's own code calls what calls this, in the thread that captures.
+
+    The model's code is told that nothing compiles it: so it takes the branches of plain PyTorch.
+    """
+    return active.get() is not None and sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+_CAPTURING = (
+    threading.RLock()
+)  # what is replaced below is one for the process: threads that compile take turns
 
 
 def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -184,14 +198,14 @@ def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _tracing(training: bool, device: str) -> Iterator[None]:
-    """torch's own "is compiling" flag, without which models branch on data; autograd in one thread and quiet.
+    """Run the body as a capture's: torch's layers branch on no data, autograd is in one thread and quiet.
 
     For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
     else one operation each that only CPUs have.
     """
     with _CAPTURING:
-        before, onednn = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
-        torch.compiler._is_compiling_flag = True
+        is_compiling, onednn = torch.compiler.is_compiling, torch._C._get_mkldnn_enabled()
+        torch.compiler.is_compiling = lambda: is_compiling() or _asks_torch()
         collects = gc.isenabled()
         gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
         torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
@@ -204,7 +218,7 @@ def _tracing(training: bool, device: str) -> Iterator[None]:
             ):
                 yield
         finally:
-            torch.compiler._is_compiling_flag = before
+            torch.compiler.is_compiling = is_compiling
             if collects:
                 gc.enable()
             torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore

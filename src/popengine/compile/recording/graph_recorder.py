@@ -74,6 +74,22 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return value if same else tree_unflatten(changed, structure)
 
 
+def _like_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return a tensor like the result of `aten._grouped_mm`, whose shape function in torch takes bfloat16 only."""
+    dtype = out_dtype or a.dtype
+    size = [a.size(-2), b.size(-1)]
+    if a.dim() == b.dim():
+        size = [a.size(0) if offs is None else offs.size(0), *size]
+    row = -(-size[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize  # rows begin at multiples of 16 bytes
+    return a.new_empty_strided(size, [size[-2] * row, row, 1][-len(size) :], dtype=dtype)
+
+
 class Recorder(TorchDispatchMode):
     """Appends a node to `graph` for each operation that runs under it; `describe` gives the node's meta."""
 
@@ -144,7 +160,7 @@ class Recorder(TorchDispatchMode):
         if func in _SAID_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
             func = _SAID_IN_PLACE[func]
         meta = self._describe(func)
-        out = func(*args, **kwargs)
+        out = (_like_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
             made = self.node(args[0])
             self.fresh.add(made.meta["key"])
