@@ -1,7 +1,7 @@
 """Bodies: graphs inside a graph, and the two operations that run them, a branch and a loop.
 
-A body travels as text in an argument of the operation, since those are all that an operation can be given. This
-file says what the operations look like; `compile/recording/branches_and_loops.py` makes bodies, and
+A body is passed to its operation as text, since a graph's operations take tensors and plain values only. This file
+declares the operations; `compile/recording/branches_and_loops.py` makes bodies, and
 `run/backends/run_branches_and_loops.py` runs them.
 """
 
@@ -20,14 +20,14 @@ from .piece import Line, Piece, Value
 
 @dataclass(frozen=True)
 class Body:
-    """A function from tensors to tensors, and the shape and type of each that it returns."""
+    """A function from tensors to tensors, and the shape and type of each output."""
 
     piece: Piece
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    draws: bool  # somewhere in it random numbers are drawn
+    draws: bool  # whether it draws random numbers
 
     def packed(self) -> str:
-        """As text: the Python that makes it."""
+        """Return the body as Python text."""
         return repr(self)
 
     @staticmethod
@@ -43,7 +43,7 @@ _NAMES = {
 
 
 def calls_within(piece: Piece) -> Iterator[str]:
-    """All that a piece calls, also in the bodies of its branches and loops."""
+    """Yield the operations that a piece calls, also in the bodies of its branches and loops."""
     yield from piece.calls
     for line in piece.lines:
         if line.call.startswith("popengine."):

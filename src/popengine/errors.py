@@ -1,6 +1,6 @@
-"""The tree of errors: one class for each pass, so that a message says by its type where it arose.
+"""The tree of errors: one class for each pass, so that the type of an error tells where it was raised.
 
-Error                     poptorch.Error: everything a user's mistake or a failing run raises
+Error                     poptorch.Error: the base class of errors in a program or a run
 ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
 ├── PartitionError        blocks and stages don't fit together
 ├── ScheduleError         an order that can't run: incomplete, or a deadlock
@@ -21,17 +21,17 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that looks most like it, if one does."""
+    """Return the end of a message about an unknown name: the most similar known name; or an empty text."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Error(Exception):
-    """Raised for every fault of a user's program or of a run.
+    """An error in a user's program, or of a run.
 
-    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the
-    word in quotes and `location` where the engine was (empty for errors raised on the host). What the engine
-    raised begins with `In <file>:<line>: `, the place in the engine.
+    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the word in
+    quotes, and `location` the engine's passes (empty for errors raised on the host). The message of an engine's error
+    begins with `In <file>:<line>: `, its place in the engine.
     """
 
     type = "poptorch_py_error"
@@ -43,7 +43,7 @@ class Error(Exception):
         super().__init__(str(self))
 
     def raised_by_engine(self, location: str) -> None:
-        """Make it an error of the engine's, raised in the passes of `location`; its message stays as it is."""
+        """Make this an error of the engine, raised in the passes of `location`, with the same message."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location

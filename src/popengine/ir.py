@@ -1,10 +1,10 @@
-"""The engine's language on one page: the values that flow from pass to pass.
+"""The intermediate representation: the values that passes take and return.
 
     capture ─► Graph ─ partition ─► Partition ─┐
                           Strategy ─► Schedule ─┴─ lower ─► Plan ─► Engine
 
-Every value is made once by one pass and changed by none. Tensors appear by name only, but for the
-constants that the model's code holds.
+Each value is made by one pass and never changed. Tensors appear by name only, except for the constants of the model's
+code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = Literal["output", "gradient", "buffer", "input"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A value that a graph is given: its name in the graph, what it is, and the user's name for it."""
+    """An input of a graph: its name in the graph, its role, and the user's name."""
 
     name: str
     role: Role
@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A value that a graph gives: a user's output, a gradient, or the next value of a buffer or input."""
+    """An output of a graph: a user's output, a gradient, or the next value of a buffer or input."""
 
     name: str  # of the node, or of the slot when it's passed through
     kind: Key
@@ -46,7 +46,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One entry into a block, as the forward ran: its name (None: before the first block)."""
+    """One entry of the forward into a block; the name None stands for operations before the first block."""
 
     name: str | None
     ipu: int | None
@@ -55,7 +55,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a captured model takes and gives, the constants of its code, and the blocks it went through."""
+    """The inputs and outputs of a captured model, the constants of its code, and its entries into blocks."""
 
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
@@ -83,7 +83,7 @@ class Graph(Signature):
 
 @dataclass(frozen=True)
 class Partition:
-    """A graph cut into pieces, and where each parameter and buffer lives."""
+    """A graph cut into pieces, with the stage of each parameter and buffer."""
 
     signature: Signature
     pieces: tuple[Piece, ...]  # in order of the data: F0 F1 ... B1 B0
@@ -110,9 +110,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each lane the actions of one step, in order: lanes are ipus, or the cores that all ipus share.
+    """The actions of one step for each lane, in order. Lanes are ipus, or the cores that all ipus share.
 
-    `in_flight`: the first stage waits with micro-batch m until m - in_flight has left the last action.
+    Args:
+        in_flight: micro-batch m starts after micro-batch m - in_flight has ended
     """
 
     rows: dict[int, tuple[Action, ...]]
@@ -125,12 +126,12 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether micro-batches may be under way together: of one stage, too, where several cores do its work."""
+        """Whether several micro-batches may be computed at the same time, even by one stage on several cores."""
         return self.name != "in turns"
 
 
-# ---- instructions: what an ipu's program is made of; `micro_batch` is within the step --------------------
-# (Tuples, for speed: a long program has 100,000s. What one is, is said by its type, not by its equality.)
+# ---- instructions of an ipu's program; `micro_batch` is within the step --------------------
+# (Tuples, for speed: a long program has 100,000s. Tuples of different types may compare equal: check the type.)
 
 
 class Load(NamedTuple):
@@ -150,7 +151,7 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Hand values of this micro-batch (None: of the whole step) to another ipu."""
+    """Send values of this micro-batch (None: of the whole step) to another ipu."""
 
     channel: tuple[str, int]
     names: tuple[str, ...]
@@ -158,8 +159,10 @@ class Send(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run a piece on this micro-batch; reads in `held` come from the ipu's state, the others from what was
-    loaded, received or computed for the micro-batch; those in `last` nobody needs afterwards."""
+    """Run a piece on this micro-batch.
+
+    Reads in `held` come from the ipu's state, others from values of the micro-batch; those in `last` are freed.
+    """
 
     piece: int
     micro_batch: int
@@ -192,14 +195,14 @@ class Store(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Forget values of this micro-batch."""
+    """Drop values of this micro-batch."""
 
     names: tuple[str, ...]
     micro_batch: int
 
 
 class Update(NamedTuple):
-    """Reduce the sums over the replicas and update the weights that live on this ipu."""
+    """Reduce the gradient sums over the replicas, and update the weights of this ipu."""
 
     keys: tuple[str, ...]
 
@@ -209,7 +212,7 @@ Instruction = Load | Receive | Send | Compute | Accumulate | Keep | Store | Free
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the engine needs to run: a program for each ipu, run once a step."""
+    """The input of the engine: a program for each ipu, which runs once a step."""
 
     partition: Partition
     schedule: Schedule

@@ -1,7 +1,7 @@
-"""The operation by which replicas meet inside a step: each gets the values of all replicas of its group.
+"""An all-gather inside a step: each replica gets the values of all replicas in its group.
 
-A group is some neighbours among the replicas of all instances. Where a piece gathers, its Python yields: a driver
-goes on with something else until the others' values are there. Outside a plan every replica has the same value.
+A group consists of neighbouring replicas, counted over all instances. A piece that gathers is a generator: it yields,
+and its driver runs other tasks until all values are there. Outside a plan all replicas have the same value.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def _pretend(value: Tensor, size: int) -> Tensor:
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """The values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
+    """Return the values [size, ...] of this replica's group, in the order of its replicas, without a gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

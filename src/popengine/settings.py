@@ -1,4 +1,4 @@
-"""What the engine may know of the user's options: frozen values, made once by `poptorch.options.freeze_options`."""
+"""The engine's settings: frozen values, which `poptorch.options.freeze_options` makes of the user's options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DeviceKind = Literal["cpu", "cuda", "xpu"]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage as the user wrote it: its blocks, and its ipu where one was named."""
+    """One stage of the user's strategy: its blocks, and its ipu, if the user named one."""
 
     blocks: tuple[str, ...]
     ipu: int | None = None
@@ -24,10 +24,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How the stages take turns, and which block belongs to which: by `stages`, or by the `auto` rule.
+    """The execution strategy: how stages are scheduled, and the stage of each block, by `stages` or the `auto` rule.
 
-    The rule "balance" places the blocks on `ipus` ipus of `capacity` bytes by measured cost. `or_sharded`: a pipeline
-    that has too few micro-batches to fill it runs its stages one after another.
+    Args:
+        ipus, capacity: of the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by measured cost
+        or_sharded:     a pipeline with too few micro-batches to fill it runs its stages one after another
     """
 
     mode: Mode = "pipelined"
@@ -40,7 +41,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The factors of a batch. The only place where they are multiplied."""
+    """The factors of a combined batch. They are multiplied here only."""
 
     iterations: int = 1  # device iterations: weight updates a call in training
     accumulation: int = 1  # micro-batches a weight update and replica
@@ -56,7 +57,7 @@ class Counts:
         return self.iterations * self.accumulation * self.groups
 
     def group_of(self, replica: int) -> int:
-        """The input group that a replica reads."""
+        """Return the input group of a replica."""
         if self.grouping == "orthogonal":
             return replica % self.groups
         return replica // (self.replicas // self.groups)
@@ -68,11 +69,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A weight update rule without its rates: what may not change after compilation.
+    """A weight update rule without its rates: the parts that may not change after compilation.
 
-    `kind` is a key of `popengine.update.optimizer_rules.RULES`. `group_of` gives the parameter group of each parameter
-    by its canonical name; a parameter that is not in it is not updated. `state_types` holds the dtype of each state
-    the rule keeps, by the state's name ("velocity"; "exp_avg", "exp_avg_sq"; ...).
+    Args:
+        kind:        a key of `popengine.update.optimizer_rules.RULES`
+        group_of:    the parameter group of each parameter by canonical name; others are not updated
+        state_types: the dtype of each state of the rule by name ("velocity"; "exp_avg", "exp_avg_sq"; ...)
     """
 
     kind: str
@@ -87,7 +89,7 @@ class Optimizer:
     torch_dampening: bool = False  # SGD: the first step is not dampened (torch.optim.SGD's rule)
 
     def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
-        """The dtype of a weight's state, or of its gradient sums; those of float64 weights are float64, too."""
+        """Return the dtype of a weight's state, or of its gradient sums (None); float64 for float64 weights."""
         if weight == torch.float64:
             return weight
         return self.accumulator_type if state is None else self.state_types.get(state, torch.float32)
@@ -95,11 +97,12 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A value that a call keeps beside the outputs that forward returns, with an output mode of its own.
+    """A value that a call returns beside the outputs of forward, with its own output mode.
 
-    `source`: an "output" of the graph, or one from which the loss scale is divided ("gradient"; key: its
-    position as text); a weight's value at the start of each step ("weight") or after its update ("updated"),
-    once an iteration (key: its canonical name).
+    Args:
+        source: "output": an output of the graph; "gradient": an output that is divided by the loss scale; "weight",
+            "updated": a weight at the start of each step, or after its update
+        key:    the output's position as text, or the weight's canonical name
     """
 
     source: Literal["output", "gradient", "weight", "updated"]
@@ -114,17 +117,18 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """A parameter that is not equal on all replicas: on the host it has one row a group.
+    """The groups of a per-replica parameter. The host's value has one row for each; gradients are reduced in groups.
 
-    `of[replica]` is the replica's row. Gradients are reduced within a group. `all_rows`: the host receives
-    the value of every replica, and not of the first in each group.
+    Args:
+        of:       the group, which is the row, of each replica
+        all_rows: the host receives the value of every replica, and not of the first in each group
     """
 
     of: tuple[int, ...]
     all_rows: bool = False
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """The replicas that share this one's value, in order."""
+        """Return the replicas that have the same value as this one, in order."""
         return tuple(other for other, group in enumerate(self.of) if group == self.of[replica])
 
     @property
@@ -135,13 +139,13 @@ class ReplicaGroups:
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
     def row_for(self, replica: int, rows: int) -> int:
-        """The row that a replica takes from a host value with so many rows."""
+        """Return the row of a replica in a host value with this number of rows."""
         return replica if self.all_rows and rows == len(self.of) else self.of[replica]
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """The rates of one weight update: one dictionary a parameter group, and the loss scale.
+    """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale.
 
     Keys of a group: SGD lr, momentum, dampening, weight_decay, nesterov, maximize; Adam, AdamW and LAMB
     lr, beta1, beta2, eps, weight_decay, maximize (LAMB also max_weight_norm); RMSprop lr, alpha, eps,
@@ -155,7 +159,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the engine may know of the user's options."""
+    """All settings of the engine."""
 
     training: bool
     counts: Counts = Counts()
@@ -181,6 +185,6 @@ class Settings:
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
-        """The replicas that have the same value of a parameter, in order."""
+        """Return the replicas that have the same value of a parameter, in order."""
         groups = self.replica_groups.get(key)
         return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

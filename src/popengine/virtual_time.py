@@ -1,7 +1,6 @@
-"""Virtual time: when tasks would run if each took so long, and devices waited for nothing but what a task needs.
+"""Virtual time: simulate when tasks run, from their costs and dependencies. No tensors, threads or clocks.
 
-No tensors, no threads, no clock. It draws schedules, proves that they come to an end, and says how long a step
-takes on devices that are not there.
+The simulation draws schedules, finds deadlocks, and predicts the time of a step on other devices.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task runs, and where.
-
-    Tasks that wait for each other for ever have no device (-1), and no time.
-    """
+    """The times and the device of each task. Tasks in a deadlock have the device -1, and no time."""
 
     starts: list[float]
     ends: list[float]
@@ -26,29 +22,29 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """Until the last task has ended."""
+        """The end of the last task."""
         return max(self.ends, default=0)
 
     @property
     def busy(self) -> float:
-        """The time of all devices in which they have a task."""
+        """The sum of all tasks' times."""
         return sum(self.ends) - sum(self.starts)
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time in which they wait."""
+        """The share of the devices' time that is idle."""
         return 1 - self.busy / (self.length * self.count) if self.length else 0.0
 
 
 def simulate(
     after: Sequence[Sequence[int]], costs: Sequence[float], devices: int | Sequence[int]
 ) -> Timeline:
-    """Run tasks in virtual time. A device that is free takes the first task that is ready, in the order given.
+    """Simulate tasks. A free device takes the first task that is ready, in the order of the arguments.
 
     Args:
-        after:   for each task, the numbers of those that have to end before it begins
-        costs:   how long each takes
-        devices: how many share all tasks; or the device of each task
+        after:   for each task, the tasks that must end before it begins
+        costs:   the time of each task
+        devices: the number of devices that share all tasks; or the device of each task
     """
     size = len(after)
     followers: list[list[int]] = [[] for _ in range(size)]
