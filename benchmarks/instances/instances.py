@@ -65,22 +65,17 @@ class Told:
 def our_sum(rank: int, elements: int, port: int, processes: int) -> ways.Unit:
     """Our sum of so many float32 gradients."""
     _met(rank, port, processes)
-    from popengine.run.instances import this_process
-    from popengine.run.instances.instance_sums import Instances, even_cuts
-    from popengine.run.instances.meeting import FIRST_FREE
+    from popengine.run.instances.all_reduce import AllReduce
+    from popengine.run.instances.process_group import FIRST_TAG, group_of
 
-    here = this_process.of(processes)
-    here.agree("the sums")
-    sums, value, cuts = (
-        Instances(here, FIRST_FREE, 1),
-        torch.ones(elements),
-        even_cuts(elements, processes),
-    )
+    group = group_of(processes)
+    group.barrier("the sums")
+    sums, value = AllReduce(group, FIRST_TAG, 1), torch.ones(elements)
 
     def unit() -> float:
         value.fill_(1)
         for _ in range(SUMS):
-            sums.reduce([value], cuts, gathers=True)
+            sums.all_reduce([value])
         return value[-1].item()
 
     return unit

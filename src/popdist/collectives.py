@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from popengine.environment import read
-from popengine.run.instances import this_process
-from popengine.run.instances.instance_sums import Instances, even_cuts
-from popengine.run.instances.meeting import Meeting
-from popengine.run.instances.tree_sums import Node
+from popengine.run.instances.all_reduce import AllReduce, by_dtype, even_cuts
+from popengine.run.instances.process_group import ProcessGroup, group_of
 
 T = TypeVar("T")
 
-_TAG = 4  # of messages; those of models begin at meeting.FIRST_FREE
+_TAG = 4  # of messages; those of models begin at process_group.FIRST_TAG
 _chosen: Sequence[int] | None = None  # inside execute_on_instances
 
 
@@ -44,22 +42,22 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.float64)
     )
-    here = _meeting()
-    if here is not None:
+    group = _group()
+    if group is not None:
         if op in ("min", "max"):
             rows = all_gather(tensor.unsqueeze(0))
             tensor = rows.amin(0) if op == "min" else rows.amax(0)
         else:
-            flat = tensor.reshape(1) if not tensor.dim() else tensor
-            _meet(
-                here,
+            flat = tensor.cpu().reshape(-1)
+            _after_barrier(
+                group,
                 f"popdist.collectives.all_reduce({op})",
                 {"value": tensor},
-                lambda: Instances(here, _TAG, 1).sum([Node(0, here.place, [flat])]),
+                lambda: AllReduce(group, _TAG, 1).all_reduce([flat]),
             )
-            tensor = flat.reshape(tensor.shape)
+            tensor = flat.reshape(tensor.shape).to(tensor.device)
             if op == "mean":
-                tensor = tensor / here.size
+                tensor = tensor / group.size
     return tensor if isinstance(value, Tensor) else tensor.item()
 
 
@@ -70,40 +68,41 @@ def broadcast(values: Any, root: int = 0) -> Any:
         root: the instance whose values all get
     Returns: `values`
     """
-    here = _meeting()
-    if here is None:
+    group = _group()
+    if group is None:
         return values
-    if root not in here.names:
-        raise ValueError(f"broadcast: instance {root} is not one of {here.names}")
+    if root not in group.ranks:
+        raise ValueError(f"broadcast: instance {root} is not one of {group.ranks}")
     tensors = {"value": values} if isinstance(values, Tensor) else dict(values)
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
 
     def work() -> None:
-        for dtype in dict.fromkeys(value.dtype for value in tensors.values()):
-            mine = [value for value in tensors.values() if value.dtype == dtype]
-            flat = torch.cat([value.detach().reshape(-1).cpu() for value in mine])
-            _spread(here, flat, here.names.index(root))
+        given = [value.detach() for value in tensors.values()]
+        for chosen in by_dtype(given):
+            mine = [given[index] for index in chosen]
+            flat = torch.cat([value.reshape(-1).cpu() for value in mine])
+            _broadcast(group, flat, group.ranks.index(root))
             for value, part in zip(mine, flat.split([value.numel() for value in mine]), strict=True):
-                value.detach().copy_(part.view(value.shape))
+                value.copy_(part.view(value.shape))
 
     with torch.no_grad():
-        _meet(here, f"popdist.collectives.broadcast(root={root})", tensors, work)
+        _after_barrier(group, f"popdist.collectives.broadcast(root={root})", tensors, work)
     return values
 
 
-def _spread(here: Meeting, flat: Tensor, root: int) -> None:
-    """Send a share to each instance from the root, and then each share to all, which spares the root most messages."""
-    cuts = even_cuts(flat.numel(), here.size)
+def _broadcast(group: ProcessGroup, flat: Tensor, root: int) -> None:
+    """Scatter from the root, then all-gather: so the root sends each element once, and not to each instance."""
+    cuts = even_cuts(flat.numel(), group.size)
     shares = [flat[start:stop] for start, stop in pairwise(cuts)]
-    if here.place == root:
-        begun = [here.send(shares[other], other, _TAG) for other in here.others if shares[other].numel()]
-    elif shares[here.place].numel():
-        begun = [here.receive(shares[here.place], root, _TAG)]
+    if group.rank == root:
+        begun = [group.send(shares[peer], peer, _TAG) for peer in group.peers if shares[peer].numel()]
+    elif shares[group.rank].numel():
+        begun = [group.receive(shares[group.rank], root, _TAG)]
     else:
         begun = []
-    for work, other in begun:
-        here.wait(work, other, "popdist.collectives.broadcast")
-    Instances(here, _TAG, 1).gather(flat, cuts)
+    for work, peer in begun:
+        group.wait(work, peer, "popdist.collectives.broadcast")
+    AllReduce(group, _TAG, 1).all_gather(flat, cuts)
 
 
 def all_gather(value: Tensor) -> Tensor:
@@ -114,48 +113,47 @@ def all_gather(value: Tensor) -> Tensor:
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
-    here = _meeting()
-    if here is None:
+    group = _group()
+    if group is None:
         return value.detach().clone()
 
     def work() -> Tensor:
-        everybody = Instances(here, _TAG, 1)
-        rows = torch.zeros(here.size, dtype=torch.int64)
-        rows[here.place] = len(value)
-        everybody.gather(rows, list(range(here.size + 1)))
+        over_instances = AllReduce(group, _TAG, 1)
+        rows = torch.zeros(group.size, dtype=torch.int64)
+        rows[group.rank] = len(value)
+        over_instances.all_gather(rows, list(range(group.size + 1)))
         width = math.prod(value.shape[1:])
         cuts = [0, *(rows.cumsum(0) * width).tolist()]
         flat = torch.empty(cuts[-1], dtype=value.dtype)
-        flat[cuts[here.place] : cuts[here.place + 1]] = value.detach().reshape(-1).cpu()
-        everybody.gather(flat, cuts)
+        flat[cuts[group.rank] : cuts[group.rank + 1]] = value.detach().reshape(-1).cpu()
+        over_instances.all_gather(flat, cuts)
         return flat.view(-1, *value.shape[1:]).to(value.device)
 
-    return _meet(
-        here, "popdist.collectives.all_gather", {"a row": value.new_empty(1, *value.shape[1:])}, work
-    )
+    row = value.new_empty(1, *value.shape[1:])
+    return _after_barrier(group, "popdist.collectives.all_gather", {"a row": row}, work)
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
     """Wait until all instances are here."""
-    here = _meeting()
-    if here is not None:
-        here.agree(what)
+    group = _group()
+    if group is not None:
+        group.barrier(what)
 
 
-def _meet(here: Meeting, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
+def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
-    return here.meet(what, {"shape": shapes}, work)
+    return group.after_barrier(what, {"shape": shapes}, work)
 
 
-def _meeting() -> Meeting | None:
-    """Return the meeting of the instances that take part; None: this one alone."""
+def _group() -> ProcessGroup | None:
+    """Return the instances that take part; None for this one alone."""
     size = read().instances
     if size == 1:
         return None
-    everybody = this_process.of(size)
+    group = group_of(size)
     if _chosen is None or len(_chosen) == size:
-        return everybody
-    return everybody.among(_chosen) if len(_chosen) > 1 else None
+        return group
+    return group.subgroup(_chosen) if len(_chosen) > 1 else None
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from popengine.environment import SECRET, STORE, Launch, is_one_host
 from popengine.errors import Error
-from popengine.run.instances import this_process
-from popengine.run.instances.meeting import in_a_thread
+from popengine.run.instances import process_group
 
 from .signed_store import Server, Store, is_loopback, own_address
 
@@ -39,11 +38,11 @@ def meet(launch: Launch) -> None:
         Error: no address, one in use, or not everybody came
     """
     if dist.is_initialized():
-        this_process.current()
+        process_group.current()
         return
     seconds = float(os.environ.get(TIMEOUT, "600"))
     address, port = _address()
-    outcome = in_a_thread(lambda: _meet(launch, address, port, seconds))
+    outcome = process_group.in_a_thread(lambda: _meet(launch, address, port, seconds))
     while True:
         try:
             store, error = outcome.get(timeout=_PATIENCE)
@@ -52,8 +51,8 @@ def meet(launch: Launch) -> None:
             continue
     if error is not None:
         raise error
-    this_process.open_with(store, launch.instance, launch.instances)
-    atexit.register(this_process.leave)
+    process_group.join(store, launch.instance, launch.instances)
+    atexit.register(process_group.leave)
 
 
 def _address() -> tuple[str, int]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import popdist
 import poptorch
-from popengine.run.instances import this_process
+from popengine.run.instances import process_group
 
 RULES = {
     "poptorch's": lambda weights: poptorch.optim.AdamW(weights, lr=0.01, max_grad_norm=0.5),
@@ -70,7 +70,7 @@ def read_by(chosen, rule):
     popdist.init()
     executor, optimizer = trained(rule, popdist.poptorch.Options(), popdist.getInstanceIndex())
     state = plain(optimizer.state_dict()) if popdist.getInstanceIndex() in chosen else None
-    this_process.leave()
+    process_group.leave()
     return state, kept(executor)
 
 
@@ -135,7 +135,7 @@ def read_when_the_other_has_destroyed_it(meets):
         return sorted(optimizer.state_dict()["ipu_state"])
     if meets:
         popdist.synchronize()
-    this_process.leave()
+    process_group.leave()
     return []
 
 

@@ -9,9 +9,8 @@ import torch
 import traffic
 
 import popdist
-from popengine.run.instances import this_process
-from popengine.run.instances.instance_sums import Instances, even_cuts
-from popengine.run.instances.meeting import FIRST_FREE
+from popengine.run.instances.all_reduce import AllReduce
+from popengine.run.instances.process_group import FIRST_TAG, group_of
 
 MB = 1 << 20
 
@@ -36,19 +35,19 @@ def test_replicas_that_are_no_whole_node_of_the_tree_cost_a_message_more_each():
 
 
 def counted(elements):
-    """The messages that a real meeting is given, and its connections."""
+    """The messages that a real group is given, and its connections."""
     popdist.init()
-    here = this_process.of(popdist.getNumInstances())
+    here = group_of(popdist.getNumInstances())
     popdist.synchronize()
     sent = []
     send = here.send
     here.send = lambda value, other, tag: (sent.append(value.nbytes), send(value, other, tag))[1]
     flat = torch.ones(elements)
-    Instances(here, FIRST_FREE, 1).reduce([flat], even_cuts(elements, here.size), gathers=True)
+    AllReduce(here, FIRST_TAG, 1).all_reduce([flat])
     assert flat.eq(here.size).all()
-    connections = established()
+    found = len(sent), sum(sent), established()
     popdist.synchronize()  # nobody leaves before all have counted
-    return len(sent), sum(sent), connections
+    return found
 
 
 def established():

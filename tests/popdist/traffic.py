@@ -1,6 +1,6 @@
 """What an instance sends and receives in a step, counted where no other is: for trainings larger than the machine.
 
-It runs the very sums of `instance_sums.py`, on tensors without memory, and nobody answers.
+It runs the sums of `all_reduce.py`, on tensors without memory, and nobody answers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from popengine.run.instances.all_reduce import AllReduce
 from popengine.run.instances.buckets import SIZE
-from popengine.run.instances.instance_sums import Instances, even_cuts
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Traffic:
 
 
 class _NobodyThere:
-    """In place of a `Meeting`: counts what is begun, and waits for nothing."""
+    """In place of `Connections`: counts what is begun, and waits for nothing."""
 
     def __init__(self, place: int, size: int) -> None:
-        self.place, self.size = place, size
-        self.others = [other for other in range(size) if other != place]
+        self.rank, self.size = place, size
+        self.peers = [peer for peer in range(size) if peer != place]
         self.traffic = Traffic()
 
     def send(self, value: Tensor, other: int, tag: int) -> tuple[None, int]:
@@ -56,13 +56,13 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
         replicas: in each instance
     """
     nobody = _NobodyThere(place, instances)
-    sums = Instances(nobody, 0, replicas)
+    sums = AllReduce(nobody, 0, replicas)
     for dtype, count in elements.items():
         bucket = SIZE // dtype.itemsize
         for start in range(0, count, bucket):
             size = min(bucket, count - start)
             flats = [torch.empty(size, dtype=dtype, device="meta") for _ in range(sums.nodes)]
-            sums.reduce(flats, even_cuts(size, instances), gathers=True)
+            sums.all_reduce(flats)
     return nobody.traffic
 
 
@@ -74,11 +74,11 @@ def of_shared_state(elements: Mapping[torch.dtype, Sequence[int]], place: int) -
     """
     instances = len(next(iter(elements.values())))
     nobody = _NobodyThere(place, instances)
-    sums = Instances(nobody, 0, 1)
+    sums = AllReduce(nobody, 0, 1)
     for dtype, shares in elements.items():
         flat, cuts = torch.empty(sum(shares), dtype=dtype, device="meta"), [0, *accumulate(shares)]
-        sums.reduce([flat], cuts, gathers=False)
-        sums.gather(flat, cuts)
+        sums.reduce_scatter([flat], cuts)
+        sums.all_gather(flat, cuts)
     return nobody.traffic
 
 

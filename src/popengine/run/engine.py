@@ -26,9 +26,9 @@ from .drivers.driver import Driver
 from .drivers.leading_thread import Crew
 from .drivers.one_call import Channels, Run, Stopped
 from .drivers.worker import Worker
-from .instances import this_process
-from .instances.agreement import Facts, of_a_plan, of_rates, of_weights
-from .instances.connections import Broken, Left
+from .instances.connections import PeerFailed, PeerLost
+from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
+from .instances.process_group import group_of
 from .measure.recorder import Recorder
 from .state.alignment import aligned
 from .state.loaded_tensors import Tensors
@@ -62,13 +62,13 @@ class Engine(Tensors):
         device: torch.device | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
-        self._meeting = this_process.of(settings.counts.instances) if several else None
-        if self._meeting is not None:
-            self._meeting.agree("compilation", of_a_plan(plan, settings, weights, seed))
+        self._group = group_of(settings.counts.instances) if several else None
+        if self._group is not None:
+            self._group.barrier("compilation", facts_of_plan(plan, settings, weights, seed))
         super().__init__(plan, settings, weights, device or devices.device_of(settings.device))
         self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
-        meeting = self._meeting if self.shares_state else None
-        self._shared_state = SharedState(self, meeting) if meeting is not None else None
+        group = self._group if self.shares_state else None
+        self._shared_state = SharedState(self, group) if group is not None else None
         self._calls = 0
         self.random_state = seed, 0
         self._has_warned = False  # of gradients that overflow
@@ -79,9 +79,7 @@ class Engine(Tensors):
         self._workers: list[Worker] = []
         codes = load(plan, settings, self.device)
         for (replica, ipu), store in self.stores.items():
-            self._workers.append(
-                Worker(ipu, replica, plan, settings, store, self._meeting, codes, self.device)
-            )
+            self._workers.append(Worker(ipu, replica, plan, settings, store, self._group, codes, self.device))
         devices.settle(self.device)
         self._crews: dict[bool, Crew] = {}  # of calls that are recorded, and of others
         self._close = weakref.finalize(self, _close, self._crews)
@@ -129,8 +127,8 @@ class Engine(Tensors):
         self._await_idle()
         self._check()
         name = f"call {self._calls + 1} of the training"
-        if self._meeting is not None:
-            self._meeting.agree(name, self._facts(hyper))
+        if self._group is not None:
+            self._group.barrier(name, self._facts(hyper))
             self._unconfirmed.clear()
         crew, before = self._crew_for(recorder), self.snapshot
         run = self._latest = Run(
@@ -191,8 +189,8 @@ class Engine(Tensors):
             self.still.release()
 
     def _agree_on_the_end(self, run: Run) -> None:
-        if self._meeting is not None:
-            self._meeting.agree(f"the end of {run.name}", final=True)
+        if self._group is not None:
+            self._group.barrier(f"the end of {run.name}", final=True)
 
     def _commit(self, run: Run) -> None:
         """All that a call computes is done: let its update write to what is kept. From here on it can't be given up.
@@ -224,7 +222,7 @@ class Engine(Tensors):
         """What has to be equal in all instances before a call."""
         assert hyper is not None
         facts: dict[str, dict[str, str]] = {
-            "rates": of_rates(hyper),
+            "rates": facts_of_rates(hyper),
             "state": {
                 "updates so far": str(self.snapshot.step),
                 "loss scaling factor": repr(self.loss_factor),
@@ -232,7 +230,7 @@ class Engine(Tensors):
             "seed": {"random seed": str(self.snapshot.seed)},
         }
         if self._unconfirmed:
-            facts["value"] = of_weights({k: v for k, v in self.read().items() if k in self._unconfirmed})
+            facts["value"] = hashes_of({k: v for k, v in self.read().items() if k in self._unconfirmed})
         return facts
 
     @cached_property
@@ -247,7 +245,7 @@ class Engine(Tensors):
     @property
     def shares_state(self) -> bool:
         """Whether other instances keep a part of the optimizer's state."""
-        return self._meeting is not None and self.settings.shard_optimizer is not None
+        return self._group is not None and self.settings.shard_optimizer is not None
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
         """As `read_optimizer`, with what other instances keep. They take part: at once where they read it too, else
@@ -272,14 +270,14 @@ class Engine(Tensors):
             names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if names:
                 buffers = [{name: each[name] for name in names} for each in self.read_buffers()]
-                mean = mean_over_replicas(buffers, self.settings.counts, self._meeting)
+                mean = mean_over_replicas(buffers, self.settings.counts, self._group)
                 self.write_buffers([mean] * len(buffers))
                 self.snapshot = replace(self.snapshot, host_is_stale=True)
 
     def _tell_others(self, run: Run, error: BaseException) -> None:
         """As soon as something fails here: nobody need wait for this instance."""
-        if self._meeting is not None and not isinstance(error, (Broken, Left, Stopped)):
-            self._meeting.break_off(f"failed at {run.name}: {error}")
+        if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
+            self._group.abort(f"failed at {run.name}: {error}")
 
     def _await_idle(self) -> None:
         """Stop the latest call, if it goes on without the caller, and wait for it."""
@@ -287,8 +285,8 @@ class Engine(Tensors):
             return
         if not self._latest.is_over:
             self._latest.channels.stop()
-            if self._meeting is not None and not self._latest.is_committed:
-                self._meeting.break_off(f"was interrupted at {self._latest.name}")
+            if self._group is not None and not self._latest.is_committed:
+                self._group.abort(f"was interrupted at {self._latest.name}")
             for crew in self._crews.values():
                 _until_idle(crew)
             # Libraries keep one number for the process, and another thread may have set it.

@@ -21,10 +21,9 @@ from ..update.clipping import clamp_, clipping_factor, norms, scale_
 from ..update.group_update import phases
 from ..update.loss_scaling import Count, all_finite, count, next_factor
 from ..update.one_chunk import Prepare
+from .instances.all_reduce import AllReduce
 from .instances.buckets import Bucket
 from .instances.exchange import Exchange
-from .instances.instance_sums import Instances
-from .instances.meeting import FIRST_FREE, Meeting
 from .instances.ordered_sums import (
     AT_THE_END,
     Give,
@@ -34,6 +33,7 @@ from .instances.ordered_sums import (
     reduce_over_replicas,
     total_norm,
 )
+from .instances.process_group import FIRST_TAG, ProcessGroup
 from .state.random_draws import generator
 from .state.state_owners import OverInstances, Owner, pass_on
 from .state.store import Store
@@ -48,7 +48,7 @@ class Updater:
     """Updates the weights that live on one ipu of one replica.
 
     Args:
-        meeting: how this instance meets the others, or None for one alone
+        group: this instance and its peers; None for one alone
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Updater:
         plan: ir.Plan,
         settings: Settings,
         store: Store,
-        meeting: Meeting | None,
+        group: ProcessGroup | None,
     ) -> None:
         self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
-        self._meeting = meeting
-        self._instances: dict[tuple[int, ...], Instances] = {}
+        self._group = group
+        self._instances: dict[tuple[int, ...], AllReduce] = {}
         self.exchange = Exchange(self._sum_up)
         self._me = Owner(settings.counts.instance, replica)
         others = self._others(tuple(range(settings.counts.replicas)))
@@ -250,7 +250,10 @@ class Updater:
         others = self._others(bucket.members)
         assert others is not None
         self._scale_down([bucket.flat])
-        others.sum_of_flats([bucket.flat], bucket.cuts)
+        if bucket.cuts is None:
+            others.all_reduce([bucket.flat])
+        else:
+            others.reduce_scatter([bucket.flat], bucket.cuts)
 
     def _reduce(self, keys: Sequence[str], give: Give) -> Waits:
         if self.exchange.is_under_way:
@@ -272,13 +275,13 @@ class Updater:
         if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
             average(sums, self.settings.counts.global_replicas)
 
-    def _others(self, members: tuple[int, ...]) -> Instances | None:
+    def _others(self, members: tuple[int, ...]) -> AllReduce | None:
         """The way to the same replicas of other instances."""
-        if self._meeting is None:
+        if self._group is None:
             return None
         if members not in self._instances:
-            tag = FIRST_FREE + 2 * (self.ipu * self.settings.counts.replicas + members[0])
-            self._instances[members] = Instances(self._meeting, tag, len(members))
+            tag = FIRST_TAG + 2 * (self.ipu * self.settings.counts.replicas + members[0])
+            self._instances[members] = AllReduce(self._group, tag, len(members))
         return self._instances[members]
 
     def _by_members(self, keys: Iterable[str]) -> dict[tuple[int, ...], list[str]]:

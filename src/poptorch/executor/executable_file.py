@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from popengine.errors import Error
-from popengine.run.instances.agreement import of_a_plan, of_weights
+from popengine.run.instances.consistency import facts_of_plan, hashes_of
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
@@ -97,8 +97,8 @@ def leave_in_folder(
             " (poptorch.CPU, custom_op), which a file can't hold"
         )
         return
-    constants = of_weights(executable.plan.partition.signature.constants)
-    compiled = repr((_VERSIONS, of_a_plan(executable.plan, settings, {}, seed=0), constants))
+    constants = hashes_of(executable.plan.partition.signature.constants)
+    compiled = repr((_VERSIONS, facts_of_plan(executable.plan, settings, {}, seed=0), constants))
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
     saved = Saved(

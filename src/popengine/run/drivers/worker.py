@@ -24,6 +24,7 @@ from ..backends.eager import Code, user_line
 from ..devices import upload
 from ..instances.buckets import handing
 from ..instances.ordered_sums import AFTER_OTHERS, AT_THE_END, Gathering, take_in
+from ..instances.process_group import ProcessGroup
 from ..measure.float_exceptions import FiniteCheck
 from ..state.alignment import check
 from ..state.buffer_chain import chains, code_of
@@ -47,16 +48,16 @@ class Worker:
         plan: ir.Plan,
         settings: Settings,
         store: Store,
-        meeting: Any,
+        group: ProcessGroup | None,
         codes: Sequence[Code],
         device: torch.device,
     ) -> None:
         self.ipu, self.replica, self.plan, self.settings = ipu, replica, plan, settings
         self.store, self.device = store, device
-        self._updater = Updater(ipu, replica, plan, settings, store, meeting)
+        self._updater = Updater(ipu, replica, plan, settings, store, group)
         self.frames: dict[int, dict[str, Tensor]] = {}
         self._prepared = Prepared(plan, ipu, store, device)
-        self._gathering = Gathering(ipu, replica, settings.counts, meeting)
+        self._gathering = Gathering(ipu, replica, settings.counts, group)
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
         self.run: Run
         self.step = 0

@@ -1,8 +1,9 @@
-"""Connections: messages between instances, and how none waits for one that will not come.
+"""Point-to-point connections between instances, and what happens when one of them fails.
 
-Each instance has one group of connections to all others (torch's gloo), and messages with tags on it. Whoever fails
-closes them, which wakes all who wait, in every instance; what has happened is in the store that they met by. Then
-there is a next generation of connections, unless an instance is gone: then the training has ended.
+Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of these
+messages (`all_reduce.py`). An instance that fails closes its connections, which wakes every peer that waits for it; the
+reason is in the store by which the instances met. Then all connect again, as the next generation, unless an instance is
+gone: then the training has ended. No wait is without an end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,107 +26,119 @@ from popengine.errors import Error, UnrecoverableError
 
 logger = logging.getLogger("popengine")
 
-WARN_AFTER = 60.0  # seconds without another instance, until somebody is told
-STALE = 5.0  # seconds without news from an instance that waits, after which it is taken to be stopped
-LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits for the others to agree on a call's end
+WARN_AFTER = 60.0  # seconds of a wait for a peer, until a warning
+STALE = 5.0  # seconds without news from a peer that waits, after which it counts as stopped
+LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits in the barrier at a call's end
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
+_Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
 
 
-class Broken(Error):
-    """Another instance failed, and all go back to where they were before the call."""
+class PeerFailed(Error):
+    """Another instance failed; in all of them everything is as it was before the call."""
 
 
-class Left(UnrecoverableError):
-    """Another instance is gone, and nobody can go on."""
+class PeerLost(UnrecoverableError):
+    """Another instance is gone, so the training can't go on."""
+
+
+@dataclass
+class _Wait:
+    """A thread that waits for a peer."""
+
+    peer: int  # its number for messages
+    what: str
+    since: float = field(default_factory=time.monotonic)
+    warn_after: float = field(default_factory=lambda: WARN_AFTER)
 
 
 class Connections:
-    """The instances as one of them reaches the others.
+    """The connections of this instance to its peers.
 
     Args:
-        store: what torch.distributed met by
-        place: of this instance among those that meet here, of which there are `size`
-        names: the number of each for messages; by default their places
+        store: by which the instances met
+        rank:  of this instance among the `size` instances that are connected
+        name:  prefix of the keys in the store
+        ranks: of each instance among all that there are, for messages
     """
 
     def __init__(
-        self, store: Any, place: int, size: int, name: str = "all", names: Sequence[int] = ()
+        self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
     ) -> None:
-        self.place, self.size, self.names = place, size, list(names or range(size))
-        self.others = [other for other in range(size) if other != place]
+        self.rank, self.size, self.ranks = rank, size, list(ranks or range(size))
+        self.peers = [peer for peer in range(size) if peer != rank]
         self._store, self._name = store, name
         self._generation = 0
-        self._group: Any = None
-        self._last = ""  # why the generation before has ended
-        self._ended = ""  # why nobody can meet any more
-        self._watched = False
+        self._group: _Gloo | None = None
+        self._failure = ""  # why the generation before was closed
+        self._ended = ""  # why there will be no next generation
+        self._is_watched = False
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
-        self._until: float | None = (
-            None  # how long to wait for the agreement on a call's end; None: there is none
-        )
-        self._waits: dict[
-            int, list[Any]
-        ] = {}  # by thread: since when, for which instance, what for, when to warn
+        # Until when to wait in the barrier at a call's end; None outside it.
+        self._until: float | None = None
+        self._waits: dict[int, _Wait] = {}  # by thread
 
     # ---- messages ----------------------------------------------------------------------------------------
 
-    def send(self, value: Tensor, other: int, tag: int) -> tuple[Any, int]:
-        """Begin to send; `value` may change after `wait`. Returns: the work, and the other instance."""
-        return self._started(self._here().send, [value], other, tag), other
+    def send(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
+        """Begin to send a value, which may change after `wait`. Returns: the work, and the peer."""
+        return self._started(self._connected_group().send, [value], peer, tag), peer
 
-    def receive(self, value: Tensor, other: int, tag: int) -> tuple[Any, int]:
-        """Begin to receive into `value`, which is there after `wait`. Returns: the work, and the other instance."""
-        return self._started(self._here().recv, [value], other, tag), other
+    def receive(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
+        """Begin to receive into a value, which is complete after `wait`. Returns: the work, and the peer."""
+        return self._started(self._connected_group().recv, [value], peer, tag), peer
 
-    def wait(self, work: Any, other: int, what: str) -> None:
-        """Wait for what was begun with another instance."""
-        thread = threading.get_ident()
-        self._waits[thread] = self._wait_for(other, what)
-        generation = self._generation
+    def wait(self, work: dist.Work, peer: int, what: str) -> None:
+        """Wait until a message is sent or received; `what` names the purpose in warnings."""
+        thread, generation = threading.get_ident(), self._generation
+        self._waits[thread] = _Wait(self.ranks[peer], what)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._failed(error, other, generation) from error
+            raise self._closed_by(error, peer, generation) from error
         finally:
             self._waits.pop(thread, None)
 
-    def _started(self, begin: Callable[..., Any], values: list[Tensor], other: int, tag: int) -> Any:
+    def _started(
+        self, begin: Callable[..., dist.Work], values: list[Tensor], peer: int, tag: int
+    ) -> dist.Work:
         generation = self._generation
         try:
-            return begin(values, other, tag)
+            return begin(values, peer, tag)
         except RuntimeError as error:
-            raise self._failed(error, other, generation) from error
+            raise self._closed_by(error, peer, generation) from error
+
+    # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Publish for which instance this one waits, and warn when it has waited long."""
-        key, count = f"waits/{self.names[self.place]}", 0
+        """Publish for which peer this instance waits, and warn when it has waited long."""
+        key, count = f"waits/{self.ranks[self.rank]}", 0
         while True:
             time.sleep(pause := min(1.0, WARN_AFTER / 2))
-            waits = [wait for wait in list(self._waits.values()) if time.monotonic() - wait[0] > pause]
+            waits = [wait for wait in list(self._waits.values()) if time.monotonic() - wait.since > pause]
             with suppress(RuntimeError):
                 if waits:
                     count += 1
                     self._store.set(
-                        key, json.dumps({"for": waits[0][1], "what": waits[0][2], "count": count})
+                        key, json.dumps({"for": waits[0].peer, "what": waits[0].what, "count": count})
                     )
                 elif count:
                     count = 0
                     self._store.set(key, "")
             for wait in waits:
-                since, other, what, limit = wait
-                if time.monotonic() - since > limit:
-                    wait[3] += WARN_AFTER
-                    threading.Thread(target=self._warn, args=(other, what, limit), daemon=True).start()
+                if time.monotonic() - wait.since > wait.warn_after:
+                    arguments = wait.peer, wait.what, wait.warn_after
+                    wait.warn_after += WARN_AFTER
+                    threading.Thread(target=self._warn, args=arguments, daemon=True).start()
 
-    def _warn(self, other: int, what: str, seconds: float) -> None:
-        last = self._last_of_waits(other)
+    def _warn(self, peer: int, what: str, seconds: float) -> None:
+        last = self._last_of_waits(peer)
         logger.warning("instance %d has not arrived at %s for %.0f s", last, what, seconds)
 
     def _last_of_waits(self, instance: int) -> int:
         """Return the instance at the end of a chain of waits: the one that does not wait itself."""
-        seen = {self.names[self.place]}
+        seen = {self.ranks[self.rank]}
         while instance not in seen:
             seen.add(instance)
             wait = self._wait_of(instance)
@@ -146,18 +160,18 @@ class Connections:
                 time.sleep(0.1)
         return None
 
-    # ---- connections -------------------------------------------------------------------------------------
+    # ---- generations -------------------------------------------------------------------------------------
 
-    def connected(self, what: str) -> Any:
-        """The connections, made anew if they were closed; waits for everybody."""
+    def connect(self, what: str) -> _Gloo:
+        """Return the connected group, made anew if it was closed; waits for all peers."""
         with self._connecting:
             if self._ended:
                 raise self._error()
             if self._group is None:
+                if not self._is_watched:
+                    self._is_watched = True
+                    threading.Thread(target=self._watch, daemon=True).start()
                 try:
-                    if not self._watched:
-                        self._watched = True
-                        threading.Thread(target=self._watch, daemon=True).start()
                     group = self._connect(f"{self._name}/{self._generation}", what)
                 except RuntimeError as error:
                     self._ended = self._ended or str(error)
@@ -168,96 +182,93 @@ class Connections:
                     self._group = group
             return self._group
 
-    def _connect(self, generation: str, what: str) -> Any:
-        self._store.set(f"{generation}/here/{self.place}", "1")
-        for other in self.others:
-            self._waits[threading.get_ident()] = self._wait_for(other, what)
+    def _connect(self, generation: str, what: str) -> _Gloo:
+        self._store.set(f"{generation}/here/{self.rank}", "1")
+        for peer in self.peers:
+            self._waits[threading.get_ident()] = _Wait(self.ranks[peer], what)
             pause = 0.001
-            while not self._store.check([f"{generation}/here/{other}"]):
-                if self._store.check([f"left/{self.names[other]}"]):
-                    raise RuntimeError(f"instance {self.names[other]} has ended")
+            while not self._store.check([f"{generation}/here/{peer}"]):
+                if self._store.check([f"left/{self.ranks[peer]}"]):
+                    raise RuntimeError(f"instance {self.ranks[peer]} has ended")
                 time.sleep(pause)
                 pause = min(1.5 * pause, 0.5)
                 if pause == 0.5:
-                    self._probe(other)
+                    self._probe(peer)
         store = dist.PrefixStore(generation, self._store)
-        return dist.ProcessGroupGloo(store, self.place, self.size, timeout=_FOREVER)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
 
-    def _wait_for(self, other: int, what: str) -> list[Any]:
-        return [time.monotonic(), self.names[other], what, WARN_AFTER]
-
-    def _probe(self, other: int) -> None:
-        """Raises RuntimeError if the process of another instance is gone: its first connection has closed then."""
+    def _probe(self, peer: int) -> None:
+        """Raises RuntimeError if the process of a peer is gone: torch's own connection to it is closed then."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
-            group.send([torch.zeros(1, dtype=torch.uint8)], self.names[other], _PROBE)
+            group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
 
-    def _here(self) -> Any:
+    def _connected_group(self) -> _Gloo:
         with self._lock:
             if self._group is None:
                 raise self._error()
             return self._group
 
-    def break_off(self, why: str, ends: bool = False) -> None:
-        """This instance has failed: wake all who wait, here and in the other instances.
+    # ---- failures ----------------------------------------------------------------------------------------
 
-        While a call's end is agreed on it is too late for that: this instance then waits a little longer.
+    def abort(self, why: str, ends: bool = False) -> None:
+        """Close all connections, since this instance has failed: wakes every thread that waits, here and in peers.
+
+        In the barrier at a call's end it is too late for that: this instance then waits for LAST_PATIENCE.
 
         Args:
-            ends: the others may have finished the call that this one could not: nobody can go on
+            ends: peers may have finished the call that this instance could not, so the training ends
         """
         with self._lock:
             if self._until is not None:
                 self._until = min(self._until, time.monotonic() + LAST_PATIENCE)
             elif self._group is not None:
-                told = threading.Thread(
-                    target=self._tell,
-                    args=({"by": self.names[self.place], "why": why, "ends": ends},),
-                    daemon=True,
-                )
-                told.start()
-                told.join(1.0)  # the store may be in a process that stands still
+                reason = {"by": self.ranks[self.rank], "why": why, "ends": ends}
+                publishing = threading.Thread(target=self._publish, args=(reason,), daemon=True)
+                publishing.start()
+                publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close(why if ends else "", why)
             elif ends:
                 self._ended = why
 
-    def _tell(self, news: dict[str, Any]) -> dict[str, Any] | None:
-        """Leave the news for the others; returns what was there first."""
+    def _publish(self, reason: dict[str, Any]) -> dict[str, Any] | None:
+        """Leave the reason of a failure for the peers. Returns: the first one; None, if the store is gone."""
         key = f"{self._name}/{self._generation}/broken"
         with suppress(RuntimeError):
-            return json.loads(self._store.compare_set(key, "", json.dumps(news)))
+            return json.loads(self._store.compare_set(key, "", json.dumps(reason)))
         return None
 
-    def _failed(self, error: Exception, other: int, generation: int) -> Error:
-        """What has to be said of connections that have closed."""
+    def _closed_by(self, error: Exception, peer: int, generation: int) -> Error:
+        """Close this generation after an error of its connections. Returns: the error for the user."""
         with self._lock:
             if self._group is not None and self._generation == generation:
-                gone = f"instance {self.names[other]} has left the training ({str(error).splitlines()[0]})"
-                news = self._tell({"by": self.names[self.place], "why": gone, "ends": True})
-                if news is None or news["why"] == gone:
+                gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
+                first = self._publish({"by": self.ranks[self.rank], "why": gone, "ends": True})
+                if first is None or first["why"] == gone:
                     self._close(gone, gone)
                 else:
-                    why = f"instance {news['by']} {news['why']}" if not news["ends"] else news["why"]
-                    self._close(why if news["ends"] else "", why)
+                    why = first["why"] if first["ends"] else f"instance {first['by']} {first['why']}"
+                    self._close(why if first["ends"] else "", why)
             return self._error()
 
     def _close(self, ended: str, why: str) -> None:
-        """Close all connections: a wait that runs out of time does that, and wakes all who wait."""
+        """Close all connections. Gloo does so when a wait runs out of time, and wakes all other waits."""
         group, self._group = self._group, None
-        self._ended, self._last = self._ended or ended, why
+        self._ended, self._failure = self._ended or ended, why
         self._generation += 1
-        with suppress(RuntimeError):
-            group.recv([torch.empty(1)], self.others[0], _CUT).wait(timedelta(milliseconds=1))
+        if group is not None:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
 
     def _error(self) -> Error:
         if self._ended:
-            return Left(
+            return PeerLost(
                 f"another instance has left the training: {self._ended}\n"
                 "  why: all instances add up their gradients, and have to make the same number of calls\n"
                 "  here the weights are as they were before the call\n"
                 "  fix: see what the other instance says, and start all of them again"
             )
-        return Broken(
-            f"another instance failed: {self._last}\n"
+        return PeerFailed(
+            f"another instance failed: {self._failure}\n"
             "  in all instances the weights are as they were before the call"
         )

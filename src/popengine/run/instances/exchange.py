@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .meeting import in_a_thread
+from .process_group import in_a_thread
 
 
 class Exchange:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from popengine.settings import Counts
 
-from .instance_sums import Instances, gather_among
-from .meeting import Meeting
-from .tree_sums import Node, add, total
+from .all_reduce import AllReduce, Node, add, all_gather_rows, total
+from .process_group import ProcessGroup
 
 _GATHER_TAG = 8
 K = TypeVar("K")
@@ -36,7 +35,7 @@ def reduce_over_replicas(
     members: Sequence[int],
     name: Any,
     give: Give,
-    instances: Instances | None = None,
+    instances: AllReduce | None = None,
     cuts: Sequence[Sequence[int] | None] = (),
 ) -> Waits:
     """Replace each member's gradient sums by the total, which the first adds up in the order of a tree.
@@ -47,14 +46,18 @@ def reduce_over_replicas(
     """
     first, *others = members
     if replica == first:
-        start = 0 if instances is None else instances.place * len(members)
+        start = 0 if instances is None else instances.rank * len(members)
         nodes: list[Node] = []
         add(nodes, Node(0, start, sums))
         for place, other in enumerate(others, start + 1):
             add(nodes, Node(0, place, (yield name, other)))
         if instances is not None:
             for index, share in enumerate(cuts):
-                instances.sum_of_flats([node.values[index] for node in nodes], share)
+                flats = [node.values[index] for node in nodes]
+                if share is None:
+                    instances.all_reduce(flats)
+                else:
+                    instances.reduce_scatter(flats, share)
         else:
             total(nodes)
         # A copy: this replica writes to its sums again at once.
@@ -73,18 +76,18 @@ def share_over_instances(
     members: Sequence[int],
     name: Any,
     give: Give,
-    instances: Instances,
+    instances: AllReduce,
 ) -> Waits:
     """Let each value be that of the instance that owns it, in all members of all instances.
 
     In the owning instance every member has it already.
     """
     first, *others = members
-    theirs = [value for value, owner in zip(values, owners, strict=True) if owner != instances.place]
+    theirs = [value for value, owner in zip(values, owners, strict=True) if owner != instances.rank]
     if replica == first:
         # What this thread has given may be all that others here wait for, and other instances for them.
         yield AFTER_OTHERS
-        instances.share(values, owners)
+        instances.broadcast_by_owners(values, owners)
         for other in others if theirs else ():
             give((name, "shared", other), theirs)
     elif theirs:
@@ -99,8 +102,8 @@ class Gathering:
     meanwhile.
     """
 
-    def __init__(self, ipu: int, replica: int, counts: Counts, meeting: Meeting | None) -> None:
-        self._ipu, self._replica, self._counts, self._meeting = ipu, replica, counts, meeting
+    def __init__(self, ipu: int, replica: int, counts: Counts, group: ProcessGroup | None) -> None:
+        self._ipu, self._replica, self._counts, self._group = ipu, replica, counts, group
 
     def __call__(self, value: Tensor, size: int, place: Any, give: Give) -> Generator[Any, Any, Tensor]:
         """The values [size, ...] of the group.
@@ -128,9 +131,9 @@ class Gathering:
         found = [value]
         for other in members[1:]:
             found.append((yield name, other))
-        assert self._meeting is not None
+        assert self._group is not None
         places = [(before + start) // here + i for i in range(size // here)]
-        everything = gather_among(self._meeting, places, _GATHER_TAG, torch.stack(found))
+        everything = all_gather_rows(self._group, places, _GATHER_TAG, torch.stack(found))
         for other in members[1:]:
             give((name, "all", other), everything)
         return everything

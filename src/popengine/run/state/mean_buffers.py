@@ -8,16 +8,15 @@ from torch import Tensor
 
 from popengine.settings import Counts
 
-from ..instances.instance_sums import Instances
-from ..instances.meeting import Meeting
-from ..instances.tree_sums import Node, add, total
+from ..instances.all_reduce import AllReduce, Node, add, total
+from ..instances.process_group import ProcessGroup
 
 _TAG = 10  # of messages
 _WHAT = "the mean of running statistics"
 
 
 def mean_over_replicas(
-    values: Sequence[Mapping[str, Tensor]], counts: Counts, meeting: Meeting | None
+    values: Sequence[Mapping[str, Tensor]], counts: Counts, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
     """The mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
 
@@ -27,12 +26,12 @@ def mean_over_replicas(
     nodes: list[Node] = []
     for replica, buffers in enumerate(values, counts.instance * counts.replicas):
         add(nodes, Node(0, replica, [value.double() for value in buffers.values()]))
-    if meeting is None:
+    if group is None:
         sums = total(nodes)
     else:
         shapes = {name: str(tuple(value.shape)) for name, value in values[0].items()}
-        everybody = Instances(meeting, _TAG, counts.replicas)
-        meeting.meet(_WHAT, {"buffers": shapes}, lambda: everybody.sum(nodes))
+        reduction = AllReduce(group, _TAG, counts.replicas)
+        group.after_barrier(_WHAT, {"buffers": shapes}, lambda: reduction.all_reduce_nodes(nodes))
         sums = nodes[0].values
     return {
         name: (value / counts.global_replicas).to(values[0][name].dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..instances.meeting import Meeting
+from ..instances.process_group import ProcessGroup
 from .loaded_tensors import Tensors
 
 States = dict[str, dict[str, Tensor]]
@@ -18,9 +18,9 @@ States = dict[str, dict[str, Tensor]]
 class SharedState:
     """What this instance has of an engine's optimizer state, and the way to the rest; it keeps no engine alive."""
 
-    def __init__(self, tensors: Tensors, meeting: Meeting) -> None:
-        self._tensors, self._meeting = weakref.ref(tensors), meeting
-        self._name = meeting.offer("the optimizer's state", self)
+    def __init__(self, tensors: Tensors, group: ProcessGroup) -> None:
+        self._tensors, self._group = weakref.ref(tensors), group
+        self._name = group.publish("the optimizer's state", self)
         self._last: States | None = None  # of an engine that is gone
 
     def part(self) -> Tensor:
@@ -37,16 +37,16 @@ class SharedState:
         """The engine goes; another instance may not have read its last state yet."""
         if (tensors := self._tensors()) is not None:
             self._last = tensors.read_optimizer()
-            self._meeting.keep(self)
+            self._group.keep_until_barrier(self)
 
     def read(self) -> States:
         """The parts of all instances, in the order of the parameters."""
         parts: list[Any] = [
             torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
-            for part in self._meeting.ask(self._name)
+            for part in self._group.read_parts(self._name)
         ]
         tensors = self._tensors()
         assert tensors is not None
         whole: States = {key: state for part in parts for key, state in part.items()}
-        whole.update(parts[self._meeting.place])  # of groups of replicas each instance has its own
+        whole.update(parts[self._group.rank])  # of groups of replicas each instance has its own
         return {key: whole[key] for key in tensors.trained() if key in whole}

@@ -17,7 +17,7 @@ from torch import Tensor
 from popengine.settings import Settings
 from popengine.update.loss_scaling import Count
 
-from ..instances.instance_sums import Instances
+from ..instances.all_reduce import AllReduce
 from ..instances.ordered_sums import Give, Waits, share_over_instances
 
 
@@ -87,7 +87,7 @@ class OverInstances:
     """
 
     def __init__(
-        self, owner: Mapping[str, Owner], settings: Settings, ipu: int, replica: int, to: Instances | None
+        self, owner: Mapping[str, Owner], settings: Settings, ipu: int, replica: int, to: AllReduce | None
     ) -> None:
         self._to, self._ipu, self._replica = to, ipu, replica
         self._place, self._members = settings.counts.instance, range(settings.counts.replicas)

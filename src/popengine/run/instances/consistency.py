@@ -1,4 +1,4 @@
-"""What instances say of themselves when they meet, and how a difference is told: what, and where."""
+"""What has to be equal in all instances, and the error message of a difference: what differs, and where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from popengine.settings import Hyper, Settings
 
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 
-HEADER = 256  # bytes: a digest, the size of the facts, and the place in the program as text
+HEADER = 256  # bytes
 _OF = " of piece "
 _SHOWN = 6  # differences
 _LISTED = 8  # elements of a constant that are shown instead of their hash
@@ -31,28 +31,31 @@ _FOLLOW = {
 
 
 class Header(NamedTuple):
+    """What a header says: the size of the facts in bytes, and the place in the program."""
+
     size: int
     what: str
 
 
 def header(what: str, facts: Facts) -> Tensor:
-    """What each instance sends first, in a fixed number of bytes."""
+    """Return what an instance sends first: a digest of its facts, their size and its place, in HEADER bytes."""
     text = json.dumps(facts).encode()
     words = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + what.encode()[: HEADER - 40]
     return torch.frombuffer(bytearray(words.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def read_header(value: Tensor) -> Header:
+    """Return what another instance's header says."""
     words = bytes(value.numpy())
     return Header(int.from_bytes(words[32:40], "little"), words[40:].rstrip(b"\0").decode(errors="replace"))
 
 
 def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
-    """The message of instances that differ.
+    """Return the error message of instances that differ.
 
     Args:
-        whats: where each is
-        facts: what each says of itself
+        whats: the place in the program of each
+        facts: of each
         names: the number of each
     """
     if len(set(whats)) > 1:
@@ -92,7 +95,7 @@ def _called(section: str, name: str) -> str:
 
 
 def _where(values: Sequence[str], names: Sequence[int]) -> str:
-    """Which value each instance has, equal ones together: '3 in instances 0, 1; 4 in instance 2'."""
+    """Return the value of each instance, equal ones together: '3 in instances 0, 1; 4 in instance 2'."""
     places: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         places.setdefault(value, []).append(str(name))
@@ -106,8 +109,8 @@ def _where(values: Sequence[str], names: Sequence[int]) -> str:
 # ---- the facts -----------------------------------------------------------------------------------------------
 
 
-def of_a_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
-    """All that has to be equal before the first call."""
+def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
+    """Return what has to be equal before the first call."""
     counts = dataclasses.replace(settings.counts, instance=0)
     options = _flat(dataclasses.replace(settings, counts=counts))
     slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
@@ -123,7 +126,7 @@ def of_a_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], see
         "operation": _operations(plan),
         "plan": programs | pieces,
         "seed": {"random seed": str(seed)},
-        "first value": of_weights({key: value for key, value in weights.items() if key in parameters}),
+        "first value": hashes_of({key: value for key, value in weights.items() if key in parameters}),
     }
 
 
@@ -151,13 +154,13 @@ def _constants(plan: Plan) -> dict[str, str]:
     return found
 
 
-def of_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short word for each weight's value."""
+def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a hash of each weight."""
     return {key: _hashed_tensor(value) for key, value in sorted(weights.items())}
 
 
-def of_rates(hyper: Hyper) -> dict[str, str]:
-    """The rates of a call."""
+def facts_of_rates(hyper: Hyper) -> dict[str, str]:
+    """Return the rates of a call."""
     groups = {
         f"{name} of parameter group {index}": repr(value)
         for index, group in enumerate(hyper.groups)
@@ -177,7 +180,7 @@ _NAMES = {
 
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """The fields of nested dataclasses, one by one."""
+    """Return the fields of nested dataclasses by their dotted names."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}

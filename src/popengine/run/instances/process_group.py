@@ -1,0 +1,254 @@
+"""The process group of a training: barriers at which instances compare what has to be equal, and state that all read.
+
+`connections.py` has the messages, and what happens when an instance fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from popengine.errors import Error
+
+from .connections import Connections
+from .consistency import HEADER, Facts, differences, header, read_header
+
+_PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
+_NEVER = float("inf")
+_BARRIER, _FACTS, _READ = 1, 2, 4  # tags; 3 is of connections
+FIRST_TAG = 16  # from here on tags are free for sums and gathers
+_READING = "the reading of "
+
+T = TypeVar("T")
+
+
+def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
+    """Start work that waits within torch, where an interrupt is not heard. Returns: a queue for its value or error."""
+    outcome: SimpleQueue = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:  # whatever it is, the caller raises it
+            outcome.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+class Shard(Protocol):
+    """A part of some state, of which each instance has another part."""
+
+    def part(self) -> Tensor:
+        """Return this instance's part, as bytes. It is called between the calls of a training."""
+        ...
+
+
+class ProcessGroup(Connections):
+    """This instance among the instances of a training, or among some of them; arguments as of `Connections`."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(store, rank, size, name, ranks)
+        self._one_at_a_time = threading.Lock()
+        self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._shards: weakref.WeakValueDictionary[str, Shard] = weakref.WeakValueDictionary()  # by name
+        self._published = 0
+        self._kept: list[Shard] = []  # kept alive until the next barrier
+
+    # ---- barriers ----------------------------------------------------------------------------------------
+
+    def barrier(self, what: str, facts: Facts | None = None, final: bool = False) -> None:
+        """Wait until all instances are at this place, and check that their facts are equal.
+
+        Args:
+            what:  the place in the program: "call 17"
+            facts: what has to be equal, by section and name
+            final: the barrier at a call's end, after which this instance alone can't take the call back
+        Raises:
+            Error:      the instances differ; every one of them raises it
+            PeerFailed: another one has failed
+            PeerLost:   another one is gone
+        """
+        self.after_barrier(what, facts or {}, lambda: None, final)
+
+    def after_barrier(self, what: str, facts: Facts, work: Callable[[], T], final: bool = False) -> T:
+        """As `barrier`; then return what `work` does with the others, in a thread, so that it can be interrupted."""
+        is_abandoned = threading.Event()
+
+        def barrier_and_work() -> T:
+            self.connect(what)
+            if is_abandoned.is_set():
+                raise KeyboardInterrupt
+            self._barrier(what, facts)
+            return work()
+
+        with self._one_at_a_time:
+            with self._lock:
+                self._until = _NEVER if final else None
+            outcome = in_a_thread(barrier_and_work)
+            while True:
+                try:
+                    value, error = outcome.get(timeout=_PATIENCE)
+                    break
+                except Empty:
+                    if self._until is not None and time.monotonic() > self._until:
+                        self._until = None
+                        self.abort(f"was interrupted at {what}", ends=True)
+                except KeyboardInterrupt:
+                    is_abandoned.set()
+                    self.abort(f"was interrupted at {what}")
+                    raise
+            with self._lock:
+                self._until = None
+            if error is not None:
+                raise error
+            return value
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return the group of some of the instances, made once."""
+        key = tuple(ranks)
+        if key not in self._subgroups:
+            name = "-".join(map(str, ranks))
+            self._subgroups[key] = ProcessGroup(self._store, ranks.index(self.rank), len(ranks), name, ranks)
+        return self._subgroups[key]
+
+    def _barrier(self, what: str, facts: Facts) -> None:
+        mine = header(what, facts)
+        while True:
+            headers = self._all_gather(mine, [HEADER] * self.size, _BARRIER, what)
+            if all(torch.equal(other, mine) for other in headers):
+                if not what.startswith(_READING):
+                    self._kept.clear()
+                return
+            places = (read_header(one).what for one in headers)
+            reading = min((place for place in places if place.startswith(_READING)), default="")
+            if reading == what:
+                return  # the others send their parts first, wherever they are
+            if not reading:
+                break
+            self._gather_parts(reading)
+        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        sizes = [read_header(other).size for other in headers]
+        texts = self._all_gather(text, sizes, _FACTS, what)
+        raise Error(
+            differences(
+                [read_header(other).what for other in headers],
+                [json.loads(bytes(text.numpy())) for text in texts],
+                self.ranks,
+            )
+        )
+
+    # ---- state of which each instance has a part ---------------------------------------------------------
+
+    def publish(self, what: str, shard: Shard) -> str:
+        """Let other instances read this one's part of some state, as all do in the same order; it is not kept alive.
+
+        Returns: the name to read it by
+        """
+        self._published += 1
+        name = f"{_READING}{what} (number {self._published})"
+        self._shards[name] = shard
+        return name
+
+    def read_parts(self, name: str) -> list[Tensor]:
+        """Return the parts of all instances, as bytes.
+
+        An instance that does not read sends its part when it comes to its next barrier, and goes on to that.
+        """
+        return self.after_barrier(name, {}, lambda: self._gather_parts(name))
+
+    def keep_until_barrier(self, shard: Shard) -> None:
+        """Keep a part alive until the next barrier: an instance that is not as far in the program may read it."""
+        if not self._ended:
+            self._kept.append(shard)
+
+    def has_shards(self) -> bool:
+        """Whether another instance may want to read a part of this one."""
+        return bool(self._shards)
+
+    def _gather_parts(self, name: str) -> list[Tensor]:
+        try:
+            mine = self._shards[name].part()
+        except BaseException as error:
+            why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
+            self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
+            raise self._error() from error
+        size = torch.tensor([mine.numel()]).view(torch.uint8)
+        sizes = self._all_gather(size, [size.numel()] * self.size, _READ, name)
+        return self._all_gather(mine, [int(one.view(torch.int64)) for one in sizes], _READ, name)
+
+    def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
+        """Return the bytes of all instances, whose numbers are known."""
+        self.connect(what)
+        values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        values[self.rank] = mine
+        begun = [self.send(mine, peer, tag) for peer in self.peers]
+        begun = [self.receive(values[peer], peer, tag) for peer in self.peers] + begun
+        for work, peer in begun:
+            self.wait(work, peer, what)
+        return values
+
+
+# ---- the group of this process -------------------------------------------------------------------------------
+
+_current: ProcessGroup | None = None
+
+
+def join(store: dist.Store, rank: int, size: int) -> ProcessGroup:
+    """Make the group of this process, with the instances that met by a store."""
+    global _current
+    _current = ProcessGroup(dist.PrefixStore("pando", store), rank, size)
+    return _current
+
+
+def current() -> ProcessGroup | None:
+    """Return the group of this process; None, where there is none."""
+    if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # The user's program has called torch.distributed itself.
+        store = dist.distributed_c10d._get_default_store()
+        return join(store, dist.get_rank(), dist.get_world_size())
+    return _current
+
+
+def group_of(instances: int) -> ProcessGroup:
+    """Return the group of this process, of so many instances.
+
+    Raises:
+        Error: they have not met
+    """
+    found = current()
+    if found is None:
+        raise Error(
+            f"the model trains in {instances} processes, but they have not met\n"
+            "  fix: call popdist.init() before the model; or options.Distributed.disable() to train alone"
+        )
+    if found.size != instances:
+        raise Error(
+            f"the options say that the model trains in {instances} processes, but {found.size} have met\n"
+            "  fix: take popdist.poptorch.Options(), which asks the launcher"
+        )
+    return found
+
+
+def leave() -> None:
+    """Let peers know that this process ends. If they may read its part of some state, wait for them first."""
+    if _current is not None:
+        if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
+            with suppress(Error):
+                _current.barrier("the end of the program")
+        store, rank = _current._store, _current.rank
+        with suppress(Empty):
+            in_a_thread(lambda: store.set(f"left/{rank}", "1")).get(timeout=1.0)
