@@ -37,9 +37,7 @@ TWICE = """
     Block Optimizer Options
     Call
     Channel
-    Instances
     Kept
-    Left
     Node
     Part
     Piece

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
         elements: how many gradients there are of each dtype, which are in buckets of equal size
         replicas: in each instance
     """
-    nobody = _NobodyThere(place, instances)
+    nobody: Any = _NobodyThere(place, instances)
     sums = AllReduce(nobody, 0, replicas)
     for dtype, count in elements.items():
         bucket = SIZE // dtype.itemsize
@@ -73,7 +74,7 @@ def of_shared_state(elements: Mapping[torch.dtype, Sequence[int]], place: int) -
         elements: of each dtype, how many gradients each instance has the state of
     """
     instances = len(next(iter(elements.values())))
-    nobody = _NobodyThere(place, instances)
+    nobody: Any = _NobodyThere(place, instances)
     sums = AllReduce(nobody, 0, 1)
     for dtype, shares in elements.items():
         flat, cuts = torch.empty(sum(shares), dtype=dtype, device="meta"), [0, *accumulate(shares)]

@@ -12,9 +12,8 @@ from popengine.compile.placement import place
 from popengine.compile.stage_memory import held_bytes
 from popengine.errors import PartitionError
 from popengine.ir import Graph
-from popengine.run.instances import this_process
-from popengine.run.instances.instance_sums import gather_among
-from popengine.run.instances.meeting import FIRST_FREE, Meeting
+from popengine.run.instances.all_reduce import all_gather_rows
+from popengine.run.instances.process_group import FIRST_TAG, ProcessGroup, group_of
 from popengine.run.measure.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
@@ -42,8 +41,8 @@ def balanced(
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
-        meeting = this_process.of(settings.counts.instances)
-        seconds = _of_first_instance(meeting, [cost.seconds for cost in costs])
+        group = group_of(settings.counts.instances)
+        seconds = _of_first_instance(group, [cost.seconds for cost in costs])
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
@@ -52,12 +51,12 @@ def balanced(
     return replace(settings, strategy=strategy)
 
 
-def _of_first_instance(meeting: Meeting, seconds: list[float]) -> list[float]:
+def _of_first_instance(group: ProcessGroup, seconds: list[float]) -> list[float]:
     """Return the seconds that instance 0 has measured: stages have to be the same in all instances."""
     mine = torch.tensor([seconds], dtype=torch.float64)
     facts = {"AutoBalance": {"blocks": str(len(seconds))}}
-    found = meeting.meet(
-        "AutoBalance", facts, lambda: gather_among(meeting, range(meeting.size), FIRST_FREE, mine)
+    found = group.after_barrier(
+        "AutoBalance", facts, lambda: all_gather_rows(group, range(group.size), FIRST_TAG, mine)
     )
     return found[0].tolist()
 

@@ -41,7 +41,7 @@ _SUM, _GATHER = (
 
 
 @dataclass(slots=True)
-class Node:
+class TreeNode:
     """The sum over the replicas from index · 2^level on, as tensors that are added to in place."""
 
     level: int
@@ -49,17 +49,17 @@ class Node:
     values: list[Tensor]
 
 
-def add(stack: list[Node], node: Node) -> None:
+def add(stack: list[TreeNode], node: TreeNode) -> None:
     """Put the next node on a stack, and replace neighbours on it by their sum."""
     while stack and node.index % 2 and stack[-1].level == node.level and stack[-1].index == node.index - 1:
         left = stack.pop()
         if left.values:
             torch._foreach_add_(left.values, node.values)
-        node = Node(node.level + 1, node.index // 2, left.values)
+        node = TreeNode(node.level + 1, node.index // 2, left.values)
     stack.append(node)
 
 
-def total(stack: list[Node]) -> list[Tensor]:
+def total(stack: list[TreeNode]) -> list[Tensor]:
     """Return the sum of all nodes on a stack, once the last one is there."""
     while len(stack) > 1:
         last = stack.pop()
@@ -69,16 +69,16 @@ def total(stack: list[Node]) -> list[Tensor]:
 
 def nodes_of(start: int, count: int) -> list[tuple[int, int]]:
     """Return level and index of the nodes that successive replicas add up to without any others."""
-    stack: list[Node] = []
+    stack: list[TreeNode] = []
     for replica in range(start, start + count):
-        add(stack, Node(0, replica, []))
+        add(stack, TreeNode(0, replica, []))
     return [(node.level, node.index) for node in stack]
 
 
 # ---- over instances ------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _Incoming(NamedTuple):
     """One node of a segment, on its way from another instance."""
 
     peer: int
@@ -122,7 +122,7 @@ class AllReduce:
         """
         self._reduce(flats, cuts, gathers=False)
 
-    def all_reduce_nodes(self, nodes: Sequence[Node]) -> None:
+    def all_reduce_nodes(self, nodes: Sequence[TreeNode]) -> None:
         """As `all_reduce`, for nodes whose values are several tensors of any shapes and dtypes."""
         for chosen in by_dtype(nodes[0].values):
             flats = [_flat([node.values[index] for index in chosen]) for node in nodes]
@@ -161,7 +161,7 @@ class AllReduce:
             for flat in flats
         ]
         owned = list(_segments(cuts[self.rank], cuts[self.rank + 1], self.size))
-        coming: deque[list[_Part]] = deque()
+        coming: deque[list[_Incoming]] = deque()
         for turn in range(len(owned) + _AHEAD):
             if turn < len(owned):
                 coming.append(self._receive_parts(turn % (_AHEAD + 1), target, *owned[turn]))
@@ -183,7 +183,7 @@ class AllReduce:
                 if turn < len(segments):
                     yield peer, *segments[turn]
 
-    def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[_Part]:
+    def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[_Incoming]:
         """Begin to receive a segment of this instance's share from all others."""
         found = []
         for peer in self._group.peers:
@@ -193,12 +193,12 @@ class AllReduce:
                     self._received[key] = like.new_empty(stop - start)
                 value = self._received[key][: stop - start]
                 work, _ = self._group.receive(value, peer, self._tag)
-                found.append(_Part(peer, value, work))
+                found.append(_Incoming(peer, value, work))
         return found
 
-    def _add(self, flats: Sequence[Tensor], start: int, stop: int, parts: list[_Part]) -> None:
+    def _add(self, flats: Sequence[Tensor], start: int, stop: int, parts: list[_Incoming]) -> None:
         """Sum a segment in the order of the tree, into the first of `flats`."""
-        stack: list[Node] = []
+        stack: list[TreeNode] = []
         arriving = iter(parts)
         for rank, nodes in enumerate(self._nodes):
             for index, (level, number) in enumerate(nodes):
@@ -207,7 +207,7 @@ class AllReduce:
                 else:
                     peer, value, work = next(arriving)
                     self._group.wait(work, peer, _SUM)
-                add(stack, Node(level, number, [value]))
+                add(stack, TreeNode(level, number, [value]))
         (result,) = total(stack)
         if result.data_ptr() != flats[0][start:stop].data_ptr():
             flats[0][start:stop].copy_(result)

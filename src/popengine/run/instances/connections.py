@@ -43,7 +43,7 @@ class PeerLost(UnrecoverableError):
 
 
 @dataclass
-class _Wait:
+class _PeerWait:
     """A thread that waits for a peer."""
 
     peer: int  # its number for messages
@@ -77,7 +77,7 @@ class Connections:
         self._connecting = threading.Lock()
         # Until when to wait in the barrier at a call's end; None outside it.
         self._until: float | None = None
-        self._waits: dict[int, _Wait] = {}  # by thread
+        self._waits: dict[int, _PeerWait] = {}  # by thread
 
     # ---- messages ----------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Connections:
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
         """Wait until a message is sent or received; `what` names the purpose in warnings."""
         thread, generation = threading.get_ident(), self._generation
-        self._waits[thread] = _Wait(self.ranks[peer], what)
+        self._waits[thread] = _PeerWait(self.ranks[peer], what)
         try:
             work.wait()
         except RuntimeError as error:
@@ -185,7 +185,7 @@ class Connections:
     def _connect(self, generation: str, what: str) -> _Gloo:
         self._store.set(f"{generation}/here/{self.rank}", "1")
         for peer in self.peers:
-            self._waits[threading.get_ident()] = _Wait(self.ranks[peer], what)
+            self._waits[threading.get_ident()] = _PeerWait(self.ranks[peer], what)
             pause = 0.001
             while not self._store.check([f"{generation}/here/{peer}"]):
                 if self._store.check([f"left/{self.ranks[peer]}"]):

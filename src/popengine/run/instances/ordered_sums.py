@@ -14,7 +14,7 @@ from torch import Tensor
 
 from popengine.settings import Counts
 
-from .all_reduce import AllReduce, Node, add, all_gather_rows, total
+from .all_reduce import AllReduce, TreeNode, add, all_gather_rows, total
 from .process_group import ProcessGroup
 
 _GATHER_TAG = 8
@@ -47,10 +47,10 @@ def reduce_over_replicas(
     first, *others = members
     if replica == first:
         start = 0 if instances is None else instances.rank * len(members)
-        nodes: list[Node] = []
-        add(nodes, Node(0, start, sums))
+        nodes: list[TreeNode] = []
+        add(nodes, TreeNode(0, start, sums))
         for place, other in enumerate(others, start + 1):
-            add(nodes, Node(0, place, (yield name, other)))
+            add(nodes, TreeNode(0, place, (yield name, other)))
         if instances is not None:
             for index, share in enumerate(cuts):
                 flats = [node.values[index] for node in nodes]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from popengine.settings import Counts
 
-from ..instances.all_reduce import AllReduce, Node, add, total
+from ..instances.all_reduce import AllReduce, TreeNode, add, total
 from ..instances.process_group import ProcessGroup
 
 _TAG = 10  # of messages
@@ -23,9 +23,9 @@ def mean_over_replicas(
     Args:
         values: of each replica of this instance
     """
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     for replica, buffers in enumerate(values, counts.instance * counts.replicas):
-        add(nodes, Node(0, replica, [value.double() for value in buffers.values()]))
+        add(nodes, TreeNode(0, replica, [value.double() for value in buffers.values()]))
     if group is None:
         sums = total(nodes)
     else:
