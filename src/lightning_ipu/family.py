@@ -1,19 +1,122 @@
 """Our three classes, built once for each Lightning package.
 
-`lightning` and `pytorch_lightning` are the same source under two names, with base classes that don't know each other.
-So what our classes do is written once, in plain classes, and joined with the bases of a package when somebody asks.
+`lightning` and `pytorch_lightning` are the same source under two names, with base classes of their own. So our classes
+are written once, as plain classes (the strategy in `strategy.py`), and combined with the bases of a package at the
+first use.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from .accelerator import AcceleratorPart
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from .autoload import PACKAGES
-from .ipu_precision import PrecisionPart
-from .lightning_package import Lightning
+from .prepare import Lightning
 from .strategy import StrategyPart
+
+_AUTO = 4  # what `devices="auto"` means; there is no number to find out, since an ipu is a logical device
+
+
+class AcceleratorPart:
+    """Lightning's accelerator for ipus. They are logical devices, so any number of them is available."""
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        """A number, a number as text, or a list with as many elements. Raises: ValueError, for anything else."""
+        if isinstance(devices, (list, tuple)):
+            return len(devices)
+        try:
+            return int(devices) if int(devices) != -1 else _AUTO
+        except (TypeError, ValueError):
+            raise ValueError(
+                f'Trainer(accelerator="ipu") takes a number of devices; found {devices!r}'
+            ) from None
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("cpu", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return _AUTO
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "ipu"
+
+
+SUPPORTED = ("32-true", "16-mixed", "16-true")
+_ALIASES = {"32": "32-true", "16": "16-mixed"}
+
+
+class PrecisionPart:
+    """Lightning's precision for ipus: "32-true"; "16-mixed": batches in half; "16-true": weights too."""
+
+    lightning: Lightning
+
+    def __init__(self, precision: Any = "32-true") -> None:
+        precision = _ALIASES.get(str(precision), precision)
+        if precision not in SUPPORTED:
+            raise ValueError(
+                f"`Trainer(accelerator='ipu', precision={precision!r})` is not supported."
+                f" `precision` must be one of: {', '.join(SUPPORTED)}."
+            )
+        self.precision = precision
+
+    def convert_module(self, module: Any) -> Any:
+        return module.half() if self.precision == "16-true" else module
+
+    def cast(self, batch: Any) -> Any:
+        """The batch as the model takes it; integers stay."""
+        if self.precision == "32-true":
+            return batch
+        return tree_map_only(Tensor, _halved, batch)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the call of the model has trained it."""
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the executor clips."""
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the step, which trains; the optimizer itself has no gradients to look at."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise self.lightning.Misconfiguration(
+                "IPUs and the LBFGS optimizer are not compatible: it computes the loss several times for one"
+                " update. Use SGD, Adam, AdamW or RMSprop."
+            )
+        result = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        if result is None and model.automatic_optimization:
+            raise self.lightning.Misconfiguration(
+                "Skipping backward by returning `None` from your `training_step` is not possible with IPUs: the step"
+                " is compiled, and trains at each call. Return the loss."
+            )
+        optimizer._opt_called = True  # schedulers warn of optimizers that have never stepped
+        return result
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.dtype in (torch.float32, torch.float64) else tensor
 
 
 @functools.cache

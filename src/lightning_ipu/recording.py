@@ -1,8 +1,8 @@
-"""What a step does on the host, written down while it is captured.
+"""A step of a LightningModule, recorded while it is captured.
 
-A step runs once, with tensors that have no values yet. `self.log`, torchmetrics, lists that are appended to, attributes
-that are set (both in `left.py`): each becomes a note of the graph (`poptorch.annotating.notes`), and `replaying.py`
-does it again after each call, with values. All that is put in place of the module's own is taken out again at the end.
+A step runs once, with tensors that have no values yet. `self.log`, torchmetrics, manual optimization, and tensors in
+lists, dictionaries and attributes become notes of the graph (`poptorch.annotating.notes`), and `replaying.py` repeats
+them after each call, with values. All stand-ins for attributes of the module are removed at the end of the step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,55 @@ from popengine.compile.recording.current_capture import current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
 from poptorch.annotating.notes import note
+from poptorch.nested_values import tensors_of
 
-from .left import Left
-from .manual import ManualSteps
-from .watching import Watch
+
+class StepModule(nn.Module):
+    """Holds a LightningModule; its forward is that module's step, and outside a trainer its forward.
+
+    Its parameters and buffers have the names that they have in the LightningModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._forward_module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._forward_module
+        step = _step_of(module)
+        if step is None:
+            return module(*args, **kwargs)
+        if current() is None:
+            return getattr(module, step)(*args, **kwargs)
+        with Recording(module, step) as recording:
+            return recording.finished(getattr(module, step)(*args, **kwargs))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module.load_state_dict(*args, **kwargs)
+
+
+def _step_of(module: Any) -> str | None:
+    """The name of the step that a module's trainer is at."""
+    trainer = module._trainer
+    if trainer is None:
+        return None
+    if trainer.training:
+        return "training_step"
+    if trainer.testing:
+        return "test_step"
+    if trainer.sanity_checking or trainer.validating:
+        return "validation_step"
+    return "predict_step" if trainer.predicting else None
+
 
 logger = logging.getLogger("poptorch::python")
 
@@ -196,3 +241,192 @@ def _choose_loss(output: Any, module: Any) -> None:
             '  fix: return a floating point tensor with one element, or a dictionary with the key "loss"'
         )
     capture.choose_loss(loss, where)
+
+
+_INTERNAL = {"_parameters", "_buffers", "_modules"}  # capture looks after these
+
+
+class Left:
+    """The attributes of a module before a step: finds what the step adds to them, and takes it out again."""
+
+    def __init__(self, module: Any) -> None:
+        self._attributes = vars(module)
+        self._before = {name: _copied(value) for name, value in self._attributes.items()}
+
+    def note(self) -> None:
+        """Note what was appended to a list, put into a dictionary or assigned, and take it out.
+
+        Raises:
+            CaptureError: something else holds a traced tensor
+        """
+        for name, value in self._attributes.items():
+            if name not in _INTERNAL:
+                _note(name, self._before.get(name), value)
+        left = [
+            name
+            for name, value in self._attributes.items()
+            if name not in _INTERNAL and _holds_traced(value) and not _is_computed(value)
+        ]
+        self.take_back()
+        if left:
+            raise CaptureError(
+                f"the step leaves a tensor that has no values yet in self.{left[0]}\n"
+                "  why: a step is captured once; of what it leaves, tensors in attributes, in lists that it appends to"
+                " and in dictionaries come back after each call, and others don't\n"
+                f"  fix: make self.{left[0]} one of these, or return the value and keep it in a hook"
+            )
+
+    def take_back(self) -> None:
+        """Lists, dictionaries and attributes as they were, where they have got a traced tensor."""
+        for name, now in list(self._attributes.items()):
+            before = self._before.get(name)
+            if name in _INTERNAL or not _holds_traced(now):
+                continue
+            if isinstance(now, list) and isinstance(before, list):
+                now[:] = [item for item in now if not _is_computed(item)]
+            elif isinstance(now, dict) and isinstance(before, dict):
+                for key in [key for key, item in now.items() if _is_computed(item)]:
+                    now.pop(key)
+                    if key in before:
+                        now[key] = before[key]
+            else:
+                self._attributes.pop(name)
+                if name in self._before:
+                    self._attributes[name] = before
+
+
+def _note(name: str, before: Any, now: Any) -> None:
+    """Note what was appended to a list, put into a dictionary or assigned."""
+    if isinstance(now, list) and isinstance(before, list):
+        for item in now[len(before) :]:
+            if _is_computed(item):
+                note(("append", name), item)
+    elif isinstance(now, dict) and isinstance(before, dict):
+        for key, item in now.items():
+            if _is_computed(item) and item is not before.get(key):
+                note(("key", name, key), item)
+    elif _is_computed(now):
+        note(("set", name), now)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (list, dict):
+        return value.copy()
+    return value
+
+
+def _is_computed(value: Any) -> bool:
+    return any(is_traced(tensor) for tensor in tensors_of(value))
+
+
+def _holds_traced(value: Any) -> bool:
+    if isinstance(value, (set, frozenset)) or type(value).__name__ == "deque":
+        value = list(value)
+    return _is_computed(value)
+
+
+class ManualSteps:
+    """Stands in for what a step calls while it is captured, and checks the order."""
+
+    def __init__(self, module: Any, replace: Callable[[Any, str, Any], None]) -> None:
+        self._module, self._done = module, []
+        (real,) = module.trainer.strategy.optimizers
+        stand_in = _Optimizer(real, self._step)
+        replace(module, "optimizers", lambda *args, **kwargs: stand_in)
+        replace(module, "manual_backward", self._backward)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            replace(module, name, lambda *args, **kwargs: None)
+        replace(
+            module,
+            "clip_gradients",
+            _refusal("self.clip_gradients", "set optimizer.max_grad_norm = ... in configure_optimizers"),
+        )
+        replace(
+            module, "lr_schedulers", _refusal("self.lr_schedulers", "step schedulers in on_train_batch_end")
+        )
+
+    def _backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(loss, Tensor) or not is_traced(loss):
+            raise CaptureError(f"manual_backward at {user_line()} takes a loss that is computed in the step")
+        self._done.append("backward")
+        capture = current()
+        assert capture is not None
+        capture.choose_loss(loss, user_line())
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
+        self._done.append("step")
+        note(("optimizer_step",), None)
+
+    def finish(self) -> None:
+        """Raises CaptureError, unless there was one backward, and then one step."""
+        if self._done != ["backward", "step"]:
+            raise CaptureError(
+                "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
+                f" `optimizer.step()`; found {', '.join(self._done) or 'neither'}\n"
+                "  why: the step is compiled into one backward pass and one weight update at its end\n"
+                "  fix: sum the losses, or use automatic optimization and return the loss; accumulate with"
+                " Trainer(accumulate_grad_batches=...)"
+            )
+
+
+class _Optimizer:
+    """The optimizer as a captured step may use it: its rates can be read."""
+
+    def __init__(self, real: Any, step: Callable[..., None]) -> None:
+        self._real, self.step = real, step
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Gradients are of one update each, anyway."""
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> Any:
+        return _refusal("optimizer.toggle_model", "leave it out: there is one optimizer")()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _refusal(what: str, fix: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
+
+    return refuse
+
+
+COUNTERS = ("current_epoch", "global_step")
+
+logger = logging.getLogger("poptorch::python")
+
+
+class Watch:
+    """Sees reads of counters on a module and its trainer, by subclasses that they have meanwhile; then warns."""
+
+    def __init__(self, module: Any) -> None:
+        self._owners = [owner for owner in (module, module._trainer) if isinstance(type(owner), type)]
+        self._allowed = getattr(module._trainer.strategy, "recompile_on", ())
+        self._read: set[str] = set()
+
+    def __enter__(self) -> Watch:
+        self._classes = [type(owner) for owner in self._owners]
+        for owner, kind in zip(self._owners, self._classes, strict=True):
+            owner.__class__ = type(
+                kind.__name__, (kind,), {name: self._property(kind, name) for name in COUNTERS}
+            )
+        return self
+
+    def _property(self, kind: type, name: str) -> property:
+        def read(owner: Any) -> Any:
+            self._read.add(name)
+            return getattr(super(type(owner), owner), name)
+
+        return property(read)
+
+    def __exit__(self, *details: Any) -> None:
+        for owner, kind in zip(self._owners, self._classes, strict=True):
+            owner.__class__ = kind
+        for name in sorted(self._read - set(self._allowed)):
+            logger.warning(
+                "the step reads %s, which is a constant once the step is compiled. To compile anew when it has changed:"
+                " strategy.recompile_on = (%r,)",
+                name,
+                name,
+            )

@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
-A *call* of an executor is what Lightning calls a batch. Loaders are in `loaders.py`, checks in `checks.py`, what
-happens on the host after a call in `replaying.py`, weights and checkpoints in `weights.py`, several processes in
-`strategy_instances.py`.
+A *call* of an executor is what Lightning calls a batch. A strategy is composed of its options and `Instances`
+(`prepare.py`), `Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay` of what
+the step does on the host, after each call (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,15 @@ import torch
 
 import poptorch
 
-from . import checks
-from .autoreport import reporting
-from .batches import cut, padded, rows_of, shapes_of, spread
-from .lightning_package import Lightning
-from .loaders import Loaders, micro_batches
-from .recording import put_meanwhile
+from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
+from .prepare import Instances, Lightning, check_before_setup, check_optimizers, make_options, reporting
+from .recording import StepModule, put_meanwhile
 from .replaying import Replay
-from .strategy_instances import Instances, InstancesPart
-from .strategy_options import OptionsPart
-from .weights import WeightsPart
-from .wrapper import StepModule
 
 logger = logging.getLogger("poptorch::python")
 
 
-class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
+class StrategyPart:
     """Lightning's strategy for ipus.
 
     Args:
@@ -95,7 +88,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
     def setup(self, trainer: Any) -> None:
         self._let_go()
         is_fit = trainer.state.fn == "fit"
-        checks.before_setup(self, trainer, is_fit)
+        check_before_setup(self, trainer, is_fit)
         self._instances = Instances.of(self.training_opts)
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
@@ -103,7 +96,7 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
         put_meanwhile(self._undo, trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
-            checks.after_setup(self, trainer)
+            check_optimizers(self, trainer)
             put_meanwhile(self._undo, self._lightning_module, "optimizer_zero_grad", None)
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
@@ -234,6 +227,121 @@ class StrategyPart(OptionsPart, WeightsPart, InstancesPart):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._loaders.process(dataloader)
+
+    # ---- options -----------------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Any:
+        return self._lightning_module.trainer
+
+    @property
+    def _stage(self) -> Any:
+        return self._trainer.state.stage
+
+    @property
+    def training_opts(self) -> poptorch.Options:
+        if self._training_opts is None:
+            self._training_opts = make_options(self, training=True)
+        return self._training_opts
+
+    @property
+    def inference_opts(self) -> poptorch.Options:
+        if self._inference_opts is None:
+            self._inference_opts = make_options(self, training=False)
+        return self._inference_opts
+
+    def options_for(self, stage: Any) -> poptorch.Options:
+        return self.training_opts if stage == "train" else self.inference_opts
+
+    @property
+    def replication_factor(self) -> int:
+        """Replicas of the current stage; before there are executors, those of the options or the Trainer's devices."""
+        if not self.poptorch_models:
+            options = self._training_opts or self._inference_opts
+            return options.replication_factor if options is not None else len(self.parallel_devices or [0])
+        stage = self._stage
+        executor = self.poptorch_models.get(stage)
+        return (executor.options if executor is not None else self.options_for(stage)).replication_factor
+
+    # ---- weights and checkpoints -------------------------------------------------------------------------
+
+    def upload_weights(self) -> None:
+        """Give the devices the weights that the host has, after a callback has changed them."""
+        for executor in {id(e): e for e in self.poptorch_models.values()}.values():
+            if executor.isAttachedToDevice():
+                executor.copyWeightsToDevice()
+
+    def _upload_changes(self, executor: poptorch.PoplarExecutor) -> None:
+        """Upload what somebody has written to parameters since they were last copied to the host."""
+        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
+            executor.copyWeightsToDevice()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._keep_numbers()
+        if self._numbers:
+            checkpoint = {**checkpoint, "ipu_random_numbers": self._numbers}
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def _keep_numbers(self) -> None:
+        """Remember where the random numbers are: a checkpoint may be saved after the executors have gone."""
+        compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
+        self._numbers = {**self._numbers, **compiled}
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._loaded_numbers = dict(checkpoint.get("ipu_random_numbers", {}))
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the optimizers' states; a poptorch optimizer also takes that of a torch optimizer with the same rule."""
+        states = [
+            {"ipu_state": None, "ipu_param": None, **state}
+            if isinstance(optimizer, poptorch.optim.Optimizer)
+            else state
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
+
+    def _restore_numbers(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
+        """Go on with the random numbers of the checkpoint."""
+        numbers = self._loaded_numbers.pop(stage.value, None)
+        if numbers is not None and not executor.isCompiled():
+            executor.compile(*args, **kwargs)
+            executor.rng_state = numbers
+
+    # ---- other processes ---------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        return self._instances.index
+
+    @property
+    def local_rank(self) -> int:
+        return self._instances.local_index
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._instances.count
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._instances.reduce(tensor, reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._instances.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._instances.broadcast(obj, src)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self._instances.all_gather(tensor)
 
 
 def _loader_index(args: Any) -> int:

@@ -186,7 +186,7 @@ def test_each_stage_runs_its_own_step():
 def test_the_wrapper_runs_the_step_of_the_trainers_flag(flag):
     from unittest.mock import MagicMock
 
-    from lightning_ipu.wrapper import StepModule
+    from lightning_ipu.recording import StepModule
 
     flags = dict.fromkeys(["training", "validating", "sanity_checking", "testing", "predicting"], False)
     module = MagicMock(_trainer=MagicMock(**{**flags, flag: True}))

@@ -1,0 +1,212 @@
+"""Prepare a run: the Lightning package, the options, the place among instances, a profile, and what can't be done."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import popdist
+import poptorch
+
+
+class Lightning:
+    """One of the Lightning packages: its modules, loaded when they are first needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, path: str) -> Any:
+        """What `path` names inside the package: `loops.fit_loop._FitLoop`."""
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(f"{self.name}.{module}"), name)
+
+    @property
+    def Misconfiguration(self) -> type[Exception]:
+        """The exception that Lightning's users catch."""
+        return self.get("utilities.exceptions.MisconfigurationException")
+
+    def is_overridden(self, method: str, module: Any) -> bool:
+        return self.get("utilities.model_helpers.is_overridden")(method, module)
+
+
+def make_options(strategy: Any, training: bool) -> poptorch.Options:
+    """Options by the strategy's device iterations, and the Trainer's devices and accumulation."""
+    if popdist.isPopdistEnvSet():
+        import popdist.poptorch as distributed
+
+        options: poptorch.Options = distributed.Options()
+    else:
+        options = poptorch.Options().replicationFactor(len(strategy.parallel_devices or [0]))
+    options.deviceIterations(strategy.device_iterations)
+    options.setExecutionStrategy(poptorch.PipelinedExecution().orSharded())
+    seed = os.environ.get("PL_GLOBAL_SEED", "")
+    if seed.isdigit():
+        # Not randomSeed(), which also seeds torch: the loader would shuffle otherwise than on the CPU.
+        options.createOrSet(random_seed=int(seed))
+    module = strategy._lightning_module
+    trainer = module._trainer if module is not None else None
+    if trainer is not None and training:
+        # During a run the Trainer's own count is 1: the executor accumulates.
+        given = trainer.accumulate_grad_batches
+        options.Training.gradientAccumulation(max(given, strategy._accumulation))
+    if trainer is not None and trainer._detect_anomaly:
+        options.Precision.enableFloatingPointExceptions(True)
+    return options
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Which process of how many this is."""
+
+    count: int = 1
+    index: int = 0
+    local_index: int = 0
+
+    @classmethod
+    def of(cls, options: poptorch.Options) -> Instances:
+        """As the options say; meets the others where popdist was told of them."""
+        distributed = options.Distributed
+        if distributed.numProcesses == 1:
+            return cls()
+        if popdist.isPopdistEnvSet():
+            popdist.init()
+        local = popdist.getLocalInstanceIndex() if popdist.isPopdistEnvSet() else distributed.processId
+        return cls(distributed.numProcesses, distributed.processId, local)
+
+    def reduce(self, value: Any, operation: Any = "mean") -> Any:
+        """The mean (or sum, min, max) over all processes of a tensor or number."""
+        if self.count == 1:
+            return value
+        word = str(operation or "mean").rsplit(".", 1)[-1].lower()
+        operations = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
+        operations |= {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        result = torch.as_tensor(value).clone()
+        is_mean = word in ("mean", "avg")
+        result = result.float() if is_mean and not result.is_floating_point() else result
+        dist.all_reduce(result, operations[word])
+        return result / self.count if is_mean else result
+
+    def barrier(self) -> None:
+        if self.count > 1:
+            dist.barrier()
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, source)
+        return values[0]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[count, *shape]; alone the tensor itself."""
+        if self.count == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.count)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+
+_VARIABLE = "POPLAR_ENGINE_OPTIONS"
+
+
+@contextlib.contextmanager
+def reporting(directory: str | None) -> Iterator[None]:
+    """Executors made inside write a profile into the directory, or into the current one."""
+    before = os.environ.get(_VARIABLE)
+    asked = {"autoReport.all": "true"}
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
+        asked["autoReport.directory"] = directory
+    os.environ[_VARIABLE] = json.dumps({**json.loads(before or "{}"), **asked})
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
+    """Raises MisconfigurationException or RuntimeError, each with what to write instead."""
+    lightning, module = strategy.lightning, strategy._lightning_module
+    if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
+        raise lightning.Misconfiguration(
+            f"{type(strategy.precision_plugin).__name__} can't be the precision of an IPUStrategy: it computes"
+            ' gradients on the host. Leave it out, or write plugins=IPUPrecision("16-mixed").'
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+            raise lightning.Misconfiguration(
+                f"`{step}(self, dataloader_iter)` is not possible with IPUs: the step would read data while it is"
+                f" compiled. Write `{step}(self, batch, batch_idx)`."
+            )
+    if not is_fit:
+        return
+    scheduler = lightning.get("callbacks.GradientAccumulationScheduler")
+    changing = [
+        c for c in trainer.callbacks if isinstance(c, scheduler) and set(c.scheduling.values()) != {1}
+    ]
+    if changing or isinstance(trainer.accumulate_grad_batches, dict):
+        raise RuntimeError(
+            "IPUStrategy does not support `accumulate_grad_batches` changing between epochs: it is compiled in. Use"
+            " Trainer(accumulate_grad_batches=n)."
+        )
+    if lightning.is_overridden("configure_gradient_clipping", module):
+        raise lightning.Misconfiguration(
+            "`configure_gradient_clipping` can't be overridden with IPUs: there are no gradients on the host. Use"
+            " Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)."
+        )
+    for hook in ("optimizer_zero_grad", "backward"):
+        if lightning.is_overridden(hook, module):
+            warnings.warn(
+                f"You have overridden the `LightningModule.{hook}` hook but it will be ignored since IPUs handle"
+                f" the {hook} logic internally.",
+                stacklevel=2,
+            )
+    for owner in (module, *trainer.callbacks):
+        for hook in _HOOKS_WITH_GRADIENTS:
+            if lightning.is_overridden(hook, owner):
+                warnings.warn(
+                    f"`{type(owner).__name__}.{hook}` runs, but parameter.grad is None there (grad_norm gives {{}}):"
+                    " gradients stay on the ipus. To see one, ask for it in the options, as"
+                    ' training_opts.anchorTensor("name", "Gradient___<parameter>"), and read'
+                    ' strategy.poptorch_models["train"].getAnchoredTensor("name") in on_train_batch_end.',
+                    stacklevel=2,
+                )
+
+
+_HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def check_optimizers(strategy: Any, trainer: Any) -> None:
+    """The optimizers are known. Raises as `check_before_setup`."""
+    misconfiguration = strategy.lightning.Misconfiguration
+    if len(strategy.optimizers) > 1:
+        raise misconfiguration(
+            "IPUs currently only support one optimizer. A call has one loss, one backward pass and one weight update"
+            " at its end. Use one optimizer with parameter groups, and one loss."
+        )
+    for optimizer in strategy.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise misconfiguration(
+                "IPUs and the LBFGS optimizer are not compatible: it computes the loss several times for one update."
+                " Use SGD, Adam, AdamW or RMSprop."
+            )
+        other = getattr(optimizer, "max_grad_norm", None)
+        if trainer.gradient_clip_val and other not in (None, float("inf"), trainer.gradient_clip_val):
+            raise misconfiguration(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and the optimizer's max_grad_norm={other}"
+                " differ. Give one of them."
+            )
