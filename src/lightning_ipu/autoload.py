@@ -5,8 +5,8 @@ accelerator and the strategy, answers for classes that Lightning no longer has, 
 strategies. Nothing is loaded until it is used; only the standard library is imported here. Where Lightning has IPU
 classes of its own (1.x, 2.0) nothing is done. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches the call off.
 
-Cost, measured: about 1.3 ms at the end of `import torch` (13 ms the first time, without bytecode), and 0.05 microseconds
-for each module that is imported later.
+Cost, measured: about 1.3 ms at the end of `import torch` (13 ms the first time, without bytecode), and 0.05
+microseconds for each module that is imported later.
 """
 
 from __future__ import annotations
