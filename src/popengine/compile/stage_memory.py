@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import fx
@@ -42,20 +43,19 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
     Returns: None where only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
     """
     values = {node.name: node.meta.get("val") for node in graph.code.nodes}
-    roles = {slot.name: slot.role for slot in graph.slots}
-    state, inputs = (
-        {
-            values[name].untyped_storage()._cdata
-            for name, role in roles.items()
-            if (role == "input") == is_input
-        }
-        for is_input in (False, True)
-    )
+    state, inputs = set[int](), set[int]()
+    for slot in graph.slots:
+        if isinstance(value := values.get(slot.name), torch.Tensor):
+            (inputs if slot.role == "input" else state).add(value.untyped_storage()._cdata)
 
-    def memory(name: str) -> tuple[tuple[int, int], int]:
-        value = values[name]
+    @cache
+    def memory(name: str) -> tuple[tuple[int, int], int | None]:
+        """Return what is equal for names of the same memory, and its bytes (None: not known)."""
+        value = values.get(name)
         if not isinstance(value, torch.Tensor) or (storage := value.untyped_storage())._cdata in state:
             return (0, 0), 0
+        if value.dtype == torch.uint8 and not value.numel():
+            return (0, 0), None
         if storage._cdata in inputs:
             return (storage._cdata, int(value.storage_offset())), value.nbytes
         return (storage._cdata, 0), storage.nbytes()
@@ -76,17 +76,13 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
             new = instruction.names
         own = names.setdefault(instruction.micro_batch, Counter())
         for sign, changed in ((1, new), (-1, gone)):
-            if any(_is_workspace(values[name]) for name in changed):
-                return None
             for place, size in map(memory, changed):
+                if size is None:
+                    return None
                 before, own[place] = own[place], own[place] + sign
                 held += size * ((own[place] > 0) - (before > 0))
         most = max(most, held)
     return most
-
-
-def _is_workspace(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() == 0
 
 
 def memory_of(node: fx.Node) -> int | None:

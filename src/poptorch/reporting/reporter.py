@@ -58,7 +58,6 @@ class Reporter:
         self._engine: Engine | None = None
         self._graph: Graph | None = None
         self._hints: dict[str, Any] = {}
-        self._memory: list[profile.Memory] = []
         self._since = time.perf_counter()
         self._save_next = self._since + _SAVE_EVERY
 
