@@ -228,3 +228,43 @@ C = torch.complex(X, X + 1).conj()  # its imaginary part has the lazy sign
 )
 def test_a_lazy_conjugation_or_sign_is_carried_out(forward, given):
     assert torch.equal(poptorch.inferenceModel(forward)(given), forward(given))
+
+
+SPARSE = torch.eye(3).to_sparse().coalesce()
+FROM_SPARSE = {
+    "dimensions": lambda x: x * SPARSE.sparse_dim() + SPARSE.indices().shape[1],
+    "indices": lambda x: x[:, SPARSE.indices()[0]] * SPARSE.values(),
+    "a value": lambda x: x * SPARSE.coalesce().values().sum().item(),
+    "a dense one": lambda x: x @ SPARSE.to_dense(),
+    "a sum": lambda x: x @ (SPARSE + SPARSE).to_dense(),
+    "of lists": lambda x: x + torch.sparse_coo_tensor([[0, 1], [0, 1]], [2.0, 3.0], (4, 3)).to_dense(),
+    "made in forward": lambda x: (
+        x + torch.sparse_coo_tensor(torch.eye(2).long(), torch.ones(2), (4, 3)).to_dense()
+    ),
+    "by rows": lambda x: x @ SPARSE.to_sparse_csr().to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", FROM_SPARSE)
+def test_what_a_sparse_constant_holds_is_known(name):
+    forward = FROM_SPARSE[name]
+    assert torch.equal(compiled(forward, X), forward(X))
+
+
+class SparseBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sparse", SPARSE)
+
+    def forward(self, x):
+        return self.sparse @ x
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda x: SPARSE @ x.t(), lambda x: x + SPARSE.mul_(2).to_dense(), SparseBuffer()]
+)
+def test_a_sparse_tensor_in_a_graph_is_refused_with_the_dense_one_to_write(forward):
+    with pytest.raises(poptorch.Error, match="sparse") as caught:
+        compiled(forward, X)
+    assert "to_dense()" in str(caught.value)
+    assert torch.equal(SPARSE.to_dense(), torch.eye(3))

@@ -160,6 +160,13 @@ def test_a_sparse_output_is_refused():
         poptorch.inferenceModel(lambda x: x.to_sparse())(X)
 
 
+def test_a_sparse_gradient_is_refused():
+    model = Refused(lambda layer, x, y: poptorch.identity_loss(layer(y), "mean"))
+    model.layer = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(poptorch.Error, match=r"the gradients of layer\.weight are sparse[^$]*sparse=False"):
+        poptorch.trainingModel(model, options(accumulation=1))(X, LABELS)
+
+
 def test_a_write_into_others_memory_is_refused_at_its_line():
     def forward(x):
         return x.set_(torch.ones(3))

@@ -145,6 +145,13 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
                 " or say `.detach()`, if it is meant as a constant"
             )
     found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    sparse = [name for name, value in found.items() if value.layout is not torch.strided]
+    if sparse:
+        raise CaptureError(
+            f"the gradients of {', '.join(sparse)} are sparse\n"
+            "  why: gradients are summed over micro-batches and replicas as dense tensors\n"
+            "  fix: nn.Embedding(..., sparse=False), and an optimizer for dense gradients"
+        )
     if not found:
         raise CaptureError(
             "the model would not train: no parameter gets a gradient\n"

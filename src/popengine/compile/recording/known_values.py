@@ -75,6 +75,10 @@ class CaptureRecorder(Recorder):
                 "  why: a compiled model has the shapes of its capture, and its tensors keep their memory\n"
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(value.layout is not torch.strided and not isinstance(value, FakeTensor) for value in operands):
+            with self:
+                return self._from_sparse(func, args, kwargs or {}, operands)
         if func is not aten.lift_fresh.default:
             with self:  # a view that is made now is recorded
                 args, kwargs = tree_map(self._from_outside, (args, kwargs or {}))
@@ -101,6 +105,22 @@ class CaptureRecorder(Recorder):
                 self.bind(node.meta["val"], node)
             found = self._constant_of[id(value)]
         return found
+
+    def _from_sparse(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> Any:
+        """Compute with sparse constants now: what they hold is known, and only dense tensors are recorded."""
+        if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
+            raise CaptureError(
+                f"{func} writes into a sparse constant, or takes a tensor of the model with it, at {user_line()}\n"
+                "  why: a compiled model computes with dense tensors\n"
+                "  fix: use `constant.to_dense()`; or its `indices()` and `values()`, with index_select and index_add"
+            )
+        with _disable_current_modes():
+            result = func(*args, **kwargs)
+
+        def as_constant(leaf: Any) -> Any:
+            return self.constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
+
+        return tree_map(as_constant, result)
 
     def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         if func is aten.masked_select.default:

@@ -221,6 +221,14 @@ def _check_values(module: nn.Module) -> None:
     state = [*module.named_parameters(), *module.named_buffers()]
     shapeless = [name for name, value in state if nn.parameter.is_lazy(value)]
     empty = [name for name, value in state if name not in shapeless and value.is_meta]
+    sparse = [name for name, value in state if value.layout is not torch.strided]
+    if sparse:
+        raise CaptureError(
+            f"{', '.join(sparse[:5])} of the model are sparse\n"
+            "  why: the state of a compiled model is dense tensors\n"
+            "  fix: register `value.to_dense()`; or keep a constant as a plain attribute, and use its `to_dense()`,"
+            " or `indices()` and `values()`, in forward"
+        )
     if shapeless:
         raise CaptureError(
             f"{', '.join(shapeless[:5])} of the model have no shape yet\n"
