@@ -64,7 +64,7 @@ def _act(module: types.ModuleType) -> None:
 
 
 def _answer_for(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-    """Give a module these classes, once somebody asks for them (PEP 562)."""
+    """Add these classes to a module, built at their first use (PEP 562)."""
     before = module.__dict__.get("__getattr__")
 
     def answer(name: str) -> Any:

@@ -201,7 +201,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def padded(batch: Any, rows: int) -> Any:
-    """The batch with copies of its last row, so that it has so many."""
+    """Return the batch, filled up to `rows` with copies of its last row."""
 
     def whole(tensor: Tensor) -> Tensor:
         missing = rows - len(tensor)

@@ -75,7 +75,7 @@ class Instances:
 
     @classmethod
     def of(cls, options: poptorch.Options) -> Instances:
-        """As the options say; meets the others where popdist was told of them."""
+        """Return the place that the options name; connect the processes where a launcher started them."""
         distributed = options.Distributed
         if distributed.numProcesses == 1:
             return cls()

@@ -83,7 +83,7 @@ def put_meanwhile(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 class MetricValue:
-    """What a metric gives inside a step: the host knows it after the step. It can be logged, and nothing else."""
+    """Placeholder for a metric's value, which the host computes after the step. It can be logged, and nothing else."""
 
     def __init__(self, path: str, event: int) -> None:
         self._path, self._event = path, event

@@ -272,7 +272,7 @@ class StrategyPart:
                 executor.copyWeightsToDevice()
 
     def _upload_changes(self, executor: poptorch.PoplarExecutor) -> None:
-        """Upload what somebody has written to parameters since they were last copied to the host."""
+        """Upload parameters that were written on the host since they were last copied from the devices."""
         if executor.isAttachedToDevice() and executor.hostWeightsChanged():
             executor.copyWeightsToDevice()
 

@@ -29,7 +29,7 @@ class AsynchronousDataAccessor:
 
     Args:
         buffer_size: slots in the ring; at least two are made, as one is in your hands.
-        miss_sleep_time_in_ms: accepted and checked, of no effect: who waits here sleeps until woken.
+        miss_sleep_time_in_ms: accepted and checked, of no effect: a waiting process sleeps until a message arrives.
         load_indefinitely: load the beginning of the next epoch as soon as one has ended.
         early_preload: fill the ring before the first `iter()`.
         sharing_strategy: how the dataset gets to the worker, see `launch.py`.
@@ -79,7 +79,7 @@ class AsynchronousDataAccessor:
         if self._inside or self._worker_waits:
             epoch = None
             if self._inside:
-                self._state = None  # the worker knows, and says it with its next batch
+                self._state = None  # comes with the next batch of the worker
                 epoch = None if self._begun is None else pickle.loads(self._begun)["epoch"] + 1
             self._generation += 1
             self._tell(Restart(self._generation, epoch))

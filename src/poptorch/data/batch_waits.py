@@ -1,4 +1,4 @@
-"""Waits for batches, told to whoever profiles. A loader does not know for whom it loads, so all listeners are told."""
+"""Report waits for batches to profiles. A loader has no reference to its model, so all listeners are called."""
 
 import time
 import weakref
@@ -13,7 +13,7 @@ listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def noting_waits(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches; while somebody listens, they are told of each wait for one."""
+    """Yield the same batches, and report each wait for one to the listeners."""
     return _noted(batches) if listeners else batches
 
 

@@ -8,8 +8,8 @@
                                ◄───────────────   Restart: from the beginning, what is in flight is stale
     Failed(reason)             ───────────────►   and the process is over
 
-A slot belongs to the side that was last told its number. Generations count restarts, so that the consumer
-can tell what was sent before the worker heard of one.
+A slot belongs to the side that received its number last. Generations count restarts: by them the consumer
+recognizes messages that the worker sent before it received the restart.
 """
 
 import os
@@ -111,7 +111,7 @@ def serve(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = error.message if isinstance(error, DataError) else traceback.format_exc()
-        with suppress(OSError):  # nobody may be left to be told
+        with suppress(OSError):  # the consumer may have ended
             connection.send(Failed(reason))
 
 
@@ -176,7 +176,7 @@ class _Feeder:
         return batches if size is None else rebatched(batches, size, keep_tail=short, head=head)
 
     def state(self, **instead: Any) -> bytes | None:
-        """Where the dataset is, if it is a loader that knows."""
+        """Return the pickled state of the dataset if it is a `poptorch.DataLoader`, else None."""
         if not hasattr(self.dataset, "_progress"):
             return None
         return pickle.dumps({**self.dataset.state_dict(), **instead})  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ class Skip:
 
     count: int
     random: State | None  # to be put back behind it ...
-    ahead: int  # ... when so many of the rest were drawn
+    ahead: int  # ... after this many of the rest were drawn
     again: Callable[[], None] | None = None  # puts generators back before it
 
 
