@@ -1,9 +1,10 @@
 """The inductor backend: each piece compiled into fused kernels by torch._inductor, before the first call.
 
 Kernels for CPUs are C++ and have one thread, as an ipu is a thread: left alone, inductor bakes the number of
-cores at hand into each kernel, and the ipus would compete for them. Inductor keeps what it compiles on disk, by
-graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and compiles the kernels of
-a piece in parallel.
+cores at hand into each kernel, and the ipus would compete for them. Inductor keeps what it
+compiles on disk, by graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and
+compiles the kernels of a piece in parallel. A draw of random numbers, or an operation that is not torch's own, has to
+run as it is: it is a call of one opaque operation, `popengine::eager`, in the middle of the compiled code.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from popengine.control_flow import LIBRARY
 
 from ...ir import Partition, Piece
+from ..state.random_draws import draw
 from .eager import NEEDS_GRADIENTS_ON, Code, build
-from .tracing import Like, trace, values_read
 
 OPTIONS = {
     "cpp.threads": 1,
@@ -31,7 +40,7 @@ _compiling = threading.Lock()  # inductor has global state
 
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """The functions of all pieces; the eager ones of those that can't be compiled, with a warning."""
+    """Return the functions of all pieces; the eager ones of those that can't be compiled, with a warning."""
     missing = why_not(device)
     if missing:
         warnings.warn(
@@ -48,7 +57,7 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
 
 
 def why_not(device: torch.device) -> tuple[str, str] | None:
-    """Why nothing can be compiled for this device, and what helps; None if it can."""
+    """Return why nothing can be compiled for this device, and the fix; None if pieces can be."""
     if device.type != "cpu":
         return (
             f"pieces are compiled for CPUs only, and the device is {device.type!r}",
@@ -82,7 +91,7 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
 def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
-    """The compiled function of a piece that reads values like these."""
+    """Return the compiled function of a piece that reads values like these."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -98,7 +107,7 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
 
 
 def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
-    """Inputs of users and loaded buffers may lie otherwise in memory than those that the code was made for."""
+    """Return the code with a check: inputs and loaded buffers of other strides than it was made for are copied."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:
@@ -112,3 +121,151 @@ def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
         return code(values)
 
     return call
+
+
+# ---- tracing a piece on fake tensors -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The metadata of a tensor that compiled code depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Tensor) -> Like:
+        return Like(tuple(value.shape), value.stride(), value.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+def values_read(partition: Partition) -> list[tuple[Like, ...]]:
+    """Return the metadata of what each piece will read: all pieces run in order on fake tensors."""
+    fake = FakeTensorMode()
+    found = []
+    with fake, torch.no_grad():
+        values = {slot.name: torch.empty(slot.shape, dtype=slot.dtype) for slot in partition.signature.slots}
+        for name, piece in partition.prepared.items():
+            (values[name],) = build(piece)([values[read] for read in piece.reads])
+        for piece in partition.pieces:
+            reads = [values[name] for name in piece.reads]
+            found.append(tuple(map(Like.of, reads)))
+            code = build(piece, alone=True, draw=_pretend_draw)
+            made = code([*reads, 0] if piece.draws else list(reads))
+            values.update(zip(piece.writes, made, strict=True))
+    return found
+
+
+def _pretend_draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def trace(
+    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return the fx graph of a piece, and the fake tensors that it was traced on (the last is the key, if it draws)."""
+    fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
+    with fake:
+        values = [like.empty() for like in reads]
+        if piece.draws:
+            values.append(torch.empty((), dtype=torch.int64))
+
+    code = build(piece, _opaque, draw=_draw)
+    traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
+    with fake, torch.no_grad():
+        return traced(*values), values
+
+
+# ---- operations that run as they are ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `popengine::eager`. `run` and `pretend` take a key first, then the arguments."""
+
+    run: Callable[..., Any]
+    pretend: Callable[..., Any]
+    structure: TreeSpec  # of the arguments
+    rest: tuple[Any, ...]  # the arguments, with None where tensors go
+    tensors: tuple[int, ...]  # the places of tensors among them
+
+    def __call__(
+        self, function: Callable[..., Any], key: Tensor | None, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        leaves = list(self.rest)
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        made = function(key, *args, **kwargs)
+        return [made] if isinstance(made, Tensor) else list(made)
+
+
+# By text, so that compiled code from a cache finds them: the process that loads it has traced the piece before.
+_calls: dict[str, _Call] = {}
+
+
+def _opaque(operation: OpOverload) -> Callable[..., Any]:
+    """Return what compiled code calls: torch's own operations themselves, others through `popengine::eager`."""
+    if operation.namespace in ("aten", "prims"):
+        return operation
+
+    def run(key: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return operation(*args, **kwargs)
+
+    return lambda *args, **kwargs: _call(str(operation), run, run, None, args, kwargs, _is_single(operation))
+
+
+def _draw(func: Any, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
+    """Draw as `random_draws.draw` does, through `popengine::eager`."""
+
+    def run(key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return draw(func, int(key), place, *args, **kwargs)
+
+    def pretend(key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    return _call(f"draw {func} {place}", run, pretend, key, args, kwargs, _is_single(func))
+
+
+def _call(
+    text: str,
+    run: Callable[..., Any],
+    pretend: Callable[..., Any],
+    key: Tensor | None,
+    args: Any,
+    kwargs: Any,
+    single: bool,
+) -> Any:
+    leaves, structure = tree_flatten((args, kwargs))
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    rest = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
+    text = f"{text} {rest} {places} {structure}"
+    _calls[text] = _Call(run, pretend, structure, rest, places)
+    made = torch.ops.popengine.eager(text, key, [leaves[i] for i in places])
+    return made[0] if single else tuple(made)
+
+
+def _is_single(operation: OpOverload) -> bool:
+    returns = operation._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+
+def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    call = _calls[text]
+    # A result that is an argument (of a mark) becomes a copy: the compiled code may reuse the argument's memory.
+    owned = {tensor.untyped_storage()._cdata for tensor in tensors}
+    made = call(call.run, key, tensors)
+    return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
+
+
+def _pretend_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    call = _calls[text]
+    return call(call.pretend, key, tensors)
+
+
+LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")
+LIBRARY.impl("eager", _run_eager, "CompositeExplicitAutograd")
+torch.library.register_fake("popengine::eager", _pretend_eager, lib=LIBRARY)

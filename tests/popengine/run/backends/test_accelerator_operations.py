@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
-from popengine.run.backends.direct_calls import operation_of
-from popengine.run.backends.eager import _on_accelerator, build
+from popengine.run.backends.eager import _on_accelerator, build, operation_of
 from popengine.settings import Strategy
 
 GPU = torch.device("cuda")
@@ -129,6 +128,12 @@ def test_what_is_one_operation_on_cpus_only_is_several_elsewhere(layer, samples,
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+def on_gpu(operation):
+    function = _on_accelerator(operation, GPU)
+    assert function is not None
+    return function
+
+
 @pytest.mark.parametrize(
     ("operation", "args", "kwargs"),
     [
@@ -144,13 +149,13 @@ def test_what_is_one_operation_on_cpus_only_is_several_elsewhere(layer, samples,
 )
 def test_an_operation_that_makes_a_tensor_makes_it_on_the_device(operation, args, kwargs):
     with FakeTensorMode():
-        assert _on_accelerator(operation, GPU)(*args, **kwargs).device.type == "cuda"
+        assert on_gpu(operation)(*args, **kwargs).device.type == "cuda"
 
 
 def test_a_cast_to_the_device_of_the_capture_stays_where_it_is():
     with FakeTensorMode():
         value = torch.empty(3, device=GPU)
-        cast = _on_accelerator(aten._to_copy.default, GPU)
+        cast = on_gpu(aten._to_copy.default)
         assert cast(value, dtype=torch.half, device=torch.device("cpu")).device.type == "cuda"
 
 
@@ -159,5 +164,5 @@ def test_any_other_operation_is_itself():
 
 
 def test_a_view_of_what_lies_otherwise_in_memory_is_a_copy():
-    view = _on_accelerator(aten.view.default, GPU)
+    view = on_gpu(aten.view.default)
     assert torch.equal(view(ROWS.t(), [20]), ROWS.t().reshape(20))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from popengine.run.backends.direct_calls import DIRECT
+from popengine.run.backends.eager import DIRECT
 
 torch.manual_seed(0)
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
