@@ -104,12 +104,18 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     """Return the engine's groups by parameter name, checked against the parameters.
 
     Raises:
-        Error: a parameter without dimensions, or with another number of rows than there are groups
+        Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
     """
+    # Programs also write the arguments of replicaGrouping as a tuple.
+    groupings.update({n: Grouping(*given) for n, given in groupings.items() if _is_triple(n, given)})
     groups_by_name = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
     for name, groups in groups_by_name.items():
-        parameter = model._parameters[name]
-        assert parameter is not None
+        parameter = model._parameters.get(name)
+        if parameter is None:
+            raise Error(
+                f"per_replica_params has {name!r}, and the model's top level has no parameter of this name\n"
+                f"  fix: use one of {', '.join(model._parameters) or 'its parameters: it has none'}"
+            )
         if parameter.dim() == 0:
             raise Error(
                 f"Scalars cannot be passed as per-replica weight tensor values: {name} has no dimensions\n"
@@ -123,6 +129,18 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
                 "  fix: its first dimension has one row a group"
             )
     return groups_by_name
+
+
+def _is_triple(name: str, given: Any) -> bool:
+    """Return whether a grouping is a tuple of arguments. Raises Error for anything that is no grouping."""
+    if isinstance(given, tuple | list) and len(given) == 3:
+        return True
+    if not isinstance(given, Grouping):
+        raise Error(
+            f"per_replica_params[{name!r}] is {given!r}\n"
+            "  fix: (poptorch.CommGroupType..., number of replicas, poptorch.VariableRetrievalMode...)"
+        )
+    return False
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ _HINT = (
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of one call by the parameters of forward, defaults included."""
+    """The arguments of one call by the parameters of forward, defaults included; how many came by position."""
 
     bound: inspect.BoundArguments
+    positional: int
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -99,7 +100,7 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
             f"the model can't be called like this: {what}; forward is forward{signature}"
         ) from None
     bound.apply_defaults()
-    return BoundCall(bound)
+    return BoundCall(bound, len(args))
 
 
 def check_kinds(call: BoundCall) -> None:
@@ -239,22 +240,31 @@ class CompiledInputs:
         self._counts = counts
         self.wide = wide  # see `narrowed`
         self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
-        self._positional = len(call.bound.args)
+        self._positional = call.positional
         self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
 
     def check(self, call: BoundCall) -> None:
         """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes."""
-        if len(call.bound.args) != self._positional:  # only `*args` can differ
-            raise _differs("Number of positional arguments mismatch", self._positional, len(call.bound.args))
-        for name, value in call.bound.arguments.items():
+        for index, (name, value) in enumerate(call.bound.arguments.items()):
+            found = describe(value)
+            if found == self._spec[name]:
+                continue
             kind = call.bound.signature.parameters[name].kind
-            _compare(self._spec[name], describe(value), name, kind is inspect.Parameter.VAR_KEYWORD)
+            # An argument that one of the calls leaves out has its default there.
+            if kind is inspect.Parameter.VAR_POSITIONAL or index >= min(call.positional, self._positional):
+                self._check_number(call.positional)
+            _compare(self._spec[name], found, name, kind is inspect.Parameter.VAR_KEYWORD)
         for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
             if tensor.dtype != dtype:
                 raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
             if tensor.shape != shape:
                 explained = self._explained(shape, tensor.shape)
                 raise _differs(f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}")
+
+    def _check_number(self, positional: int) -> None:
+        if positional != self._positional:
+            what = f"Number of positional arguments mismatch: expected {self._positional} arguments"
+            raise BatchError(f"{what} but got {positional}{_HINT}")
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
         """Return a fix for inputs that are one micro-batch, as torch's own loader makes them; else an empty text."""

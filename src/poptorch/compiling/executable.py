@@ -207,7 +207,6 @@ def _check_overlap(graph: Graph, options: Options) -> None:
     marks = [(node, name) for node in code.nodes if (name := _mark_of(node)) is not None]
     if not marks:
         return
-    _check_options(options, any(name == _OUTPUT for _, name in marks))
     output = next(node for node in code.nodes if node.op == "output")
     for node, name in marks:
         if name == _INPUT:
@@ -223,6 +222,7 @@ def _check_overlap(graph: Graph, options: Options) -> None:
                 f"  why: it must be {place}: only then can the transfer overlap with computation\n"
                 "  fix: move it there"
             )
+    _check_options(options, any(name == _OUTPUT for _, name in marks))
 
 
 def _mark_of(node: fx.Node) -> str | None:

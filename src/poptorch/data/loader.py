@@ -9,8 +9,10 @@ from typing import Any
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError
+from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.batch_waits import noting_waits
 from poptorch.data.dataset_shares import partition_of
@@ -19,7 +21,29 @@ from poptorch.data.progress import Progress, Resumable, checked
 from poptorch.data.rows import grouped
 from poptorch.enums import DataLoaderMode, by_name
 from poptorch.logs import logger
+from poptorch.nested_values import tensors_of
 from poptorch.options import Options
+
+# The counts that the first tensor of a combined batch was loaded for.
+_counts = WeakTensorKeyDictionary()
+
+
+def counts_of(tensor: torch.Tensor) -> Counts | None:
+    """Return the counts that a loader has made a tensor for; None for other tensors."""
+    return _counts.get(tensor)
+
+
+def _with_counts(batches: Iterator[Any], counts: Counts) -> Iterator[Any]:
+    """Yield the same batches, and note the counts that each was loaded for."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        for tensor in tensors_of(batch)[:1]:
+            _counts[tensor] = counts
+        yield batch
+        del batch
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -165,7 +189,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._whole(rows, self._combined_batch_size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return noting_waits(self._batches())
+        return noting_waits(_with_counts(self._batches(), self.options._counts()))
 
     def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:

@@ -46,7 +46,7 @@ class DeviceLease:
     def need_executable(self) -> Executable:
         if self.executable is None:
             raise Error(
-                "Model has not been compiled or has been destroyed\n  fix: call it, or model.compile(*inputs)"
+                "Model has not been compiled or has been destroyed.\n  fix: call it, or model.compile(*inputs)"
             )
         return self.executable
 

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 from torch import Tensor, nn
 
 from popengine.errors import Error
-from popengine.settings import Settings
+from popengine.settings import Counts, Settings
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter, groups_of
@@ -25,6 +25,7 @@ from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import compile_model
 from ..compiling.outputs import returned
+from ..data.loader import counts_of
 from ..enums import ConnectionType
 from ..logs import logger, repeats
 from ..optim import SGD
@@ -88,6 +89,8 @@ class PoplarExecutor:
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
         self._latest = LatestCall()
         self._synthetic: list[Tensor] | None = None
+        self._compiled_mode: bool | None = None  # of the user's model; None: not compiled, or not called yet
+        self._has_warned_of_mode = False
         self._compilation_seconds: float | None = None
         if training:
             marked_model.check_buffers(model)
@@ -120,6 +123,7 @@ class PoplarExecutor:
         if not self._wrapped.training:
             self._weights.refresh()
         self._weights.check_host()
+        self._warn_of_mode()
         self._optimizer_link.check_unused()
         self._optimizer_link.upload()
         recorder = self._reporter.recorder if self._reporter is not None else None
@@ -136,6 +140,20 @@ class PoplarExecutor:
         arguments.write_back(call, executable.plan.partition.signature, results.inputs())
         outputs = results.outputs()[: executable.outputs]
         return returned(executable.template, outputs)
+
+    def _warn_of_mode(self) -> None:
+        """Warn once of `train()` or `eval()` of the trained model that came after its compilation."""
+        mode = self._user_model.training
+        if self._compiled_mode is None:
+            self._compiled_mode = mode
+        elif mode != self._compiled_mode and self._wrapped.training and not self._has_warned_of_mode:
+            self._has_warned_of_mode = True
+            logger.warning(
+                "the model is in %s() mode now, and was compiled in %s() mode, in which this call trains it\n"
+                "  fix: set the mode before the first call, or call destroy() on the executor; wrap the model with"
+                " poptorch.inferenceModel to evaluate it",
+                *(("train", "eval") if mode else ("eval", "train")),
+            )
 
     def _inputs(self, call: arguments.BoundCall) -> list[Tensor]:
         mode = self.options._Popart.options.get("syntheticDataMode", 0)
@@ -180,6 +198,7 @@ class PoplarExecutor:
             except BaseException:
                 self._lease.executable = None
                 raise
+            self._compiled_mode = self._user_model.training
             executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
         self._compilation_seconds = time.perf_counter() - started
@@ -190,11 +209,27 @@ class PoplarExecutor:
         groups = groups_of(model, self.per_replica_params, options.replication_factor)
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
         arguments.check_kinds(call)
+        self._warn_of_other_counts(call, settings.counts)
         arguments.check_batch(call, settings.counts)
         arguments.warn_about(call, arguments.is_wide(model))
         options._Popart.check_names()
         self._wrapped.updatable_buffers()
         return settings
+
+    def _warn_of_other_counts(self, call: arguments.BoundCall, counts: Counts) -> None:
+        """Warn of inputs that a loader has made for other options than the model's."""
+        for tensor in call.tensors:
+            loaded = counts_of(tensor)
+            names = ("iterations", "accumulation", "groups")
+            if loaded is not None and any(getattr(loaded, n) != getattr(counts, n) for n in names):
+                logger.warning(
+                    "the DataLoader and the model have different options: batches are loaded for %s, and the model"
+                    " reads them as %s\n"
+                    "  fix: give poptorch.DataLoader the options of the model that it loads for",
+                    arguments.factors(loaded),
+                    arguments.factors(counts),
+                )
+                return
 
     @property
     def plan(self) -> Overview:
@@ -249,7 +284,7 @@ class PoplarExecutor:
     def _forget_executable(self) -> None:
         if self.isAttachedToDevice():
             self._let_go()
-        self._lease.executable = self._synthetic = None
+        self._lease.executable = self._synthetic = self._compiled_mode = None
         self._latest = LatestCall()
 
     def _unmark(self) -> None:
@@ -378,6 +413,7 @@ class PoplarExecutor:
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
         self.model.train(mode)
+        self._compiled_mode = None
         return self
 
     def eval(self) -> Self:

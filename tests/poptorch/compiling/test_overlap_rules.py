@@ -65,6 +65,16 @@ def test_overlap_of_an_output_is_of_one_that_is_returned(forward):
         run(forward)
 
 
+@pytest.mark.parametrize("forward", [lambda x: on_output(x + 1) + 1, twice, lambda x: on_input(x + 1)])
+@pytest.mark.parametrize(
+    "options",
+    [{"tiles": False}, {"strategy": poptorch.PipelinedExecution()}, {"mode": poptorch.OutputMode.Final}],
+)
+def test_a_misplaced_mark_is_told_before_options_that_do_not_fit(forward, options):
+    with pytest.raises(poptorch.Error, match="is misplaced"):
+        run(forward, **options)
+
+
 def test_an_output_with_overlap_may_also_be_used():
     def forward(x):
         y = on_output(x + 1)

@@ -3,6 +3,7 @@
 import collections
 import copy
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import poptorch
 
+ASYNC = {"sharing_strategy": poptorch.SharingStrategy.Fork}
 HINT = r"destroy\(\)"
 
 
@@ -176,8 +178,58 @@ def test_what_differs_from_the_compiled_inputs_is_named(first, second, message):
 def test_the_number_of_positional_arguments_is_fixed():
     executor = wrapped(lambda *args: args[0])
     executor(*[ONE] * 5)
-    with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch: expected 5 but got 4"):
+    words = "Number of positional arguments mismatch: expected 5 arguments but got 4"
+    with pytest.raises(poptorch.Error, match=words):
         executor(*[ONE] * 4)
+
+
+def test_an_argument_that_is_left_out_is_told_by_the_number_of_arguments():
+    executor = wrapped(lambda a, b=None, c=None, d=None, e=None: a + d + e)
+    executor(ONE, None, None, ONE, ONE)
+    with pytest.raises(poptorch.Error, match="expected 5 arguments but got 4"):
+        executor(ONE, None, None, ONE)
+    with pytest.raises(poptorch.Error, match="Type mismatch for b"):
+        executor(ONE, ONE, None, ONE, ONE)
+    executor(ONE, None, d=ONE, e=ONE)  # the same arguments, written otherwise
+
+
+@dataclass
+class Batch:
+    values: torch.Tensor
+    scale: float = 1.0
+
+
+def test_a_field_of_a_dataclass_that_differs_is_named():
+    # The value of the compilation was used.
+    executor = wrapped(lambda batch: batch.values * batch.scale)
+    assert torch.equal(executor(Batch(ONE, 2.0)), ONE * 2)
+    with pytest.raises(poptorch.Error, match=r"Value mismatch for batch\.scale: expected 2.0 but got 3.0"):
+        executor(Batch(ONE, 3.0))
+
+
+@pytest.mark.parametrize("mode", [poptorch.DataLoaderMode.Sync, poptorch.DataLoaderMode.Async])
+def test_a_loader_of_other_options_than_the_models_is_one_warning(caplog, mode):
+    rows = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2))
+    loading, running = (
+        poptorch.Options().deviceIterations(n).showCompilationProgressBar(False) for n in (4, 2)
+    )
+    loader = poptorch.DataLoader(
+        loading,
+        rows,
+        batch_size=2,
+        mode=mode,
+        async_options=ASYNC if mode == poptorch.DataLoaderMode.Async else None,
+    )
+    for chosen, told in ((loading, False), (running, True)):
+        caplog.clear()
+        executor = poptorch.inferenceModel(lambda x: x + 1, chosen)
+        for (batch,) in loader:
+            executor(batch)
+        assert len(caplog.messages) == told
+    assert "loaded for deviceIterations 4 x" in caplog.text
+    assert "the model reads them as deviceIterations 2 x" in caplog.text
+    assert "fix:" in caplog.text
+    loader.terminate()
 
 
 def test_keyword_arguments_are_fixed():

@@ -9,7 +9,7 @@ from torch import nn
 
 import poptorch
 
-NOT_COMPILED = "has not been compiled or has been destroyed"
+NOT_COMPILED = r"has not been compiled or has been destroyed\."
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,25 @@ def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
     assert torch.equal(executor(X), X * 0 + 10)
 
 
+def test_eval_of_the_trained_model_after_compilation_is_one_warning(caplog):
+    model = Loss()
+    executor = trained(model)
+    executor.compile(X)
+    executor(X)
+    model.eval()
+    model.train()
+    executor(X)
+    assert caplog.messages == []
+    model.eval()
+    for _ in range(2):
+        executor(X)
+    (message,) = caplog.messages
+    assert message.startswith("the model is in eval() mode now, and was compiled in train() mode")
+    executor.destroy()
+    executor(X)
+    assert len(caplog.messages) == 1
+
+
 class Loss(nn.Module):
     def __init__(self):
         super().__init__()

@@ -533,6 +533,33 @@ def test_a_per_replica_parameter_has_a_row_a_group_and_reduces_within_it(kind, s
     assert torch.equal(model.weight.detach()[:, 0], before - torch.stack(means))
 
 
+def test_a_grouping_may_be_written_as_a_tuple():
+    # As programs do.
+    model = PerReplica(2)
+    executor = poptorch.trainingModel(
+        model, options(replicas=4), poptorch.optim.SGD(model.parameters(), lr=1.0)
+    )
+    executor.per_replica_params["weight"] = (CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
+    executor(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+    assert torch.equal(model.weight.detach()[:, 0], torch.tensor([1.0 - 3 / 4, 2.0 - 12 / 4]))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("weight", (CommGroupType.All, 1), "fix:"),
+        ("weight", "all", "fix:"),
+        ("weight", (1, 1, 1), "takes a poptorch.CommGroupType"),
+        ("wait", (CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup), "use one of weight"),
+    ],
+)
+def test_a_grouping_that_is_none_is_refused(name, given, message):
+    executor = poptorch.inferenceModel(PerReplica(1), options())
+    executor.per_replica_params[name] = given
+    with pytest.raises(poptorch.Error, match=message):
+        executor(torch.ones(1))
+
+
 def test_all_replicas_values_can_come_back():
     model = PerReplica(2)
     sgd = poptorch.optim.SGD(model.parameters(), lr=1.0)
