@@ -90,5 +90,6 @@ def memory_of(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
-    has_storage = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if has_storage else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None  # a sparse tensor has several memories
+    return value.untyped_storage()._cdata
