@@ -382,9 +382,14 @@ def come_late(folder):
     popdist.init()
     connections.WARN_AFTER = 0.3
     warnings = []
-    connections.logger.warning = lambda text, *values: warnings.append(text % values)
-    if popdist.getInstanceIndex():
-        time.sleep(1.5)
+
+    def warn(text, *values):
+        warnings.append(text % values)
+        (folder / "warned").touch()
+
+    connections.logger.warning = warn
+    while popdist.getInstanceIndex() and not (folder / "warned").exists():
+        time.sleep(0.01)
     popdist.synchronize()
     return warnings
 
@@ -393,6 +398,32 @@ def test_whoever_waits_long_is_told_for_whom(tmp_path):
     early, late = processes.run(come_late, 2, tmp_path)
     assert early.value[0] == "instance 1 has not arrived at popdist.synchronize() for 0 s"
     assert not [text for text in late.value if "instance 1" in text]  # nobody waits for itself
+
+
+def stopped_with_the_store(folder):
+    popdist.init()
+    connections.WARN_AFTER = 0.3
+    connections.STALE = 1.0
+
+    def warn(text, *values):
+        (folder / "warned").write_text(text % values)
+
+    connections.logger.warning = warn
+    popdist.synchronize()
+    if popdist.getInstanceIndex() == 0:
+        (folder / "process").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    popdist.synchronize()
+
+
+def test_an_instance_that_is_stopped_is_named_though_it_serves_the_store(tmp_path):
+    started = processes.start(stopped_with_the_store, processes.launches(2), tmp_path)
+    until = time.monotonic() + processes.LIMIT
+    while not (tmp_path / "warned").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
+    assert [ended.error for ended in processes.finish(started)] == ["", ""]
+    assert "instance 0 has not arrived at popdist.synchronize()" in (tmp_path / "warned").read_text()
 
 
 # ---- the first meeting ---------------------------------------------------------------------------------------

@@ -113,27 +113,31 @@ class Connections:
 
     def _watch(self) -> None:
         """Publish for which peer this instance waits, and warn when it has waited long."""
-        key, count = f"waits/{self.ranks[self.rank]}", 0
+        count, begun = 0, 0.0
+        publisher, warner = threading.Thread(), threading.Thread()  # the store may be in a stopped process
         while True:
             time.sleep(pause := min(1.0, WARN_AFTER / 2))
-            waits = [wait for wait in list(self._waits.values()) if time.monotonic() - wait.since > pause]
-            with suppress(RuntimeError):
-                if waits:
-                    count += 1
-                    self._store.set(
-                        key, json.dumps({"for": waits[0].peer, "what": waits[0].what, "count": count})
-                    )
-                elif count:
-                    count = 0
-                    self._store.set(key, "")
+            now = time.monotonic()
+            waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
+            if (waits or count) and not publisher.is_alive():
+                count, begun = count + 1 if waits else 0, now
+                news = {"for": waits[0].peer, "what": waits[0].what, "count": count} if waits else None
+                publisher = threading.Thread(target=self._publish_wait, args=(news,), daemon=True)
+                publisher.start()
+            is_stuck = publisher.is_alive() and now - begun > STALE
             for wait in waits:
-                if time.monotonic() - wait.since > wait.warn_after:
-                    arguments = wait.peer, wait.what, wait.warn_after
+                if now - wait.since > wait.warn_after and (is_stuck or not warner.is_alive()):
+                    arguments = wait.peer, wait.what, wait.warn_after, is_stuck
                     wait.warn_after += WARN_AFTER
-                    threading.Thread(target=self._warn, args=arguments, daemon=True).start()
+                    warner = threading.Thread(target=self._warn, args=arguments, daemon=True)
+                    warner.start()
 
-    def _warn(self, peer: int, what: str, seconds: float) -> None:
-        last = self._last_of_waits(peer)
+    def _publish_wait(self, wait: dict[str, Any] | None) -> None:
+        with suppress(RuntimeError):
+            self._store.set(f"waits/{self.ranks[self.rank]}", json.dumps(wait) if wait else "")
+
+    def _warn(self, peer: int, what: str, seconds: float, is_stuck: bool) -> None:
+        last = peer if is_stuck else self._last_of_waits(peer)
         logger.warning("instance %d has not arrived at %s for %.0f s", last, what, seconds)
 
     def _last_of_waits(self, instance: int) -> int:
