@@ -29,6 +29,7 @@ TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
 _kept: list[Any] = []  # torch keeps no reference to a store written in Python
 _PATIENCE = 0.2  # seconds; an interrupt does not end a wait in another thread
+_PATIENCE_AT_EXIT = 2.0  # seconds
 
 
 def meet(launch: Launch) -> None:
@@ -42,6 +43,7 @@ def meet(launch: Launch) -> None:
         return
     seconds = float(os.environ.get(TIMEOUT, "600"))
     address, port = _address()
+    atexit.register(_leave)
     outcome = process_group.in_a_thread(lambda: _meet(launch, address, port, seconds))
     while True:
         try:
@@ -52,7 +54,15 @@ def meet(launch: Launch) -> None:
     if error is not None:
         raise error
     process_group.join(store, launch.instance, launch.instances)
-    atexit.register(process_group.leave)
+
+
+def _leave() -> None:
+    process_group.leave()
+    if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
+        for store in _kept:
+            if isinstance(store, Store):
+                store.close()
+        process_group.join_threads(_PATIENCE_AT_EXIT)
 
 
 def _address() -> tuple[str, int]:

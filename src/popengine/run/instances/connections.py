@@ -32,6 +32,29 @@ LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits in the barrier
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
+_process_ends = threading.Event()
+
+
+class TorchThread(threading.Thread):
+    """A thread that may be within torch when the process ends; see `join_threads`."""
+
+    def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
+        super().__init__(target=work, args=arguments, daemon=True)
+
+
+def join_threads(seconds: float) -> bool:
+    """At the process's end: wait until no thread is within torch. Returns: whether that is so.
+
+    Python ends a thread that returns to it after its finalization, and C++ functions below that thread's Python
+    functions (torch's bindings) then abort the process: "terminate called without an active exception".
+    """
+    _process_ends.set()
+    until = time.monotonic() + seconds
+    while threads := [one for one in threading.enumerate() if isinstance(one, TorchThread)]:
+        threads[0].join(max(until - time.monotonic(), 0.0))
+        if time.monotonic() > until:
+            return False
+    return True
 
 
 class PeerFailed(Error):
@@ -115,21 +138,20 @@ class Connections:
         """Publish for which peer this instance waits, and warn when it has waited long."""
         count, begun = 0, 0.0
         publisher, warner = threading.Thread(), threading.Thread()  # the store may be in a stopped process
-        while True:
-            time.sleep(pause := min(1.0, WARN_AFTER / 2))
+        while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
             waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
             if (waits or count) and not publisher.is_alive():
                 count, begun = count + 1 if waits else 0, now
                 news = {"for": waits[0].peer, "what": waits[0].what, "count": count} if waits else None
-                publisher = threading.Thread(target=self._publish_wait, args=(news,), daemon=True)
+                publisher = TorchThread(self._publish_wait, news)
                 publisher.start()
             is_stuck = publisher.is_alive() and now - begun > STALE
             for wait in waits:
                 if now - wait.since > wait.warn_after and (is_stuck or not warner.is_alive()):
                     arguments = wait.peer, wait.what, wait.warn_after, is_stuck
                     wait.warn_after += WARN_AFTER
-                    warner = threading.Thread(target=self._warn, args=arguments, daemon=True)
+                    warner = TorchThread(self._warn, *arguments)
                     warner.start()
 
     def _publish_wait(self, wait: dict[str, Any] | None) -> None:
@@ -174,7 +196,7 @@ class Connections:
             if self._group is None:
                 if not self._is_watched:
                     self._is_watched = True
-                    threading.Thread(target=self._watch, daemon=True).start()
+                    TorchThread(self._watch).start()
                 try:
                     group = self._connect(f"{self._name}/{self._generation}", what)
                 except RuntimeError as error:
@@ -194,7 +216,8 @@ class Connections:
             while not self._store.check([f"{generation}/here/{peer}"]):
                 if self._store.check([f"left/{self.ranks[peer]}"]):
                     raise RuntimeError(f"instance {self.ranks[peer]} has ended")
-                time.sleep(pause)
+                if _process_ends.wait(pause):
+                    raise RuntimeError("this process ends")
                 pause = min(1.5 * pause, 0.5)
                 if pause == 0.5:
                     self._probe(peer)
@@ -228,7 +251,7 @@ class Connections:
                 self._until = min(self._until, time.monotonic() + LAST_PATIENCE)
             elif self._group is not None:
                 reason = {"by": self.ranks[self.rank], "why": why, "ends": ends}
-                publishing = threading.Thread(target=self._publish, args=(reason,), daemon=True)
+                publishing = TorchThread(self._publish, reason)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close(why if ends else "", why)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from .connections import Connections
+from .connections import Connections, TorchThread, join_threads
 from .consistency import HEADER, Facts, differences, header, read_header
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
+_PATIENCE_AT_EXIT = 2.0  # seconds
 _NEVER = float("inf")
 _BARRIER, _FACTS, _READ = 1, 2, 4  # tags; 3 is of connections
 FIRST_TAG = 16  # from here on tags are free for sums and gathers
@@ -43,7 +45,7 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
         except BaseException as error:  # whatever it is, the caller raises it
             outcome.put((None, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    TorchThread(run).start()
     return outcome
 
 
@@ -219,6 +221,7 @@ def current() -> ProcessGroup | None:
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # The user's program has called torch.distributed itself.
         store = dist.distributed_c10d._get_default_store()
+        atexit.register(join_threads, _PATIENCE_AT_EXIT)
         return join(store, dist.get_rank(), dist.get_world_size())
     return _current
 
