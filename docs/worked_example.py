@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.compile.schedule import depth_first, draw, pipelined
-from popengine.run.drivers.tasks import tasks, timeline
+from popengine.programs import drawn, programs
 
 
 class Net(nn.Module):
@@ -75,38 +74,29 @@ def main() -> None:
     show("partition: a piece for each phase of each stage", f"{homes}\n{pieces}")
     show("a piece is the Python that runs it", partition.pieces[1].source)
 
-    show(
-        "schedule of separate devices: one forward, one backward",
-        draw(pipelined((0, 1, 2), 5, training=True)),
-    )
-    show("schedule of two cores that share all ipus: depth first", draw(depth_first(3, 5, True, cores=2)))
+    for cores, title in ((0, "each ipu is a device of its own"), (2, "two cores share all ipus")):
+        name, grid = drawn(plan, cores)
+        show(f"schedule, if {title}: {name}", grid)
 
-    program = "\n".join(
-        f"{number:2} {type(instruction).__name__}({', '.join(map(str, instruction))})"
-        for number, instruction in enumerate(plan.programs[1][:12])
-    )
-    show("lower: how the program of ipu 1 begins", program)
-
-    for lanes, title in (
-        (True, "lanes: each ipu does one thing at a time"),
-        (False, "two cores, depth first"),
-    ):
-        found = tasks(plan, 3, adds_outputs=False, in_order=False, lanes=lanes)
-        costs = [float(task.piece >= 0) for task in found]
-        line = timeline(found, costs, [task.ipu for task in found] if lanes else 2)
-        number = {id(found[task]): index for index, task in enumerate(line.order)}
-        rows = []
-        for index, task in enumerate(found[at] for at in line.order[:10]):
-            what = (
-                f"{partition.pieces[task.piece]}, micro-batch {task.micro_batch}"
-                if task.piece >= 0
-                else "sums"
+    def after(row: int) -> str:
+        found = []
+        for edge in plan.tasks[row].after:
+            name = str(plan.tasks[edge.row])
+            found.append(
+                f"{name} of all" if edge.behind is None else f"{name} -{edge.behind}" if edge.behind else name
             )
-            after = ", ".join(map(str, sorted({number[id(other)] for other in task.after}))) or "nothing"
-            rows.append(f"{index}: ipu {task.ipu}, {what}; after {after}")
-        waiting = f"{100 * line.bubble:.1f} % of their time"
-        rows.append(f"the step takes {line.length:.0f} ticks on {line.count} devices, which wait {waiting}")
-        show(f"tasks in virtual time (a piece takes one tick, all else none): {title}", "\n".join(rows))
+        return ", ".join(dict.fromkeys(found)) or "nothing"
+
+    rows = [
+        f"{task!s:<22} {task.index.replace('_', '-'):<12} after {after(row)}"
+        for row, task in enumerate(plan.tasks)
+    ]
+    show("tasks: the table of a step", "\n".join(rows))
+    program = "\n".join(
+        f"{number:2} {type(instruction).__name__}({', '.join(map(str, instruction))}), micro-batch {micro_batch}"
+        for number, (instruction, micro_batch) in enumerate(programs(plan)[1].instructions[:12])
+    )
+    show("how the program of ipu 1 begins, as a profile shows it", program)
 
     show("a call: all of it, five micro-batches and the update", f"loss {executor(*batch()).item():.4f}")
 

@@ -37,13 +37,10 @@ TWICE = """
     Block Optimizer Options
     Call
     Channel
-    Kept
-    Node
     Part
     Piece
     Recorder
     Request
-    Share
     Store
 """
 

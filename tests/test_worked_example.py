@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 def test_the_excerpts_of_the_newcomers_path_are_what_the_worked_example_prints(capsys):
     runpy.run_path(str(DOCS / "worked_example.py"), run_name="__main__")
     printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
-    section = (DOCS / "architecture.md").read_text().split("## Forty minutes")[1].split("\n## ")[0]
+    section = (DOCS / "architecture.md").read_text().split("## The newcomer's path")[1].split("\n## ")[0]
     excerpts = [
         line.strip()
         for block in re.findall("```text\n(.*?)```", section, re.S)
@@ -21,7 +21,7 @@ def test_the_excerpts_of_the_newcomers_path_are_what_the_worked_example_prints(c
 
 
 def test_the_files_of_the_newcomers_path_exist():
-    section = (DOCS / "architecture.md").read_text().split("## Forty minutes")[1].split("\n## ")[0]
+    section = (DOCS / "architecture.md").read_text().split("## The newcomer's path")[1].split("\n## ")[0]
     files = re.findall(r"`(pop\w+/[\w/]+\.py)`", section)
     assert len(files) == 10
     assert not [name for name in files if not (DOCS.parent / "src" / name).exists()]

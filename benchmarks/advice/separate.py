@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from cases import Case, Runner  # pyright: ignore[reportMissingImports]
+from popengine.run.drivers.leading_thread import Crew
+from popengine.run.drivers.worker import Run, Worker
 from torch import Tensor
 
 from popengine import ir
-from popengine.run.drivers.leading_thread import Crew
-from popengine.run.drivers.worker import Run, Worker
 
 _COUNTERS = 16  # bytes: how often it was filled, and emptied
 

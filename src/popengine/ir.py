@@ -1,10 +1,9 @@
-"""The intermediate representation: the values that passes take and return.
+"""The engine's language on one page: the values that flow from pass to pass.
 
-    capture ─► Graph ─ partition ─► Partition ─┐
-                          Strategy ─► Schedule ─┴─ lower ─► Plan ─► Engine
+    capture ─► Graph ─ partition ─► Partition ─ tasks ─► Plan ─► Engine
 
-Each value is made by one pass and never changed. Tensors appear by name only, except for the constants of the model's
-code.
+Every value is made once by one pass and changed by none. Tensors appear by name only, but for the
+constants that the model's code holds.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
+from .order import After
 from .piece import Line, Phase, Piece, Value
 
-__all__ = ["Line", "Phase", "Piece", "Value"]  # and all that is defined here
+__all__ = ["After", "Line", "Phase", "Piece", "Value"]  # and all that is defined here
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
 Key = Literal["output", "gradient", "buffer", "input"]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An input of a graph: its name in the graph, its role, and the user's name."""
+    """A value that a graph is given: its name in the graph, what it is, and the user's name for it."""
 
     name: str
     role: Role
@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output of a graph: a user's output, a gradient, or the next value of a buffer or input."""
+    """A value that a graph gives: a user's output, a gradient, or the next value of a buffer or input."""
 
     name: str  # of the node, or of the slot when it's passed through
     kind: Key
@@ -46,7 +46,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One entry of the forward into a block; the name None stands for operations before the first block."""
+    """One entry into a block, as the forward ran: its name (None: before the first block)."""
 
     name: str | None
     ipu: int | None
@@ -55,7 +55,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a captured model, the constants of its code, and its entries into blocks."""
+    """What a captured model takes and gives, the constants of its code, and the blocks it went through."""
 
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
@@ -83,7 +83,7 @@ class Graph(Signature):
 
 @dataclass(frozen=True)
 class Partition:
-    """A graph cut into pieces, with the stage of each parameter and buffer."""
+    """A graph cut into pieces, and where each parameter and buffer lives."""
 
     signature: Signature
     pieces: tuple[Piece, ...]  # in order of the data: F0 F1 ... B1 B0
@@ -97,41 +97,7 @@ class Partition:
         return len(self.ipus)
 
 
-class Action(NamedTuple):
-    """Run one phase of one stage on one micro-batch. (A tuple, for speed: long schedules have 100,000s.)"""
-
-    phase: Phase
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.phase}{self.stage}.{self.micro_batch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The actions of one step for each lane, in order. Lanes are ipus, or the cores that all ipus share.
-
-    Args:
-        in_flight: micro-batch m starts after micro-batch m - in_flight has ended
-    """
-
-    rows: dict[int, tuple[Action, ...]]
-    stages: int
-    micro_batches: int
-    training: bool
-    in_flight: int
-    name: str = ""
-    lanes: Literal["ipu", "core"] = "ipu"
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether several micro-batches may be computed at the same time, even by one stage on several cores."""
-        return self.name != "in turns"
-
-
-# ---- instructions of an ipu's program; `micro_batch` is within the step --------------------
-# (Tuples, for speed: a long program has 100,000s. Tuples of different types may compare equal: check the type.)
+# ---- the table of a step -----------------------------------------------------------------------------------
 
 
 class Load(NamedTuple):
@@ -139,43 +105,34 @@ class Load(NamedTuple):
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
-    micro_batch: int
 
 
 class Receive(NamedTuple):
-    """Wait for values of this micro-batch (None: of the whole step) from another ipu."""
+    """Read values that another ipu has computed."""
 
     channel: tuple[str, int]
     names: tuple[str, ...]
-    micro_batch: int | None
-
-
-class Send(NamedTuple):
-    """Send values of this micro-batch (None: of the whole step) to another ipu."""
-
-    channel: tuple[str, int]
-    names: tuple[str, ...]
-    micro_batch: int | None
 
 
 class Compute(NamedTuple):
-    """Run a piece on this micro-batch.
-
-    Reads in `held` come from the ipu's state, others from values of the micro-batch; those in `last` are freed.
-    """
+    """Run a piece; no later piece of this ipu reads the values in `last`."""
 
     piece: int
-    micro_batch: int
-    held: tuple[str, ...]
     last: tuple[str, ...]
 
 
+class Send(NamedTuple):
+    """Hand values to another ipu."""
+
+    channel: tuple[str, int]
+    names: tuple[str, ...]
+
+
 class Accumulate(NamedTuple):
-    """Add gradients to their sums; the first of a step replaces the sum."""
+    """Add gradients to their sums; the first of a step begins the sum."""
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
-    micro_batch: int
 
 
 class Keep(NamedTuple):
@@ -183,38 +140,81 @@ class Keep(NamedTuple):
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
-    micro_batch: int
 
 
 class Store(NamedTuple):
-    """Put values into the user's results (positions of `Graph.results`)."""
+    """Copy values into the user's results (positions of `Signature.results`)."""
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
-    micro_batch: int
 
 
 class Free(NamedTuple):
-    """Drop values of this micro-batch."""
+    """Forget values of this micro-batch on this ipu."""
 
     names: tuple[str, ...]
-    micro_batch: int
 
 
 class Update(NamedTuple):
-    """Reduce the gradient sums over the replicas, and update the weights of this ipu."""
+    """Update the weights that live on this ipu."""
 
     keys: tuple[str, ...]
 
 
-Instruction = Load | Receive | Send | Compute | Accumulate | Keep | Store | Free | Update
+Instruction = Load | Receive | Compute | Send | Accumulate | Keep | Store | Free | Update
+
+TaskKind = Literal[
+    "copy",  # weights of an ipu that pieces of another one read
+    "forward",
+    "backward",
+    "gather",  # values of the replicas of a group
+    "sum",  # gradients over micro-batches; outputs whose mode adds them up
+    "exchange",  # all-reduce a bucket of gradient sums over processes
+    "norm",  # of a parameter's gradient
+    "begin",  # of the updates: from here on the step can't be given up
+    "measure",  # the norms of a chunk's step (LAMB, LARS)
+    "trust",  # the ratios from these norms
+    "update",  # a chunk of parameters: reduce over replicas, divide, clip, apply the rule
+    "share",  # weights that another process has updated
+    "end",
+]
+# A row with the index "micro_batch" is done for each micro-batch, one with "step" once a step, the others for each
+# parameter or chunk, whose numbers are known when the plan is loaded.
+Index = Literal["micro_batch", "step", "parameter", "chunk"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of a plan's table: one thing that a step does, for each micro-batch or once.
+
+    `reads` and `frees` name values of the micro-batch; those in `frees` nothing reads afterwards. `instructions`
+    say the same as a profile shows it, as if each ipu had memory of its own. `once`: for all replicas together.
+    """
+
+    kind: TaskKind
+    ipu: int
+    stage: int = -1
+    phase: Literal["F", "B", ""] = ""
+    index: Index = "micro_batch"
+    after: tuple[After, ...] = ()
+    piece: int = -1
+    instructions: tuple[Instruction, ...] = ()
+    frees: tuple[str, ...] = ()
+    once: bool = False
+
+    def __str__(self) -> str:
+        if not self.phase:
+            return self.kind
+        name = f"{self.phase}{self.stage}"
+        return name if self.kind in ("forward", "backward") else f"{self.kind} {name}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The input of the engine: a program for each ipu, which runs once a step."""
+    """All that the engine needs to run: the pieces, and the table of what a step does with them."""
 
     partition: Partition
-    schedule: Schedule
-    programs: dict[int, tuple[Instruction, ...]]
-    state: dict[int, tuple[str, ...]]  # slots that each ipu keeps from step to step
+    tasks: tuple[Task, ...]
+    micro_batches: int  # of a step and replica
+    order: str  # a key of `popengine.order.ORDERS`
+    state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 Phase = Literal["F", "B"]
 GETITEM = "getitem"  # the call that takes one value out of an operation's several
-GATHER = "popengine.gather_over_replicas.default"  # the call that waits for other replicas
+GATHER = "popengine.gather_over_replicas.default"  # the call that reads values of other replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class Piece:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     lines: tuple[Line, ...]
+    part: int = 0  # of a phase that is cut into several
 
     def __str__(self) -> str:
-        return f"{self.phase}{self.stage}"
+        return f"{self.phase}{self.stage}" + (f" part {self.part}" if self.part else "")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Piece) and self._code == other._code
@@ -68,7 +69,7 @@ class Piece:
 
     @property
     def _code(self) -> Any:  # as text, in which 1, 1.0 and True differ
-        return self.phase, self.stage, self.source, tuple(self.functions)
+        return self.phase, self.stage, self.part, self.source, tuple(self.functions)
 
     @cached_property
     def draws(self) -> bool:
@@ -77,8 +78,7 @@ class Piece:
 
     @cached_property
     def gathers(self) -> int:
-        """The most replicas that gather values in the piece; 0: none. Such a piece is a generator, which yields (value,
-        number of replicas, name of the result) and is sent the gathered value."""
+        """The most replicas whose values the piece gathers; 0: none."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
@@ -103,15 +103,10 @@ class Piece:
         """Python that defines `piece(values)`. It empties the list, so that each tensor is freed at its last use."""
         return self.written()
 
-    def written(self, after: Mapping[int, str] = MappingProxyType({}), alone: bool = False) -> str:
-        """Return the source with changes.
-
-        Args:
-            after: statements that follow lines of the body, by their numbers; -1: before the first
-            alone: the piece gathers from no other replica, as if all had the same values
-        """
+    def written(self, after: Mapping[int, str] = MappingProxyType({})) -> str:
+        """Return the source with statements `after` lines of the body, by their numbers (-1: before the first)."""
         head = self._head()
-        body = [self._written(line, alone) for line in self.lines]
+        body = [self._written(line) for line in self.lines]
         lines = [
             *head[:-1],
             *(line + after.get(place, "") for place, line in enumerate([head[-1], *body], -1)),
@@ -130,11 +125,9 @@ class Piece:
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
         return [*head, "    values.clear()" + forgotten(unread)]
 
-    def _written(self, line: Line, alone: bool) -> str:
+    def _written(self, line: Line) -> str:
         if line.call == GETITEM:
             value = "{}[{}]".format(*map(_text, line.arguments))
-        elif line.call == GATHER and not alone:
-            value = f"yield {', '.join(map(_text, line.arguments))}, {line.name!r}"
         else:
             call = self.functions[line.call, line.draw is not None]
             given = [_text(argument) for argument in line.arguments]

@@ -1,7 +1,7 @@
-"""An all-gather inside a step: each replica gets the values of all replicas in its group.
+"""The operation that gathers the values of all replicas of a group inside a step.
 
-A group consists of neighbouring replicas, counted over all instances. A piece that gathers is a generator: it yields,
-and its driver runs other tasks until all values are there. Outside a plan all replicas have the same value.
+A group is some neighbours among the replicas of all processes. In a plan the operation is a task of its own; run
+outside a plan it returns `size` copies of its value, as if all replicas had the same.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def _pretend(value: Tensor, size: int) -> Tensor:
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """Return the values [size, ...] of this replica's group, in the order of its replicas, without a gradient."""
+    """The values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
+from popengine.order import ORDERS, Action, After, Order, bounded, timeline
 from popengine.virtual_time import Timeline, simulate
 
 WORTH_SHARING = 1e5  # ns of an average task; shorter ones are all run by one core, as the driver does
@@ -128,32 +129,51 @@ def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
     return two + (two - one) / more * (step.micro_batches - few - more)
 
 
+def _actions(step: StepModel) -> list[Action]:
+    """Return the phases as rows of a table: each waits for the one before, and where its stage is ordered for the same
+    phase of the micro-batch before."""
+    found = []
+    for row, (phase, stage) in enumerate(step.phases):
+        after = [After(row - 1)] if row else []
+        if phase == "F" and stage in step.ordered:
+            after.append(After(row, 1))
+        found.append(Action(phase, stage, step.ipus[stage], tuple(after)))
+    return found
+
+
+def _orders(step: StepModel) -> tuple[Order, Order]:
+    """Return the order of separate devices, and that of cores which share all ipus."""
+    return ORDERS["sharded" if step.in_turns else "pipelined"]
+
+
+def _needs(step: StepModel, order: Order, cores: int) -> list[list[int]]:
+    """Return for each task those that it waits for; task m * len(phases) + i is phase i of micro-batch m."""
+    size, after = len(step.phases), bounded(_actions(step), order, cores)
+    return [
+        [
+            (m - edge.behind) * size + edge.row
+            for edge in edges
+            if edge.behind is not None and m >= edge.behind
+        ]
+        for m in range(step.micro_batches)
+        for edges in after
+    ]
+
+
 def schedule(step: StepModel) -> dict[int, list[int]]:
     """Return each ipu's tasks in the order of the schedule: task m * len(phases) + i is phase i of micro-batch m."""
-    phases, size = step.phases, len(step.phases)
-    after = _needs(step)
-    owners = [step.ipus[stage] for _, stage in phases] * step.micro_batches
-    if step.in_turns:
-        order: Sequence[int] = range(len(after))
-    else:  # as if each took one tick: backward before forward, later stages before earlier ones
-        wish = [(phase, -stage) for phase, stage in phases]
-        ranked = sorted(range(len(after)), key=lambda task: (wish[task % size], task))
-        place = {task: rank for rank, task in enumerate(ranked)}
-        ticks = simulate(
-            [[place[need] for need in after[task]] for task in ranked],
-            [1] * len(ranked),
-            [owners[task] for task in ranked],
-        )
-        order = [ranked[rank] for rank in ticks.order]
+    actions, size = _actions(step), len(step.phases)
+    tasks, ticks = timeline(actions, step.micro_batches, _orders(step)[0])
     rows: dict[int, list[int]] = {ipu: [] for ipu in sorted(set(step.ipus))}
-    for task in order:
-        rows[owners[task]].append(task)
+    for number in ticks.order:
+        row, micro_batch = tasks[number]
+        rows[actions[row].ipu].append(micro_batch * size + row)
     return rows
 
 
 def on_devices(step: StepModel) -> Timeline:
     """Simulate a step on separate devices: task m * len(phases) + i is phase i of micro-batch m; updates come last."""
-    after = _needs(step)
+    after = _needs(step, _orders(step)[0], 1)
     owners = [step.ipus[stage] for _, stage in step.phases] * step.micro_batches
     costs = step.costs * step.micro_batches
     for ipu, row in schedule(step).items():
@@ -166,51 +186,20 @@ def on_devices(step: StepModel) -> Timeline:
     return simulate(after, costs, owners)
 
 
-def _needs(step: StepModel) -> list[list[int]]:
-    """Return for each task those that it waits for: the phase before, the same phase of the micro-batch before, and the
-    end of a micro-batch that makes room."""
-    phases, size, stages = step.phases, len(step.phases), len(step.ipus)
-    found: list[list[int]] = []
-    for micro_batch in range(step.micro_batches):
-        first = micro_batch * size
-        for i, (phase, stage) in enumerate(phases):
-            needs = [first + i - 1] if i else []
-            if micro_batch and not step.in_turns:
-                needs.append(first - size + i)
-            elif micro_batch and not i:
-                needs.append(first - 1)
-            room = stages - stage
-            if phase == "F" and step.backward and not step.in_turns and micro_batch >= room:
-                needs.append(first - room * size + 2 * stages - 1 - stage)
-            found.append(needs)
-    return found
-
-
 def _here(step: StepModel, cores: int) -> Timeline:
     """Simulate a step on cores that share all ipus of all replicas."""
     phases, size, copies = step.phases, len(step.phases), step.replicas
-    in_flight = 1 if step.in_turns else max(len(step.ipus), cores)
-    after: list[list[int]] = []
-    for micro_batch in range(step.micro_batches):
-        for i, (phase, stage) in enumerate(phases):
-            for replica in range(copies):
-
-                def number(earlier: int, phase: int, replica: int = replica) -> int:
-                    return (earlier * size + phase) * copies + replica
-
-                needs = [number(micro_batch, i - 1)] if i else []
-                if not i and micro_batch >= in_flight:
-                    needs.append(number(micro_batch - in_flight, size - 1))
-                if micro_batch and phase == "F" and stage in step.ordered:
-                    needs.append(number(micro_batch - 1, i))
-                after.append(needs)
+    after = [
+        [need * copies + replica for need in needs]
+        for needs in _needs(step, _orders(step)[1], cores)
+        for replica in range(copies)
+    ]
     each = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
     costs = [cost for cost in each * step.micro_batches for _ in range(copies)]
     of_ipu = {ipu: [i for i, (_, s) in enumerate(phases) if step.ipus[s] == ipu] for ipu in set(step.ipus)}
     for ipu, cost in step.updates.items():
-        for replica in range(copies if cost else 0):
-            after.append(
-                [(m * size + i) * copies + replica for m in range(step.micro_batches) for i in of_ipu[ipu]]
-            )
+        if cost:  # replicas of a process hold their weights once
+            ends = [(m * size + i) * copies for m in range(step.micro_batches) for i in of_ipu[ipu]]
+            after.append([end + replica for end in ends for replica in range(copies)])
             costs.append(cost + step.between)
     return simulate(after, costs, cores)

@@ -74,23 +74,32 @@ def batch(micro_batches):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_failing_operation_names_its_place_and_leaves_everything_as_before(replicas):
-    failing, twin = (fragile_executor(iterations=3, replicas=replicas) for _ in range(2))
+def test_a_failing_operation_names_its_place_and_leaves_what_finished_updates_have_made(replicas):
+    failing, twin = fragile_executor(iterations=3, replicas=replicas), fragile_executor(replicas=replicas)
     good, later = batch(3 * 8 * replicas), batch(3 * 8 * replicas)
-    failing(*good), twin(*good)
-    before = copy.deepcopy(failing.state_dict())
+    update = 8 * replicas * ROWS  # rows
+    failing(*good)
+    for start in range(0, 3 * update, update):
+        twin(*(value[start : start + update].clone() for value in good))
     bad = (later[0].clone(), later[1])
-    bad[0][2 * 8 * replicas * ROWS + 5] = 1000  # in the third device iteration, after two weight updates
+    bad[0][2 * update + 5] = 1000  # in the third device iteration, after two weight updates
     with pytest.raises(poptorch.Error) as caught:
         failing(*bad)
     message = str(caught.value)
     assert "forward of stage 2 (blocks c) failed on ipu 2" in message
     assert "ValueError: too large" in message
     assert "test_bad_input.py:" in message
-    failing.copyWeightsToHost()
+    assert "2 of the 3 weight updates of this call were done, and the weights are those after them" in message
+    assert failing.finished_updates == 2
+    for start in (0, update):
+        twin(*(value[start : start + update].clone() for value in later))
+    assert failing.rng_state == twin.rng_state
     for name, value in failing.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert torch.equal(failing(*later), twin(*later))
+        assert torch.equal(value, twin.state_dict()[name]), name
+    failing(*good)
+    assert failing.finished_updates == 3
+    for start in range(0, 3 * update, update):
+        twin(*(value[start : start + update].clone() for value in good))
     for name, value in failing.state_dict().items():
         assert torch.equal(value, twin.state_dict()[name]), name
 
@@ -135,7 +144,7 @@ def test_many_failures_in_a_row_leave_no_trace():
 
 
 SLEEPER = """
-    import _thread, os, signal, sys, threading, time, torch
+    import _thread, copy, os, signal, sys, threading, time, torch
     from torch import nn
     import poptorch
 
@@ -166,7 +175,7 @@ SLEEPER = """
     executor = poptorch.trainingModel(model, options)
     x = torch.randn(400, 2)
     executor(x)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    twin = copy.deepcopy(model.state_dict())
     started = time.time()
     threading.Timer(0.5, interrupt).start()
     try:
@@ -175,9 +184,19 @@ SLEEPER = """
     except KeyboardInterrupt:
         print("interrupted", time.time() - started < 10)  # of 20 s
     executor.copyWeightsToHost()
-    print("as before", all(torch.equal(value, before[name]) for name, value in model.state_dict().items()))
+    done = executor.finished_updates
+    print("early", 0 < done < 50)
+    # The same updates, one a call.
+    other = Slow()
+    other.load_state_dict(twin)
+    options = poptorch.Options().showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(8)
+    again = poptorch.trainingModel(other, options)
+    for start in range(0, 8 * done, 8):
+        again((x + 1000)[start : start + 8].clone())
+    print("finished", all(torch.equal(v, other.state_dict()[n]) for n, v in model.state_dict().items()))
     executor(x)
-    print("usable", not torch.equal(model.a.weight, before["a.weight"]))
+    print("usable", executor.finished_updates == 50)
 """
 
 
@@ -190,7 +209,9 @@ def test_ctrl_c_ends_a_call_at_once_and_leaves_a_usable_executor(ipus, interrupt
         timeout=60,
         env=os.environ,
     )
-    assert done.stdout.splitlines() == ["interrupted True", "as before True", "usable True"], done.stderr
+    assert done.stdout.splitlines() == ["interrupted True", "early True", "finished True", "usable True"], (
+        done.stderr
+    )
 
 
 def test_more_ipus_than_cores_take_turns():

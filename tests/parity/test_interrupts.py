@@ -1,4 +1,4 @@
-"""A call is done or not done, wherever Ctrl-C comes, and however often."""
+"""A weight update is done or not done, wherever Ctrl-C comes, and however often."""
 
 import contextlib
 import signal
@@ -22,9 +22,9 @@ EVERYWHERE = ("/popengine/", "/poptorch/")
 WEIGHTS = (
     "/poptorch/executor/weight_sync.py",
     "/poptorch/executor/marked_model.py",
-    "/state/loaded_tensors.py",
+    "/run/state.py",
 )
-DEVICES = ("/poptorch/executor/device_lease.py", "/run/engine.py", "/state/loaded_tensors.py")
+DEVICES = ("/poptorch/executor/device_lease.py", "/run/engine.py", "/run/state.py")
 
 
 class Net(nn.Module):
@@ -46,25 +46,20 @@ def trainer(iterations=2):
     return poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
 
 
-X = torch.randn(2 * 3 * 2, 3, generator=torch.Generator().manual_seed(1))
+HALF = torch.randn(3 * 2, 3, generator=torch.Generator().manual_seed(1))
+X = torch.cat([HALF, HALF])  # so the state follows from the number of updates
 
 
 @pytest.fixture
-def iterations():
-    """Weight updates a call."""
-    return 2
+def after():
+    """The state after so many weight updates."""
+    twin, states = trainer(1), []
 
-
-@pytest.fixture
-def after(iterations):
-    """The state after so many calls."""
-    twin, states = trainer(iterations), []
-
-    def wanted(calls):
-        while len(states) <= calls:
-            twin(X)
+    def wanted(updates):
+        while len(states) < updates:
+            twin(HALF)
             states.append(state(twin))
-        return states[calls - 1]
+        return states[updates - 1]
 
     return wanted
 
@@ -77,33 +72,38 @@ def interrupted(files, work, first, second=None):
     return interrupts.came
 
 
-def check_calls(executor, after, files, seconds):
-    """Interrupt calls at each place, and say how many there were."""
-    executor(X)
-    calls, threads = 1, torch.get_num_threads()
+def check_calls(executor, after, files, seconds, rows=X):
+    """Interrupt calls at each place, and say how many there were. What is left is the state after whole updates."""
+    executor(rows)
+    most = done = len(rows) // len(HALF)
+    threads, seen = torch.get_num_threads(), set()
     for first in count():
         for second in seconds:
-            came = interrupted(files, lambda: executor(X), first, second)
-            found = state(executor)
-            calls += same(found, after(calls + 1))
-            assert same(found, after(calls)), f"neither before nor after, interrupted at {came}"
+            came = interrupted(files, lambda: executor(rows), first, second)
+            before, done = done, executor.rng_state[1]
+            seen.add(done - before)
+            assert 0 <= done - before <= most
+            assert same(state(executor), after(done)), (
+                f"not the state after {done} updates, interrupted at {came}"
+            )
             assert torch.get_num_threads() == threads, came
             if len(came) < 1 + (second is not None):
                 break
         if not came:
             break
-    executor(X)
-    assert same(state(executor), after(calls + 1))
+    assert {0, most} <= seen
+    executor(rows)
+    assert same(state(executor), after(done + most))
     return first
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_call_that_is_interrupted_anywhere_is_done_or_not_done(after, iterations):
-    assert check_calls(trainer(iterations), after, EVERYWHERE, (None,)) > 200
+def test_a_call_that_is_interrupted_anywhere_leaves_whole_updates(after, iterations):
+    assert check_calls(trainer(iterations), after, EVERYWHERE, (None,), X[: iterations * len(HALF)]) > 200
 
 
 def test_a_second_interrupt_loses_nothing_either(after):
-    assert check_calls(trainer(), after, ("/run/engine.py", "/drivers/worker.py"), range(99)) > 20
+    assert check_calls(trainer(), after, ("/run/engine.py", "/run/call.py"), range(99)) > 10
 
 
 def test_a_copy_to_the_host_that_is_interrupted_is_made_again(after):
@@ -112,7 +112,7 @@ def test_a_copy_to_the_host_that_is_interrupted_is_made_again(after):
     for first in count():
         executor(X)
         came = interrupted(WEIGHTS, lambda: executor.model.state_dict(), first)
-        assert same(state(executor), after(first + 1)), came
+        assert same(state(executor), after(2 * (first + 1))), came
         if not came:
             break
     assert first > 20
@@ -148,7 +148,7 @@ def test_leaving_the_devices_and_coming_back_loses_no_state_wherever_it_is_inter
         for first in count():
             attached = executor.isAttachedToDevice()
             came = interrupted(DEVICES, work, first)
-            assert same(state(executor), after(1)), came
+            assert same(state(executor), after(2)), came
             if executor.isAttachedToDevice() != attached:
                 undo()
             if not came:
@@ -156,7 +156,7 @@ def test_leaving_the_devices_and_coming_back_loses_no_state_wherever_it_is_inter
         assert first > 20
     come_back()
     executor(X)
-    assert same(state(executor), after(2))
+    assert same(state(executor), after(4))
 
 
 def test_an_interrupt_that_keeps_no_grad_from_its_end_leaves_gradients_on(monkeypatch):

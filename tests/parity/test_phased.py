@@ -73,10 +73,13 @@ def test_one_micro_batch_passes_all_phases_before_the_next():
     options.Training.gradientAccumulation(2)
     executor = poptorch.trainingModel(user, options)
     executor.compile(*Digits.data(4))
-    assert {ipu: " ".join(map(str, row)) for ipu, row in executor._executable.plan.schedule.rows.items()} == {
-        0: "F0.0 F2.0 B2.0 B0.0 F0.1 F2.1 B2.1 B0.1",
-        1: "F1.0 F3.0 B3.0 B1.0 F1.1 F3.1 B3.1 B1.1",
-    }
+    drawn = [
+        line.replace("..", "").split() for line in str(executor.plan).splitlines() if line.startswith("ipu ")
+    ]
+    assert [" ".join(words[3:]) for words in drawn if words[2] == "|"] == [
+        "F0.0 F2.0 B2.0 B0.0 F0.1 F2.1 B2.1 B0.1",
+        "F1.0 F3.0 B3.0 B1.0 F1.1 F3.1 B3.1 B1.1",
+    ]
 
 
 @pytest.mark.parametrize("index, ipu, needed", [(0, 1, "even"), (1, 2, "odd")])

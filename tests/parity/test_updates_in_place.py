@@ -1,4 +1,4 @@
-"""A call of one update writes to the weights themselves, when nothing else can fail: it is done or not done."""
+"""Updates write to the weights themselves, once nothing else of their step can fail: each is done or not done."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ from what_a_call_changes import same, state
 
 import poptorch
 from popengine.errors import UnrecoverableError
-from popengine.run.drivers.worker import Worker
+from popengine.run.row_functions import RowFunctions
 from popengine.update.optimizer_rules import RULES
 
 PATIENCE = 10.0  # seconds until a test has failed
@@ -75,11 +75,16 @@ def cores(request):
 def moments(monkeypatch):
     """What runs of a call, one after another: pieces, then chunks of the update. `at(kind)` is called before each."""
     seen = Moments()
-    compute, formula = Worker._compute, RULES["adam"].formula
+    computing, formula = RowFunctions._computing, RULES["adam"].formula
 
-    def computes(worker, instruction):
-        seen.at("piece")
-        return compute(worker, instruction)
+    def computes(rows, row, replica):
+        compute = computing(rows, row, replica)
+
+        def run(micro_batch):
+            seen.at("piece")
+            compute(micro_batch)
+
+        return run
 
     def updates(*given):
         seen.at("chunk")
@@ -87,7 +92,7 @@ def moments(monkeypatch):
 
     monkeypatch.setattr("popengine.update.chunks.CHUNK", 4)
     monkeypatch.setitem(RULES, "adam", replace(RULES["adam"], formula=updates))
-    monkeypatch.setattr(Worker, "_compute", computes)
+    monkeypatch.setattr(RowFunctions, "_computing", computes)
     return seen
 
 
@@ -120,14 +125,14 @@ def interrupts(executor):
         run = executor._lease.engine._latest
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         end = time.monotonic() + PATIENCE
-        while not run.channels._is_asked_to_stop and time.monotonic() < end:
+        while not run._is_stopped and time.monotonic() < end:
             time.sleep(0.001)
 
     return interrupt
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_an_interrupt_before_the_update_undoes_the_call_and_one_within_lets_it_end(variant, cores, moments):
+def test_an_interrupt_before_the_update_gives_it_up_and_one_within_lets_it_end(variant, cores, moments):
     executor, twin = trainer(**variant), trainer(**variant)
     batch = rows(executor)
     for one in (executor, twin):
@@ -165,9 +170,9 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     readers = []
 
     def read():
-        with engine.still:
-            values = {name: value.clone() for name, value in engine.read().items()}
-        found.append((values, engine.read_optimizer()))
+        with engine.state.still:
+            values = {name: value.clone() for name, value in engine.state.read().items()}
+        found.append((values, engine.state.read_optimizer()))
 
     def begin_to_read():
         readers.append(threading.Thread(target=read))
@@ -180,8 +185,8 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     twin(rows(twin))
     ((weights, states),) = found
     after = twin._lease.engine
-    assert same(weights, after.read())
-    assert all(same(states[key], value) for key, value in after.read_optimizer().items())
+    assert same(weights, after.state.read())
+    assert all(same(states[key], value) for key, value in after.state.read_optimizer().items())
 
 
 def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost(cores, moments):
@@ -206,46 +211,22 @@ def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost
     assert same(dict(executor.model.state_dict()), kept)  # the host's are those that it had
 
 
-def places(executor):
-    """Where the memory of weights and states is."""
-    kept = executor._lease.engine.snapshot.kept
-    return {
-        value.data_ptr()
-        for one in kept.values()
-        for value in (
-            *(
-                one.state[store.slot[key]]
-                for store in executor._lease.engine.stores.values()
-                for key in store.sums
-            ),
-            *(value for state in one.states.values() for value in state.values()),
-        )
-    }
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_weights_and_states_keep_their_memory(iterations):
+    options = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(3)
+    model = Net()
+    executor = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+    batch = torch.randn(iterations * 3 * 2, 3)
 
+    def places():
+        engine = executor._lease.engine
+        weights = [engine.state.weight(unit) for unit in engine.state.units]
+        states = [value for state in engine.state.optimizer.values() for value in state.values()]
+        return [value.data_ptr() for value in (*weights, *states)]
 
-def test_a_call_of_one_update_has_no_spare_set():
-    model = nn.Linear(3, 3)
-    loss = poptorch.identity_loss
-
-    class OneIpu(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return loss(self.model(x), "mean")
-
-    def spare(iterations):
-        options = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
-        executor = poptorch.trainingModel(OneIpu(), options, poptorch.optim.Adam(model.parameters(), lr=0.1))
-        executor(torch.randn(4 * iterations, 3))
-        before = places(executor)
-        executor(torch.randn(4 * iterations, 3))
-        after = places(executor)
-        (kept,) = executor._lease.engine.snapshot.kept.values()
-        executor.destroy()
-        return before == after, sum(value.nbytes for value in kept.spare.values())
-
-    changes = 3 * 4 * (3 * 3 + 3) + 2 * 4  # weights and two moments, and the two counts of updates
-    assert spare(iterations=1) == (True, 0)
-    assert spare(iterations=2) == (False, changes)
+    executor(batch)
+    before = places()
+    executor(batch)
+    assert places() == before
+    assert not any(executor._lease.engine.state.sums), "gradient sums are freed at the end of a step"

@@ -301,15 +301,15 @@ def slow_in_the_middle(folder, iterations):
     again = training.batch(1, iterations=iterations)
     before = training.weights(model)
     if popdist.getInstanceIndex():
-        work = executor._lease.engine._workers[0]
-        inner = work._add_up
+        updates = executor._lease.engine._step.updates
+        inner = updates._average
 
-        def slow(*args):
+        def slow(*sums):
             while not (folder / "interrupted").exists():
                 time.sleep(0.05)
-            inner(*args)
+            inner(*sums)
 
-        work._add_up = slow
+        updates._average = slow
     else:
         (folder / "waits").touch()
     try:
@@ -319,14 +319,14 @@ def slow_in_the_middle(folder, iterations):
         executor(*again)  # both come again
         return training.weights(model)
     except poptorch.Error as error:
-        work._add_up = inner
+        updates._average = inner
         same = training.weights(model) == before
         executor(*again)
         return error.message, same, training.weights(model)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_an_interrupt_within_a_step_undoes_the_call_in_all_instances(tmp_path, iterations):
+def test_an_interrupt_within_a_step_gives_it_up_in_all_instances(tmp_path, iterations):
     started = processes.start(slow_in_the_middle, processes.launches(2), tmp_path, iterations)
     until = time.monotonic() + processes.LIMIT
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
@@ -351,7 +351,7 @@ def interrupted_while_it_writes(comes):
             run = executor._lease.engine._latest
             os.kill(os.getpid(), signal.SIGINT)
             until = time.monotonic() + processes.LIMIT
-            while not run.channels._is_asked_to_stop and time.monotonic() < until:
+            while not run._is_stopped and time.monotonic() < until:
                 time.sleep(0.001)
         formula(*given)
 

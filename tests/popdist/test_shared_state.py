@@ -61,8 +61,8 @@ def plain(state):
 
 def kept(executor):
     """How many elements of state this instance keeps."""
-    stores = executor._lease.engine.stores.values()
-    return sum(v.numel() for store in stores for state in store.states.values() for v in state.values())
+    states = executor._lease.engine.state.optimizer.values()
+    return sum(value.numel() for state in states for value in state.values())
 
 
 def read_by(chosen, rule):

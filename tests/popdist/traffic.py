@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.compile.piece_parts import BUCKET
 from popengine.run.instances.all_reduce import AllReduce
-from popengine.run.instances.buckets import SIZE
 
 
 @dataclass
@@ -59,7 +59,7 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
     nobody: Any = _NobodyThere(place, instances)
     sums = AllReduce(nobody, 0, replicas)
     for dtype, count in elements.items():
-        bucket = SIZE // dtype.itemsize
+        bucket = BUCKET // dtype.itemsize
         for start in range(0, count, bucket):
             size = min(bucket, count - start)
             flats = [torch.empty(size, dtype=dtype, device="meta") for _ in range(sums.nodes)]

@@ -3,8 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from popengine.compile import schedule
-from popengine.compile.schedule.check import ticks
+from popengine.order import IN_TURNS, ONE_FORWARD_ONE_BACKWARD, Action, After, bounded, timeline
 from popengine.profile import (
     Block,
     Call,
@@ -30,26 +29,27 @@ def simulated(
     training: bool = True,
     cost: Callable[[str, int], int] = lambda phase, stage: MS,
     blocks: tuple[str, ...] | None = None,
-    order=schedule.pipelined,
+    order=ONE_FORWARD_ONE_BACKWARD,
     gap: int = 0,
 ) -> Profile:
     """A profile of `steps` steps, one a call, `gap` ns between them.
 
     `blocks[i]` are the names of stage i's blocks, joined by ", ".
     """
-    actions = order(range(stages), micro_batches, training)
-    when = ticks(actions)
+    actions = actions_of(stages, training)
+    tasks, ticks = timeline(actions, micro_batches, order)
+    when = {tasks[number]: int(ticks.starts[number]) for number in ticks.order}
     blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
     parts: dict[Part, int] = {}
     programs, tracks, calls = {}, [], []
-    timed = _timed(actions, cost, training)
-    length = max(end for row in timed.values() for _, _, end in row)
+    timed = _timed(actions, list(when), order, cost)
+    length = max(end for row in timed.values() for *_, end in row)
     for ipu, row in timed.items():
         program, durations, at = [], [], 0
-        for action, start, end in row:
+        for action, micro_batch, start, end in row:
             for kind, lasted in (("receive", start - at), ("compute", end - start)):
                 part = Part(ipu, kind, action.phase, action.stage)
-                program += [parts.setdefault(part, len(parts)), action.micro_batch]
+                program += [parts.setdefault(part, len(parts)), micro_batch]
                 durations.append(lasted)
             at = end
         programs[ipu] = program
@@ -86,7 +86,7 @@ def simulated(
             "schedule_length": max(when.values()) + 1,
             "schedule_actions": len(when),
             "schedule_micro_batches": micro_batches,
-            "in_flight": actions.in_flight,
+            "in_flight": 1 if order is IN_TURNS else stages,
             "calls": steps,
             "failed_calls": 0,
             "steps": steps,
@@ -119,7 +119,7 @@ def simulated(
         ),
         tuple(
             sorted(
-                (Tick(i, *a, when[a]) for i, row in actions.rows.items() for a in row),
+                (Tick(actions[row].ipu, *actions[row][:2], m, tick) for (row, m), tick in when.items()),
                 key=lambda t: (t.tick, t.ipu),
             )
         ),
@@ -127,34 +127,24 @@ def simulated(
     )
 
 
-def _timed(actions, cost, training):
-    """For each ipu its actions with start and end."""
-    last = actions.stages - 1
-    done, free, rows = {}, defaultdict(int), defaultdict(list)
-    left = {ipu: list(row) for ipu, row in actions.rows.items()}
-    while any(left.values()):
-        for ipu, row in left.items():
-            while row:
-                action = row[0]
-                if action.phase == "F":
-                    final = ("B", 0) if training else ("F", last)
-                    need = (
-                        ("F", action.stage - 1, action.micro_batch)
-                        if action.stage
-                        else (*final, action.micro_batch - actions.in_flight)
-                    )
-                    ready = 0 if need[2] < 0 else done.get(need)
-                else:
-                    need = (
-                        ("B", action.stage + 1, action.micro_batch)
-                        if action.stage < last
-                        else ("F", last, action.micro_batch)
-                    )
-                    ready = done.get(need)
-                if ready is None:
-                    break
-                start = max(ready, free[ipu])
-                done[tuple(action)] = free[ipu] = start + cost(action.phase, action.stage)
-                rows[ipu].append((action, start, free[ipu]))
-                row.pop(0)
+def actions_of(stages, training):
+    """Each phase waits for the one before: F0 F1 ... B1 B0."""
+    phases = [("F", stage) for stage in range(stages)]
+    phases += [("B", stage) for stage in reversed(range(stages))] if training else []
+    return [
+        Action(phase, stage, stage, (After(row - 1),) if row else ())
+        for row, (phase, stage) in enumerate(phases)
+    ]
+
+
+def _timed(actions, tasks, order, cost):
+    """For each ipu its actions with their micro-batch, start and end, in the order in which they begin."""
+    after = bounded(actions, order, 1)
+    ends, free, rows = {}, defaultdict(int), defaultdict(list)
+    for row, m in tasks:
+        action = actions[row]
+        needs = [ends[need.row, m - need.behind] for need in after[row] if m >= need.behind]
+        start = max([free[action.ipu], *needs])
+        ends[row, m] = free[action.ipu] = start + cost(action.phase, action.stage)
+        rows[action.ipu].append((action, m, start, free[action.ipu]))
     return dict(rows)

@@ -4,9 +4,9 @@ import dataclasses
 import random
 
 import pytest
-from simulated import MS, simulated
+from simulated import MS, actions_of, simulated
 
-from popengine.compile import schedule
+from popengine.order import IN_TURNS, ORDERS, timeline
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import machine_sentence, sentences, stages_sentence
@@ -35,7 +35,7 @@ def test_the_bubble_of_an_ideal_pipeline_is_p_minus_1_over_m_plus_p_minus_1(stag
 
 
 def test_a_sharded_run_has_one_ipu_busy_at_a_time():
-    found = figures(simulated(4, 8, order=schedule.sharded))
+    found = figures(simulated(4, 8, order=IN_TURNS))
     assert found.bubble_ideal == pytest.approx(0.75)
     assert found.bubble_measured == pytest.approx(0.75)
 
@@ -51,13 +51,19 @@ def test_a_step_in_virtual_time_takes_as_long_as_the_run():
 @pytest.mark.parametrize("training", [True, False])
 def test_the_schedule_in_virtual_time_is_the_compilers(ipus, training):
     costs = (1.0,) * len(ipus)
-    for order, in_turns in ((schedule.pipelined, False), (schedule.sharded, True)):
+    for mode, in_turns in (("pipelined", False), ("sharded", True)):
         step = StepModel(ipus, costs, costs if training else (), {}, 9, in_turns=in_turns)
         rows = {
             ipu: [(*step.phases[task % len(step.phases)], task // len(step.phases)) for task in row]
             for ipu, row in virtual.schedule(step).items()
         }
-        assert rows == {ipu: [tuple(a) for a in row] for ipu, row in order(ipus, 9, training).rows.items()}
+        actions = [action._replace(ipu=ipus[action.stage]) for action in actions_of(len(ipus), training)]
+        tasks, ticks = timeline(actions, 9, ORDERS[mode][0])
+        expected = {ipu: [] for ipu in sorted(set(ipus))}
+        for number in ticks.order:
+            row, m = tasks[number]
+            expected[actions[row].ipu].append((*actions[row][:2], m))
+        assert rows == expected
 
 
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
@@ -128,7 +134,7 @@ def test_the_cores_that_share_all_ipus_are_said_of_those_of_the_machine():
 
 
 def test_what_more_cores_give_is_what_they_were_measured_to_share():
-    profile = simulated(2, 16, order=schedule.sharded)
+    profile = simulated(2, 16, order=IN_TURNS)
     profile = dataclasses.replace(profile, facts={**profile.facts, "mode": "sharded"})
     well, badly = shared(profile, (2, 1.8, 2.0, 1.0)), shared(profile, (2, 0.9, 1.1, 1.0))
     # At any time but when the last micro-batch ends both cores have a task; the least that was measured counts.
@@ -141,7 +147,7 @@ def test_what_more_cores_give_is_what_they_were_measured_to_share():
 
 def test_where_the_driver_may_leave_tasks_to_one_core_two_promise_nothing():
     def sharded(cost):
-        found = simulated(2, 16, order=schedule.sharded, cost=lambda phase, stage: cost)
+        found = simulated(2, 16, order=IN_TURNS, cost=lambda phase, stage: cost)
         found = dataclasses.replace(found, facts={**found.facts, "mode": "sharded"})
         return of_kind(shared(found, (2, 1.8, 1.8, 1.0)), "pipeline")
 

@@ -95,7 +95,8 @@ def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_pa
     ):
         assert weights == need.weights + need.buffers
         assert (gradients, optimizer, copies) == (need.gradients, need.optimizer, need.copies)
-        assert activations == need.activations  # by the same program, in the same order
+        # By the same program, in the same order; what the task that made it frees is not measured.
+        assert need.activations <= activations <= 1.02 * need.activations
         assert between >= need.between  # how many values wait is a matter of time
         assert need.total <= total <= 1.6 * need.total
 

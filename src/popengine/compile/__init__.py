@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..piece import GATHER
 from ..settings import Settings
-from . import schedule as schedules
-from .lower import lower
 from .partition import partition, used_visits
+from .piece_parts import cut
 from .placement import check_work, work
+from .tasks import tasks
 
 logger = logging.getLogger("poptorch::python")
+
+
+def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
+    """Place a captured graph on ipus, cut it into pieces and write the table of a step.
+
+    Args:
+        done: called with the name of each finished pass
+    Raises:
+        PartitionError: see `partition`
+    """
+    check_work(graph.visits, used_visits(graph), settings.strategy, settings.counts, settings.training)
+    parts = partition(graph, settings.strategy, settings.recompute)
+    _check_groups(parts, settings)
+    parts = cut(parts, settings)
+    done("partition")
+    plan = tasks(parts, settings)
+    done("tasks")
+    return plan
 
 
 def with_work_enough(graph: Graph, settings: Settings) -> Settings:
@@ -36,44 +52,6 @@ def with_work_enough(graph: Graph, settings: Settings) -> Settings:
         given,
     )
     return replace(settings, strategy=replace(strategy, mode="sharded"))
-
-
-def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
-    """Cut, order and lower a captured graph; `done` is called with the name of each finished pass.
-
-    Raises:
-        PartitionError, ScheduleError: see the passes
-    """
-    counts, training = settings.counts, settings.training
-    check_work(graph.visits, used_visits(graph), settings.strategy, counts, training)
-    with _without_collector():
-        return _compile(graph, settings, done)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Switch the cyclic garbage collector off: it would search 100,000s of tuples of a long schedule for cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _compile(graph: Graph, settings: Settings, done: Callable[[str], None]) -> Plan:
-    counts, training = settings.counts, settings.training
-    parts = partition(graph, settings.strategy, settings.recompute)
-    _check_groups(parts, settings)
-    done("partition")
-    order = schedules.pipelined if settings.strategy.mode == "pipelined" else schedules.sharded
-    actions = order(parts.ipus, counts.accumulation if training else counts.iterations, training)
-    schedules.check(actions)
-    done("schedule")
-    plan = lower(parts, actions)
-    done("lower")
-    return plan
 
 
 def _check_groups(partition: Partition, settings: Settings) -> None:

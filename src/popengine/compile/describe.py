@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .. import ir
+from ..order import ORDERS, length, timeline
 from ..profile import Block, Operation, Part, Piece, Tick
-from .schedule.check import ticks
+from ..programs import actions, programs
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds
 
@@ -32,18 +34,39 @@ class Description:
         self._state = {value.untyped_storage()._cdata for name in state for value in self._values(name)}
         self._dying = {  # piece -> what it is handed for good
             instruction.piece: instruction.last
-            for program in plan.programs.values()
-            for instruction in program
+            for task in plan.tasks
+            for instruction in task.instructions
             if isinstance(instruction, ir.Compute)
         }
         self.operations, self.pieces = self._operations()
-        self.parts, self.programs = self._programs()
+        self._part_of = {
+            (row, number): self._part(task, instruction)
+            for row, task in enumerate(plan.tasks)
+            for number, instruction in enumerate(task.instructions)
+        }
+        self.parts = list(dict.fromkeys(self._part_of.values()))
         self.blocks = self._blocks()
         self.schedule, self.length = self._schedule()
 
     @property
     def actions(self) -> int:
-        return sum(map(len, self.plan.schedule.rows.values()))
+        """The actions of a step."""
+        return len(actions(self.plan)[0]) * self.plan.micro_batches
+
+    @cached_property
+    def programs(self) -> dict[int, list[int]]:
+        """For each ipu: part, micro-batch, part, micro-batch ..."""
+        place = {part: number for number, part in enumerate(self.parts)}
+        numbers = {key: place[part] for key, part in self._part_of.items()}
+        return {
+            ipu: [
+                value
+                for entry in program.entries
+                for number in range(len(self.plan.tasks[entry.row].instructions))
+                for value in (numbers[entry.row, number], entry.micro_batch)
+            ]
+            for ipu, program in programs(self.plan).items()
+        }
 
     # ---- operations --------------------------------------------------------------------------------------
 
@@ -107,42 +130,7 @@ class Description:
 
     # ---- instructions ------------------------------------------------------------------------------------
 
-    def _programs(self) -> tuple[list[Part], dict[int, list[int]]]:
-        parts: dict[Part, int] = {}
-        programs: dict[int, list[int]] = {}
-        known: dict[Any, int] = {}  # instructions that differ in their micro-batch only
-        for ipu, program in self.plan.programs.items():
-            row = programs[ipu] = []
-            around = self._around(program)
-            for instruction, (phase, stage) in zip(program, around, strict=True):
-                micro_batch = getattr(instruction, "micro_batch", None)
-                names = getattr(instruction, "names", None)
-                like = (ipu, type(instruction), getattr(instruction, "channel", None), names, phase, stage)
-                if like not in known:
-                    part = self._part(ipu, instruction, phase, stage)
-                    known[like] = parts.setdefault(part, len(parts))
-                row += [known[like], -1 if micro_batch is None else micro_batch]
-        return list(parts), programs
-
-    def _around(self, program: Iterable[ir.Instruction]) -> list[tuple[str, int]]:
-        """For each instruction the piece that it serves: the one it follows; before it, for what is read."""
-        places: list[tuple[str, int]] = []
-        waiting, here = 0, ("", -1)
-        for instruction in program:
-            if isinstance(instruction, ir.Compute):
-                piece = self.partition.pieces[instruction.piece]
-                here = (piece.phase, piece.stage)
-                places += [here] * (waiting + 1)
-                waiting = 0
-            elif isinstance(instruction, ir.Update) or getattr(instruction, "micro_batch", 0) is None:
-                places.append(("", -1))
-            elif isinstance(instruction, (ir.Load, ir.Receive)):
-                waiting += 1
-            else:
-                places.append(here)
-        return places + [here] * waiting
-
-    def _part(self, ipu: int, instruction: ir.Instruction, phase: str, stage: int) -> Part:
+    def _part(self, task: ir.Task, instruction: ir.Instruction) -> Part:
         kind, peer = type(instruction).__name__.lower(), -1
         names = list(getattr(instruction, "names", ()))
         if isinstance(instruction, ir.Send):
@@ -156,7 +144,7 @@ class Description:
             self._slot_bytes(name) if name in self._slots else sum(self._bytes([name])) for name in names
         ]
         channel = getattr(instruction, "channel", ("",))[0]
-        return Part(ipu, kind, phase, stage, peer, sum(sizes), channel)
+        return Part(task.ipu, kind, task.phase, task.stage, peer, sum(sizes), channel)
 
     def _sender(self, instruction: ir.Receive) -> int:
         name = instruction.channel[0]
@@ -194,12 +182,20 @@ class Description:
 
     def _schedule(self) -> tuple[list[Tick], int]:
         """The first actions in the order of their ticks, and how many ticks the step has."""
-        when = ticks(self.plan.schedule)
+        found, _ = actions(self.plan)
+        order, _ = ORDERS[self.plan.order]
+        micro_batches = self.plan.micro_batches
+
+        def ticks(count: int) -> float:
+            return timeline(found, count, order)[1].length
+
+        tasks, times = timeline(found, min(micro_batches, 1 + MOST_TICKS // max(1, len(found))), order)
         rows = [
-            Tick(ipu, *action, when[action]) for ipu, row in self.plan.schedule.rows.items() for action in row
+            Tick(found[i].ipu, found[i].phase, found[i].stage, m, int(start))
+            for (i, m), start in zip(tasks, times.starts, strict=True)
         ]
         rows.sort(key=lambda row: (row.tick, row.ipu))
-        return rows[:MOST_TICKS], max(when.values(), default=-1) + 1
+        return rows[:MOST_TICKS], int(length(found, micro_batches, ticks))
 
 
 def _flops(node: fx.Node) -> int:

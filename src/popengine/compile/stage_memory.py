@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..ir import Compute, Free, Graph, Load, Partition, Plan, Receive
+from ..programs import programs
 
 
 def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
@@ -62,10 +63,10 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
 
     names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
     held = most = 0
-    for instruction in plan.programs[ipu]:
+    for instruction, micro_batch in programs(plan)[ipu].instructions:
         gone: tuple[str, ...] = ()
         new: tuple[str, ...] = ()
-        if not isinstance(instruction, Compute | Free | Load | Receive) or instruction.micro_batch is None:
+        if not isinstance(instruction, Compute | Free | Load | Receive) or micro_batch < 0:
             continue
         if isinstance(instruction, Compute):
             most = max(most, held + inside[instruction.piece])
@@ -74,7 +75,7 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
             gone = instruction.names
         else:
             new = instruction.names
-        own = names.setdefault(instruction.micro_batch, Counter())
+        own = names.setdefault(micro_batch, Counter())
         for sign, changed in ((1, new), (-1, gone)):
             for place, size in map(memory, changed):
                 if size is None:

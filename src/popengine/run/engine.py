@@ -1,8 +1,8 @@
-"""The engine: loads a plan and runs calls of it.
+"""Runs a plan: one call takes a combined batch, runs all device iterations, and returns the results.
 
-One process; a worker for each ipu of each replica. A call hands all of them the same `Run` and waits; the device
-loop (device iterations × accumulation) happens in the threads that drive the workers (`driver.py`). The first
-failure stops all, and everything is put back to where it was before the call.
+The loop over them (iterations × accumulation) happens in the threads of the ready queue (`ready_queue.py`). A step is
+finished or not: after an error or an interrupt the weights, buffers and optimizer state are those of the last finished
+step.
 """
 
 from __future__ import annotations
@@ -11,30 +11,26 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..errors import Error, UnrecoverableError
+from ..errors import UnrecoverableError
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
+from .alignment import aligned
 from .backends import load
-from .drivers.driver import Driver
-from .drivers.leading_thread import Crew
-from .drivers.one_call import Channels, Run, Stopped
-from .drivers.worker import Worker
-from .instances.connections import PeerFailed, PeerLost
+from .call import EngineCall
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import group_of
+from .mean_buffers import mean_over_replicas
 from .measure.recorder import Recorder
-from .state.alignment import aligned
-from .state.loaded_tensors import Tensors
-from .state.mean_buffers import mean_over_replicas
-from .state.results import Results
-from .state.shared_state import SharedState
+from .ready_queue import ReadyQueue
+from .results import Results
+from .row_functions import RowFunctions
+from .shared_state import SharedState
+from .state import State
 
 logger = logging.getLogger("popengine")
 
@@ -45,7 +41,7 @@ _OVERFLOW = (
 )
 
 
-class Engine(Tensors):
+class Engine:
     """A loaded plan.
 
     Args:
@@ -65,47 +61,32 @@ class Engine(Tensors):
         self._group = group_of(settings.counts.instances) if several else None
         if self._group is not None:
             self._group.barrier("compilation", facts_of_plan(plan, settings, weights, seed))
-        super().__init__(plan, settings, weights, device or devices.device_of(settings.device))
-        self._unconfirmed: set[str] = set()  # weights that were written since the instances compared them
-        group = self._group if self.shares_state else None
-        self._shared_state = SharedState(self, group) if group is not None else None
+        self.plan, self.settings = plan, settings
+        device = device or devices.device_of(settings.device)
+        # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
+        self.state = State(plan, settings, weights, device)
+        self.state.random_state = seed, 0
+        self.updates_done = 0  # of the latest call
+        self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
+        group = self._group if self.state.owner else None
+        self._shared_state = SharedState(self.state, group) if group is not None else None
         self._calls = 0
-        self.random_state = seed, 0
         self._has_warned = False  # of gradients that overflow
-        self._latest: Run | None = None  # the call that crews may still work on
+        self._latest: EngineCall | None = None  # that threads may still work on
         # Threads of the user's that call at the same time run one by one. (Re-entrant: after an interrupt at the very
         # end of a call it may still be held, and then its thread can call again.)
         self._turn = threading.RLock()
-        self._workers: list[Worker] = []
-        codes = load(plan, settings, self.device)
-        for (replica, ipu), store in self.stores.items():
-            self._workers.append(Worker(ipu, replica, plan, settings, store, self._group, codes, self.device))
-        devices.settle(self.device)
-        self._crews: dict[bool, Crew] = {}  # of calls that are recorded, and of others
-        self._close = weakref.finalize(self, _close, self._crews)
-        self._crew_for(None)
+        self._step = RowFunctions(plan, settings, self.state, load(plan, settings, device), self._group)
+        cores = devices.cores(settings.device)
+        inside = threads_inside(plan, settings, cores)
+        self._queue = ReadyQueue(self._step, cores // inside, inside)
+        self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
         """End the threads."""
         if self._shared_state is not None:
             self._shared_state.keep()
         self._close()
-
-    def _crew_for(self, recorder: Recorder | None) -> Crew:
-        """Who runs a call. A recorder looks at ipus as separate devices: each does one thing at a time."""
-        is_recorded = recorder is not None
-        if is_recorded not in self._crews:
-            self._crews[is_recorded] = self._hired(is_recorded)
-        return self._crews[is_recorded]
-
-    def _hired(self, is_recorded: bool) -> Crew:
-        cores = devices.cores(self.settings.device)
-        inside = threads_inside(self.plan, self.settings, cores)
-        threads = cores // inside
-        if self.settings.training and self.settings.counts.instances > 1:
-            # Each may wait for the other instances at the same time.
-            threads = max(threads, len(self._workers))
-        return Crew(self._workers, Driver(self._workers, threads, is_recorded, inside, cores), self.device)
 
     # ---- running -----------------------------------------------------------------------------------------
 
@@ -116,7 +97,9 @@ class Engine(Tensors):
             inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
             hyper:  the rates of its weight updates (None in inference)
         Raises:
-            Error: a piece failed. Weights, buffers and optimizer state are as before the call.
+            Error: a task failed. Weights, buffers and optimizer state are those of the last finished update, of which
+                `updates_done` were in this call.
+            UnrecoverableError: an update failed halfway; the weights are lost
         """
         with self._turn:
             return self._run(inputs, hyper, recorder)
@@ -125,42 +108,38 @@ class Engine(Tensors):
         if recorder is not None:
             recorder.begin_call()
         self._await_idle()
-        self._check()
+        self.state.check()
+        self.updates_done = 0
         name = f"call {self._calls + 1} of the training"
         if self._group is not None:
             self._group.barrier(name, self._facts(hyper))
             self._unconfirmed.clear()
-        crew, before = self._crew_for(recorder), self.snapshot
-        run = self._latest = Run(
-            [devices.pinned(value, self.device) for value in self._by_micro_batch(inputs)],
-            Results(self.plan.partition.signature, self.settings, self.device),
+        call = self._latest = EngineCall(
+            [devices.pinned(value, self.state.device) for value in self._by_micro_batch(inputs)],
+            Results(self.plan.partition.signature, self.settings, self.state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
-            before.step,
-            before.seed,
-            Channels(),
+            self.state.step,
+            self.state.seed,
             recorder,
             torch.get_num_threads(),
-            self._keep,
-            self._tell_others,
-            self._commit if self.writes_in_place else None,
-            self._lose,
             name,
         )
-        self._begin(self.writes_in_place)
         try:
-            crew.start(run)
-            run.wait()
+            self._queue.start(call)
+            call.wait()
         finally:
             self._await_idle()  # at once, but after Ctrl-C
+            self._calls += call.done == call.steps
+            self.updates_done = call.done if self.settings.training else 0
             if recorder is not None:
-                recorder.end_call(run.steps, failed=run.is_stopped)
-        if run.failure is not None:
-            raise run.failure
-        if run.overflows and not self._has_warned:
+                recorder.end_call(call.done, failed=call.done < call.steps)
+        if call.failure is not None:
+            raise call.failure
+        if call.overflows and not self._has_warned:
             self._has_warned = True
-            logger.warning(_OVERFLOW, *min(run.overflows))
-        return run.results
+            logger.warning(_OVERFLOW, *min(call.overflows))
+        return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Combined batches as [iterations, accumulation, groups, micro-batch, ...]; views, where micro-batches so
@@ -171,145 +150,92 @@ class Engine(Tensors):
             value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
             for value in inputs
         ]
-        return [aligned(batch) if self.device.type == "cpu" and batch.is_cpu else batch for batch in batches]
-
-    def _keep(self, run: Run) -> None:
-        """A call is done, by this one assignment. A worker's thread makes it, where no interrupt comes.
-
-        Where there are other instances, all agree on it first: then nobody has failed, and nobody will.
-        """
-        if not run.is_committed:
-            self._agree_on_the_end(run)
-        self._calls += 1
-        self.snapshot = self._drafted(
-            step=run.first_step + run.steps,
-            host_is_stale=self.snapshot.host_is_stale or self.settings.training,
-        )
-        if run.is_committed:
-            self.still.release()
-
-    def _agree_on_the_end(self, run: Run) -> None:
-        if self._group is not None:
-            self._group.barrier(f"the end of {run.name}", final=True)
-
-    def _commit(self, run: Run) -> None:
-        """All that a call computes is done: let its update write to what is kept. From here on it can't be given up.
-
-        Nothing that is large is made after this, so that nothing fails.
-        """
-        run.channels.go_on()
-        try:
-            self._agree_on_the_end(run)
-        except BaseException:
-            run.channels.go_on(False)
-            raise
-        self.still.acquire()
-        run.is_committed = True
-
-    def _lose(self, run: Run, error: BaseException) -> Error:
-        """An update has failed that wrote to what is kept. Returns: what everybody is told from now on."""
-        self.lost = UnrecoverableError(
-            f"the weights are lost: some are those after {run.name}, and some those before"
-            f" ({type(error).__name__}: {error})\n"
-            "  why: the update failed while it was written, most likely for want of memory\n"
-            "  fix: start again from a checkpoint, with more memory"
-        )
-        self.snapshot = replace(self.snapshot, host_is_stale=False)  # the host keeps what it has
-        self.still.release()
-        return self.lost
+        return [
+            aligned(batch) if self.state.device.type == "cpu" and batch.is_cpu else batch for batch in batches
+        ]
 
     def _facts(self, hyper: Hyper | None) -> Facts:
-        """What has to be equal in all instances before a call."""
+        """What has to be equal in all processes before a call."""
         assert hyper is not None
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),
             "state": {
-                "updates so far": str(self.snapshot.step),
-                "loss scaling factor": repr(self.loss_factor),
+                "updates so far": str(self.state.step),
+                "loss scaling factor": repr(self.state.loss_factor),
             },
-            "seed": {"random seed": str(self.snapshot.seed)},
+            "seed": {"random seed": str(self.state.seed)},
         }
         if self._unconfirmed:
-            facts["value"] = hashes_of({k: v for k, v in self.read().items() if k in self._unconfirmed})
+            facts["value"] = hashes_of({k: v for k, v in self.state.read().items() if k in self._unconfirmed})
         return facts
 
-    @cached_property
-    def writes_in_place(self) -> bool:
-        """Whether a call's update waits until nothing else is left, and then writes to what is kept.
+    def _await_idle(self) -> None:
+        """Stop the latest call, if it goes on without the caller, and wait for it."""
+        call = self._latest
+        if call is None:
+            return
+        if not call.is_over:
+            call.stop()
+            if self._group is not None and not call.is_committed:
+                self._group.abort(f"was interrupted at {call.name}")
+            while True:
+                try:
+                    self._queue.wait_until_idle()
+                    break
+                except KeyboardInterrupt:  # a second one: the call is stopping already
+                    continue
+            if self._group is not None and call.done < call.steps:
+                self._group.abort(f"was interrupted at {call.name}")
+            # Libraries keep one number for the process, and another thread may have set it.
+            torch.set_num_threads(torch.get_num_threads())
+        if self._step.updates.is_writing:
+            self._lose(call)
+        self._latest = None
 
-        So it is where a call has one update, but where instances exchange weights after it.
-        """
-        one = self.settings.training and self.settings.counts.iterations == 1
-        return one and not self.shares_state
+    def _lose(self, call: EngineCall) -> None:
+        """An update has failed halfway."""
+        self.state.lost = UnrecoverableError(
+            f"the weights are lost: some are those after {call.name}, and some those before"
+            f" ({type(call.failure).__name__}: {call.failure})\n"
+            "  why: an update failed halfway\n"
+            "  fix: start again from a checkpoint"
+        )
+        self.state.host_is_stale = False  # the host keeps what it has
+        self._step.updates.is_writing = False
+        self.state.still.release()
+        call.failure = self.state.lost
 
-    @property
-    def shares_state(self) -> bool:
-        """Whether other instances keep a part of the optimizer's state."""
-        return self._group is not None and self.settings.shard_optimizer is not None
+    # ---- the host's side -----------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """As `read_optimizer`, with what other instances keep. They take part: at once where they read it too, else
-        when they come to their next call, or to their end.
+        """As `read_optimizer`, with what other processes keep. They take part: at once where they read it too, else
+        at their next call, or at their end.
 
         Raises:
-            Error: another instance is gone, or has let go of its part
+            Error: another process is gone, or has freed its part
         """
-        return self.read_optimizer() if self._shared_state is None else self._shared_state.read()
+        return self.state.read_optimizer() if self._shared_state is None else self._shared_state.read()
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        super().write(weights)
-        parameters = {slot.key for slot in self._slots.values() if slot.role == "parameter"}
-        self._unconfirmed = parameters.intersection(weights)
+        """Copy parameters and buffers into every replica, all or none. Processes compare them at their next call."""
+        self.state.write(weights)
+        self._unconfirmed = {key for key in weights if key in self.state.trained}
 
     def average_buffers(self) -> None:
-        """Give all replicas of all instances the mean of their buffers that forward changes: of those that are
+        """Give all replicas of all processes the mean of their buffers that forward changes: of those that are
         floating point numbers."""
         with self._turn:
             self._await_idle()
             results = self.plan.partition.signature.results
             names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if names:
-                buffers = [{name: each[name] for name in names} for each in self.read_buffers()]
+                buffers = [{name: each[name] for name in names} for each in self.state.read_buffers()]
                 mean = mean_over_replicas(buffers, self.settings.counts, self._group)
-                self.write_buffers([mean] * len(buffers))
-                self.snapshot = replace(self.snapshot, host_is_stale=True)
-
-    def _tell_others(self, run: Run, error: BaseException) -> None:
-        """As soon as something fails here: nobody need wait for this instance."""
-        if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
-            self._group.abort(f"failed at {run.name}: {error}")
-
-    def _await_idle(self) -> None:
-        """Stop the latest call, if it goes on without the caller, and wait for it."""
-        if self._latest is None:
-            return
-        if not self._latest.is_over:
-            self._latest.channels.stop()
-            if self._group is not None and not self._latest.is_committed:
-                self._group.abort(f"was interrupted at {self._latest.name}")
-            for crew in self._crews.values():
-                _until_idle(crew)
-            # Libraries keep one number for the process, and another thread may have set it.
-            torch.set_num_threads(torch.get_num_threads())
-        self._latest = None
+                self.state.write_buffers([mean] * len(buffers))
+                self.state.host_is_stale = True
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
     """Threads within an operation: as many cores as tasks leave idle. Of the counts, and never of the layout, so that
     all layouts give the bits of plain PyTorch with as many threads."""
-    return max(1, cores // (plan.schedule.micro_batches * settings.counts.replicas))
-
-
-def _until_idle(crew: Crew) -> None:
-    """Wait until a crew does not run."""
-    while True:
-        try:
-            crew.wait_until_idle()
-            return
-        except KeyboardInterrupt:  # a second one: it is stopping already
-            continue
-
-
-def _close(crews: dict[bool, Crew]) -> None:
-    for crew in crews.values():
-        crew.close()
+    return max(1, cores // (plan.micro_batches * settings.counts.replicas))

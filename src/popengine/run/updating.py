@@ -1,312 +1,360 @@
-"""The end of a step on one ipu: gradient sums become gradients, and those a weight update.
+"""The end of a step: gradient sums become gradients, and those weight updates.
 
-Sum over replicas and instances, divide by the loss scale and the number of micro-batches, clip, update. All of
-it in a fixed order, so that every layout and every run gives the same bits.
+    exchange   all-reduce a bucket of gradient sums over the replicas of all processes
+    norm       what has to be known of each gradient before the first update: its norm, and whether it is finite
+    begin      the loss scale, the clipping factor; from here on the step goes to its end
+    measure    norms of the steps, where the rule needs them (LAMB, LARS)
+    update     chunk by chunk: add up replicas, divide, clip, apply the rule
+    share      weights that another process has updated
+    end        the step is finished
+
+All sums are in a fixed order, so that every layout and every run gives the same bits. A new operation between the
+averaging of gradients and their clipping belongs into `_looked_at` (of a whole gradient) or `_prepare` (element by
+element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its place in the model;
+stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another draw takes the key
+(seed, step) and numbers from `len(slots)` on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import ir
-from ..settings import Hyper, Settings
-from ..update.chunks import Part, Task, chunks
-from ..update.clipping import clamp_, clipping_factor, norms, scale_
-from ..update.group_update import phases
-from ..update.loss_scaling import Count, all_finite, count, next_factor
-from ..update.one_chunk import Prepare
-from .instances.all_reduce import AllReduce
-from .instances.buckets import Bucket
-from .instances.exchange import Exchange
-from .instances.ordered_sums import (
-    AT_THE_END,
-    Give,
-    Waits,
-    average,
-    exchange,
-    reduce_over_replicas,
-    total_norm,
-)
+from popengine import ir
+from popengine.settings import Hyper, Settings
+from popengine.update.chunks import Part, Spans
+from popengine.update.clipping import clamp_, clipping_factor, norms, scale_
+from popengine.update.group_update import UpdateStep
+from popengine.update.loss_scaling import Count, all_finite, count, next_factor
+from popengine.update.one_chunk import Prepare
+
+from .buckets import Bucket, buckets_of
+from .call import EngineCall
+from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.process_group import FIRST_TAG, ProcessGroup
-from .state.random_draws import generator
-from .state.state_owners import OverInstances, Owner, pass_on
-from .state.store import Store
+from .random_draws import generator, mix
+from .state import State, Unit
 
-Share = Callable[[Sequence[Task], Any], None]
-
-
-WORTH_SHARING = 4  # tasks of an update; of fewer, cores mostly wait for each other
+Work = Callable[[int], None]
 
 
-class Updater:
-    """Updates the weights that live on one ipu of one replica.
+class Updates:
+    """The updates of all weights of this process.
 
     Args:
-        group: this instance and its peers; None for one alone
+        group: the processes that train together; None: this one alone
     """
 
-    def __init__(
-        self,
-        ipu: int,
-        replica: int,
-        plan: ir.Plan,
-        settings: Settings,
-        store: Store,
-        group: ProcessGroup | None,
-    ) -> None:
-        self.ipu, self.replica, self.settings, self.store = ipu, replica, settings, store
-        self._group = group
-        self._instances: dict[tuple[int, ...], AllReduce] = {}
-        self.exchange = Exchange(self._sum_up)
-        self._me = Owner(settings.counts.instance, replica)
-        others = self._others(tuple(range(settings.counts.replicas)))
-        self._shared = OverInstances(store.owner, settings, ipu, replica, others)
-        self.place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
-        self.ipus = [
-            i for i, program in plan.programs.items() if any(isinstance(x, ir.Update) for x in program)
+    def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
+        self.plan, self.settings, self.state, self._group = plan, settings, state, group
+        self.call: EngineCall
+        self._place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
+        self._ways: dict[tuple[int, ...], AllReduce] = {}
+        self.buckets: dict[int, list[Bucket]] = {}  # by row
+        if group is not None:
+            for row, task in enumerate(plan.tasks):
+                if task.kind == "exchange":
+                    self.buckets[row] = buckets_of(plan, task.piece, state)
+        # For each ipu and parameter group, the units; and their chunks as (group, chunks).
+        self._groups: dict[int, dict[int, list[Unit]]] = {}
+        self._chunks: dict[int, list[tuple[int, list[Spans]]]] = {}
+        for ipu in {unit.ipu for unit in state.units}:
+            self._lay_out(ipu)
+        # Of the step whose updates run.
+        self._norms: dict[Unit, Tensor] = {}
+        self._counts: dict[Unit, Count] = {}
+        self._is_finite: dict[Unit, bool] = {}
+        self._steps: dict[tuple[int, int], UpdateStep] = {}
+        self._is_left_out = False
+        self.is_writing = False  # from `begin` to `end`
+
+    def _lay_out(self, ipu: int) -> None:
+        """Divide the parameters of an ipu into chunks: what depends on shapes alone, before the first step."""
+        optimizer = self.settings.optimizer
+        assert optimizer is not None
+        units = [unit for unit in self.state.optimizer if unit.ipu == ipu]
+        groups = self._groups[ipu] = {}
+        for unit in units:
+            groups.setdefault(optimizer.group_of[unit.key], []).append(unit)
+        self._chunks[ipu] = [
+            (group, some)
+            for group, mine in sorted(groups.items())
+            for some in UpdateStep(
+                optimizer, {}, [self._part(u, self.state.weight(u), ()) for u in mine], ()
+            ).chunks
         ]
 
-    def update(
-        self,
-        keys: Sequence[str],
-        hyper: Hyper,
-        key: int,
-        give: Give,
-        share: Share | None = None,
-        commit: Callable[[], None] | None = None,
-    ) -> Generator[Any, Any, bool]:
-        """One weight update of these parameters; `key` is that of the step's random numbers.
+    def bind(self, row: int) -> Work | None:
+        """The function of a row; None: there is nothing to do."""
+        task = self.plan.tasks[row]
+        if task.kind == "exchange":
+            return partial(self._exchange, row)
+        if task.kind == "norm":
+            return lambda index: self._looked_at(self.state.units[index])
+        if task.kind == "begin":
+            return lambda _: self._begin()
+        if task.kind == "measure":
+            return partial(self._measure, task.ipu)
+        if task.kind == "trust":
+            return lambda _: self._trust()
+        if task.kind == "update":
+            return partial(self._update, task.ipu)
+        if task.kind == "share":
+            return lambda _: self._share()
+        return None
 
-        Args:
-            share:  hands tasks to all cores, and a name to the channel of which they are done; without it they are
-                done here
-            commit: where the update writes to what is kept: to be called before, when nothing else is left to do
-        Returns: whether their gradients are finite, as far as it is of interest
-        """
-        scale = hyper.loss_scaling * self.store.loss_factor
-        by_bucket = self.exchange.is_under_way and commit is None and not self._looks_at_gradients(scale)
-        if not by_bucket:
-            yield from self._reduce(keys, give)
-        prepare, is_finite = yield from self._gradients(keys, scale, give, share)
-        updates: Iterable[Iterator[list[Task]]] = ()
-        if prepare is not None:
-            self._renew(keys)
-            portions = self._arriving() if by_bucket else [keys]
-            updates = (each for some in portions for each in self._updates(some, hyper, key, prepare))
-        if commit is not None:
-            updates = [chain([next(each)], each) for each in updates]  # now there is their memory
-            yield from self._commit(commit, give)
-        for phase in chain.from_iterable(updates):
-            yield from self._do(phase, share)
-        if prepare is not None:
-            yield from self._pass_on(give)
-        return is_finite
+    def communicates(self, row: int) -> bool:
+        """Whether a row sends to other processes."""
+        kind = self.plan.tasks[row].kind
+        return kind in ("exchange", "share") or (kind == "begin" and self._group is not None)
 
-    def _gradients(
-        self, keys: Sequence[str], scale: float, give: Give, share: Share | None
-    ) -> Generator[Any, Any, tuple[list[Prepare] | None, bool]]:
-        """Let the sums over all replicas be gradients, as far as all of them have to be looked at.
+    def size(self, row: int) -> int:
+        """How many indices a row has."""
+        task = self.plan.tasks[row]
+        if task.index == "parameter":
+            return len(self.state.units) if self.looks_at_gradients else 0
+        return len(self._chunks.get(task.ipu, ())) if task.index == "chunk" else 1
 
-        Returns: what is left to be done to each (None: the update is left out), and whether they are finite
-        """
-        optimizer, store = self.settings.optimizer, self.store
+    # ---- gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether something has to be known of all gradients before the first update."""
+        optimizer = self.settings.optimizer
         assert optimizer is not None
-        here = [name for name in keys if self._shared.is_here(name)]
-        sums = [store.sums[name] for name in here]
-        prepare: list[Prepare] = [partial(average, divisor=self._divisor(scale))]
-        if self._looks_at_gradients(scale):
-            yield from self._each(sums, prepare.pop(), share)
-        if self.settings.automatic_loss_scaling and not (yield from self._adapt_scale(here, scale, give)):
-            return None, True  # the update is left out, so nothing is lost
-        is_finite = not self._may_overflow(scale) or all_finite(sums)
-        if optimizer.max_grad_norm != float("inf"):
-            mine = dict(zip(here, (yield from self._norms(sums, share)), strict=True))
-            mine = yield from self._shared.norms(mine, store.sums, give)
-            everything = yield from exchange(mine, "norms", self.ipu, self.replica, self.ipus, give)
-            if keys:
-                total = total_norm(everything, self.place)
-                prepare.append(partial(scale_, factor=clipping_factor(total, optimizer.max_grad_norm)))
-        if optimizer.max_grad_value != float("inf"):
-            prepare.append(partial(clamp_, max_value=optimizer.max_grad_value))
-        return prepare, is_finite
-
-    def _updates(
-        self, keys: Sequence[str], hyper: Hyper, key: int, prepare: Sequence[Prepare]
-    ) -> list[Iterator[list[Task]]]:
-        """What there is to do for each group of parameters, phase by phase."""
-        optimizer, store = self.settings.optimizer, self.store
-        assert optimizer is not None
-        mine = [name for name in keys if store.owner.get(name, self._me) == self._me]
-        found: list[Iterator[list[Task]]] = []
-        for group, rates in enumerate(hyper.groups):
-            names = [name for name in mine if optimizer.group_of.get(name) == group]
-            if names:
-                found.append(self._phases(names, rates, key, prepare))
-        return found
-
-    def _renew(self, keys: Sequence[str]) -> None:
-        """Make ready what the update of these parameters writes to."""
-        assert self.settings.optimizer is not None
-        self.store.renew([name for name in keys if name in self.settings.optimizer.group_of])
-
-    def _arriving(self) -> Iterator[list[str]]:
-        """The parameters of each bucket as soon as its sum is there. They are updated while others are on their way."""
-        for number in self.exchange.arriving():
-            yield [gradient.key for gradient in self.store.buckets[number].gradients]
-
-    def _commit(self, commit: Callable[[], None], give: Give) -> Waits:
-        """Wait until all ipus of all replicas are here, and nothing else is left to do; then one commits for all."""
-        everybody = [(ipu, replica) for ipu in self.ipus for replica in range(self.settings.counts.replicas)]
-        yield AT_THE_END
-        if (self.ipu, self.replica) == everybody[0]:
-            commit()
-            for other in everybody[1:]:
-                give(("committed", other), None)
-        else:
-            yield "committed", (self.ipu, self.replica)
-
-    def _pass_on(self, give: Give) -> Waits:
-        """Where the state is shared out: what each has updated goes to the others."""
-        store = self.store
-        for members, names in self._by_members(store.owner).items():
-            weights = {name: store.state[store.slot[name]] for name in names}
-            yield from pass_on(weights, store.owner, members, self.ipu, self._me, give)
-        weights = {name: store.state[store.slot[name]] for name in store.owner}
-        yield from self._shared.weights(weights, give)
-
-    def _looks_at_gradients(self, scale: float) -> bool:
-        """Whether gradients are looked at before the update, and so have to be divided before it."""
-        assert self.settings.optimizer is not None
         return (
             self.settings.automatic_loss_scaling
-            or self._may_overflow(scale)
-            or self.settings.optimizer.max_grad_norm != float("inf")
+            or optimizer.max_grad_norm != float("inf")
+            or self._may_overflow
         )
 
-    def _divisor(self, scale: float) -> float:
+    @property
+    def _hyper(self) -> Hyper:
+        assert self.call.hyper is not None
+        return self.call.hyper
+
+    @property
+    def _scale(self) -> float:
+        return self._hyper.loss_scaling * self.state.loss_factor
+
+    @property
+    def _may_overflow(self) -> bool:
+        """Whether a loss scale may make gradients overflow, which nothing else looks at."""
+        is_here = self.state.device.type == "cpu"  # an accelerator would be waited for
+        return self._scale != 1 and not self.settings.automatic_loss_scaling and is_here
+
+    def _divisor(self) -> float:
         if self.settings.reduction == "mean":
-            return scale * self.settings.counts.accumulation * self.settings.counts.global_replicas
-        return scale
+            return self._scale * self.settings.counts.accumulation * self.settings.counts.global_replicas
+        return self._scale
 
-    def _each(self, sums: Sequence[Tensor], change: Prepare, share: Share | None) -> Waits:
-        """Change gradients in place, element by element."""
-        parts = [Part(value, value, {}) for value in sums]
-        some = [
-            partial(change, [span.view.gradient for span in chunk])
-            for turns in chunks(parts)
-            for chunk in turns
-        ]
-        yield from self._do(some, share)
+    def _members(self, unit: Unit) -> tuple[int, ...]:
+        return self.settings.members(unit.key, unit.replica)
 
-    def _norms(self, sums: Sequence[Tensor], share: Share | None) -> Generator[Any, Any, list[Tensor]]:
-        """The norm of each gradient. Where operations have several threads these add up, as in plain PyTorch."""
-        if torch.get_num_threads() > 1:
-            return norms(sums)
-        found: list[Any] = [None] * len(sums)
+    def _exchange(self, row: int, _: int) -> None:
+        """All-reduce the buckets of a row; the sums of the first replica of each group become the total."""
+        for bucket in self.buckets[row]:
+            nodes: list[TreeNode] = []
+            way = self._way(bucket.members)
+            first = way.rank * len(bucket.members)
+            for place, flat in enumerate(bucket.flats, first):
+                self._average(flat)
+                add(nodes, TreeNode(0, place, [flat]))
+            flats = [node.values[0] for node in nodes]
+            if bucket.cuts is None:
+                way.all_reduce(flats)
+            else:
+                way.reduce_scatter(flats, bucket.cuts)
 
-        def measure(place: int) -> None:
-            (found[place],) = norms([sums[place]])
+    def _average(self, *sums: Tensor) -> None:
+        """Divide running means by the number of replicas, so that their sum is no larger than they are."""
+        if self.settings.reduction == "running":
+            average(list(sums), self.settings.counts.global_replicas)
 
-        yield from self._do([partial(measure, place) for place in range(len(sums))], share)
+    def _way(self, members: tuple[int, ...]) -> AllReduce:
+        """The way to the same replicas of other processes."""
+        assert self._group is not None
+        if members not in self._ways:
+            self._ways[members] = AllReduce(self._group, FIRST_TAG + 2 * members[0], len(members))
+        return self._ways[members]
+
+    def _reduce(self, parts: Sequence[Part]) -> None:
+        """Add the sums of other replicas to the gradients of some parts, in the order of a tree."""
+        several = [part for part in parts if part.others]
+        for size in {len(part.others) for part in several}:
+            some = [part for part in several if len(part.others) == size]
+            columns = [[part.gradient for part in some]]
+            columns += [[part.others[place] for part in some] for place in range(size)]
+            nodes: list[TreeNode] = []
+            for place, column in enumerate(columns):
+                self._average(*column)
+                add(nodes, TreeNode(0, place, column))
+            total(nodes)
+
+    def _divide(self, parts: Sequence[Part]) -> None:
+        average([part.gradient for part in parts], self._divisor())
+
+    def _looked_at(self, unit: Unit) -> None:
+        """Look at one parameter's gradient."""
+        optimizer = self.settings.optimizer
+        assert optimizer is not None
+        if not self.state.is_kept_here(unit.key):
+            return
+        part = self._part(unit, self.state.sums[unit.replica][unit.key], self._others(unit))
+        self._reduce([part])
+        self._divide([part])
+        if self.settings.automatic_loss_scaling:
+            self._counts[unit] = count([part.gradient], self._scale)
+        if self._may_overflow:
+            self._is_finite[unit] = all_finite([part.gradient])
+        if optimizer.max_grad_norm != float("inf"):
+            (self._norms[unit],) = norms([part.gradient])
+
+    def _others(self, unit: Unit) -> tuple[Tensor, ...]:
+        """The sums of other replicas that have the same parameter. (An exchange has added them up already.)"""
+        if self._group is not None:
+            return ()
+        return tuple(self.state.sums[replica][unit.key] for replica in self._members(unit)[1:])
+
+    # ---- the updates -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Decide what all updates need. Large memory is made before the step is committed."""
+        optimizer, hyper = self.settings.optimizer, self._hyper
+        assert optimizer is not None
+        prepare = self._prepare()
+        if self.settings.automatic_loss_scaling and not self._adapt_scale():
+            self._is_left_out = True
+        elif not all(self._is_finite.values()):
+            self.call.overflows.append((self.call.step, self._scale))
+        is_looked_at = self.looks_at_gradients
+        for ipu, groups in self._groups.items():
+            for group, units in groups.items():
+                parts = [
+                    self._part(
+                        unit,
+                        self.state.sums[unit.replica][unit.key],
+                        () if is_looked_at else self._others(unit),
+                        with_generator=True,
+                    )
+                    for unit in units
+                ]
+                self._steps[ipu, group] = UpdateStep(optimizer, hyper.groups[group], parts, prepare)
+        if self._group is None:
+            self.call.commit()
+        else:
+            # All processes are here with all sums, and none updates if one of them is interrupted or fails before.
+            self._way(tuple(range(self.settings.counts.replicas))).agree(self.call.commit)
+        self.state.still.acquire()
+        self.is_writing = True
+        if not self._is_left_out:
+            for step in self._steps.values():
+                step.begin()
+
+    def _prepare(self) -> list[Prepare]:
+        """What is done to gradients in their chunks, element by element."""
+        optimizer = self.settings.optimizer
+        assert optimizer is not None
+        found: list[Prepare] = [] if self.looks_at_gradients else [self._reduce, self._divide]
+        if optimizer.max_grad_norm != float("inf"):
+            factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
+            found.append(lambda parts: scale_([part.gradient for part in parts], factor))
+        if optimizer.max_grad_value != float("inf"):
+            found.append(lambda parts: clamp_([p.gradient for p in parts], optimizer.max_grad_value))
         return found
 
-    def _do(self, some: Sequence[Task], share: Share | None) -> Waits:
-        """Do tasks in any order."""
-        if share is None or len(some) < WORTH_SHARING:
-            for task in some:
-                task()
-        else:
-            name = "shared", self.ipu, self.replica
-            share(some, name)
-            yield name
+    def _total_norm(self) -> Tensor:
+        """The norm of all gradients from the norm of each, as torch.nn.utils.get_total_norm: the norm of the norms,
+        stacked in the order of the model's parameters, whichever ipus they are on."""
+        found = dict(self._norms)
+        if self.state.owner:
+            shared = [unit for unit in self.state.units if unit.key in self.state.owner]
+            for unit in shared:
+                wide = torch.promote_types(self._sum_type(unit), torch.float32)
+                found.setdefault(unit, torch.zeros((), dtype=wide))
+            self._everywhere([found[unit] for unit in shared], [self.state.owner[u.key] for u in shared])
+        ordered = sorted(found, key=lambda unit: (self._place[unit.key], unit.replica))
+        return torch.linalg.vector_norm(torch.stack([found[unit] for unit in ordered]))
 
-    def _may_overflow(self, scale: float) -> bool:
-        """Whether a loss scale may make gradients overflow that nobody looks at."""
-        return scale != 1 and not self.settings.automatic_loss_scaling
+    def _sum_type(self, unit: Unit) -> torch.dtype:
+        assert self.settings.optimizer is not None
+        return self.settings.optimizer.type_for(self.state.weight(unit).dtype)
 
-    def _phases(
-        self, names: Sequence[str], rates: Mapping[str, Any], key: int, prepare: Sequence[Prepare]
-    ) -> Iterator[list[Task]]:
-        """The update of some parameters of one group."""
-        store, optimizer = self.store, self.settings.optimizer
-        assert optimizer is not None
-        weights = [store.state[store.slot[name]] for name in names]
-        generators = self._generators(names, weights, key) or [None] * len(names)
-        parts = [
-            Part(weight, store.sums[name], store.states[name], store.old.get(name, {}), generator)
-            for name, weight, generator in zip(names, weights, generators, strict=True)
-        ]
-        return phases(optimizer, rates, parts, prepare)
+    def _everywhere(self, values: list[Tensor], owners: Sequence[int]) -> None:
+        """Give each value that of the process that owns it, in all processes."""
+        if values:
+            self._way(tuple(range(self.settings.counts.replicas))).broadcast_by_owners(values, owners)
 
-    def _sum_up(self, number: int) -> None:
-        """Sum a bucket up over instances that have one replica each."""
-        bucket = self.store.buckets[number]
-        others = self._others(bucket.members)
-        assert others is not None
-        self._scale_down([bucket.flat])
-        if bucket.cuts is None:
-            others.all_reduce([bucket.flat])
-        else:
-            others.reduce_scatter([bucket.flat], bucket.cuts)
+    def _adapt_scale(self) -> bool:
+        """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
+        counts, owner = self.settings.counts, self.state.owner
+        # Gradients that only their owner has are counted there, the others by the first process.
+        mine = sum(
+            (c for unit, c in self._counts.items() if not owner or owner.get(unit.key, 0) == counts.instance),
+            Count(),
+        )
+        if owner:
+            rows = [torch.zeros(3, dtype=torch.int64) for _ in range(counts.instances)]
+            rows[counts.instance] += torch.tensor([mine.elements, mine.large, mine.finite])
+            self._everywhere(rows, range(counts.instances))
+            each = (row.tolist() for row in rows)
+            mine = sum((Count(elements, large, bool(finite)) for elements, large, finite in each), Count())
+        self.state.loss_factor = next_factor(self.state.loss_factor, mine)
+        return mine.finite
 
-    def _reduce(self, keys: Sequence[str], give: Give) -> Waits:
-        if self.exchange.is_under_way:
-            self.exchange.finish()
-            return
-        buckets: dict[tuple[int, ...], list[Bucket]] = {}
-        for bucket in self.store.buckets:
-            buckets.setdefault(bucket.members, []).append(bucket)
-        for members, names in self._by_members(keys).items():
-            mine = buckets.get(members, [])
-            sums = [bucket.flat for bucket in mine] or [self.store.sums[key] for key in names]
-            self._scale_down(sums)
-            name, others = ("sums", self.ipu, members), self._others(members)
-            yield from reduce_over_replicas(
-                sums, self.replica, members, name, give, others, [bucket.cuts for bucket in mine]
+    def _part(
+        self, unit: Unit, gradient: Tensor, others: tuple[Tensor, ...], with_generator: bool = False
+    ) -> Part:
+        weight, random = self.state.weight(unit), None
+        if self.settings.stochastic_rounding and weight.dtype != torch.float32:
+            # Numbers that depend on the step and the parameter, not on the chunk or the core.
+            key = mix(self.call.seed, self.call.step) if with_generator else 0
+            random = generator(weight.device, key, self._place[unit.key])
+        return Part(weight, gradient, self.state.optimizer.get(unit, {}), others, random)
+
+    def _measure(self, ipu: int, index: int) -> None:
+        group, some = self._chunks[ipu][index]
+        if not self._is_left_out:
+            self._steps[ipu, group].measure(some)
+
+    def _trust(self) -> None:
+        for step in self._steps.values() if not self._is_left_out else ():
+            step.trust()
+
+    def _update(self, ipu: int, index: int) -> None:
+        group, some = self._chunks[ipu][index]
+        if not self._is_left_out:
+            self._steps[ipu, group].apply(some)
+
+    def _share(self) -> None:
+        """Give all processes the weights that their owners have updated."""
+        units = [unit for unit in self.state.units if unit.key in self.state.owner]
+        if not self._is_left_out:
+            self._everywhere(
+                [self.state.weight(unit) for unit in units], [self.state.owner[unit.key] for unit in units]
             )
 
-    def _scale_down(self, sums: list[Tensor]) -> None:
-        if self.settings.reduction == "running":  # then the sum over replicas is no larger than they are
-            average(sums, self.settings.counts.global_replicas)
+    def end(self) -> None:
+        """The step is finished."""
+        self.state.end_step()
+        self.forget()
+        self.is_writing = False
+        self.state.still.release()
 
-    def _others(self, members: tuple[int, ...]) -> AllReduce | None:
-        """The way to the same replicas of other instances."""
-        if self._group is None:
-            return None
-        if members not in self._instances:
-            tag = FIRST_TAG + 2 * (self.ipu * self.settings.counts.replicas + members[0])
-            self._instances[members] = AllReduce(self._group, tag, len(members))
-        return self._instances[members]
+    def forget(self) -> None:
+        """Forget the gradients of a step."""
+        for values in (self._norms, self._counts, self._is_finite, self._steps):
+            values.clear()
+        self._is_left_out = False
+        if not self.buckets:
+            for sums in self.state.sums:
+                sums.clear()
 
-    def _by_members(self, keys: Iterable[str]) -> dict[tuple[int, ...], list[str]]:
-        """Parameters by the replicas that have the same value of them."""
-        found: dict[tuple[int, ...], list[str]] = {}
-        for key in keys:
-            found.setdefault(self.settings.members(key, self.replica), []).append(key)
-        return found
 
-    def _adapt_scale(self, names: Sequence[str], scale: float, give: Give) -> Generator[Any, Any, bool]:
-        """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
-        found = count([self.store.sums[name] for name in names if self._shared.counts(name)], scale)
-        mine = {self.ipu: (yield from self._shared.total(found, give))}
-        everybody = yield from exchange(mine, "counts", self.ipu, self.replica, self.ipus, give)
-        seen = sum(everybody.values(), Count())
-        self.store.loss_factor = next_factor(self.store.loss_factor, seen)
-        return seen.finite
-
-    def _generators(
-        self, names: Sequence[str], weights: Sequence[Tensor], key: int
-    ) -> list[torch.Generator] | None:
-        """For stochastic rounding: numbers that depend on the step and the parameter, not on who updates it."""
-        if not self.settings.stochastic_rounding or all(weight.dtype == torch.float32 for weight in weights):
-            return None
-        return [
-            generator(weight.device, key, self.place[name])
-            for name, weight in zip(names, weights, strict=True)
-        ]
+def average(sums: list[Tensor], divisor: float) -> None:
+    """Divide the sums in place; by 1 is no division."""
+    if divisor != 1 and sums:
+        torch._foreach_div_(sums, divisor)

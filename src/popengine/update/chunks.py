@@ -6,7 +6,7 @@ the sums within norms, and with it their bits, depends on the parameter alone. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
-Task = Callable[[], None]  # one of several that may be done at the same time
 
 # Of each tensor: 1 MB of float32. Less would be in a core's own cache, but cores would wait more for Python's lock.
 CHUNK = 1 << 18
@@ -25,7 +24,7 @@ class Part:
     """A parameter that is updated, or some elements of it.
 
     Args:
-        old:       values that the update begins with, where these are in other memory: "weight", and states by name
+        others:    the gradient sums of other replicas, to be added to the gradient in the order of a tree
         generator: for stochastic rounding
         step:      for rules that need norms: memory of what is measured, the gradient's where its dtype will do
         norms:     of the weight and of its step, by the beginning of the chunk
@@ -34,7 +33,7 @@ class Part:
     parameter: Tensor
     gradient: Tensor
     state: State
-    old: Mapping[str, Tensor] = field(default_factory=dict)
+    others: tuple[Tensor, ...] = ()
     generator: torch.Generator | None = None
     step: Tensor | None = None
     norms: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -42,7 +41,8 @@ class Part:
     @property
     def is_flat(self) -> bool:
         """Whether one order of elements is that of the memory of all its tensors."""
-        tensors = [self.parameter, self.gradient, *_large(self.state), *_large(self.old)]
+        states = (value for name, value in self.state.items() if name not in SCALARS)
+        tensors = [self.parameter, self.gradient, *self.others, *states]
         return all(tensor.is_contiguous() for tensor in tensors) or all(
             tensor.stride() == self.parameter.stride()
             and tensor.dim() == 4
@@ -57,13 +57,9 @@ class Part:
             parameter=_view(self.parameter, start, stop),
             gradient=_view(self.gradient, start, stop),
             state={name: _view(value, start, stop) for name, value in self.state.items()},
-            old={name: _view(value, start, stop) for name, value in self.old.items()},
+            others=tuple(_view(value, start, stop) for value in self.others),
             step=None if self.step is None else _view(self.step, start, stop),
         )
-
-
-def _large(values: Mapping[str, Tensor]) -> list[Tensor]:
-    return [value for name, value in values.items() if name not in SCALARS]
 
 
 SCALARS = ("step", "trust")  # one number a parameter
@@ -89,38 +85,40 @@ class Span(NamedTuple):
 
 
 Chunk = list[Span]
+Spans = list[tuple[int, int, int]]  # a chunk as numbers: (part, start, stop)
 
 
-def chunks(parts: Sequence[Part]) -> Iterator[list[Chunk]]:
+def chunks(parts: Sequence[Part]) -> list[list[Spans]]:
     """What to do, as lists of chunks: lists in any order or at the same time, the chunks of one in their order.
 
     On other devices than CPUs all is one chunk, as one kernel updates many.
     """
     if not all(part.parameter.is_cpu for part in parts):
-        yield [[Span(part) for part in parts]]
-        return
-    chunk: Chunk = []
+        return [[[(number, 0, 0) for number in range(len(parts))]]]
+    found: list[list[Spans]] = []
+    chunk: Spans = []
     elements = 0
-    for part in parts:
-        spans = list(_spans(part))
+    for number, part in enumerate(parts):
+        spans = [(number, start, stop) for start, stop in _spans(part)]
         if part.generator is not None:  # it draws its numbers in the order of the elements
-            yield [[span] for span in spans]
+            found.append([[span] for span in spans])
             continue
         for span in spans:
-            size = span.stop - span.start or part.parameter.numel()
+            size = span[2] - span[1] or part.parameter.numel()
             if chunk and elements + size > CHUNK:
-                yield [chunk]
+                found.append([chunk])
                 chunk, elements = [], 0
             chunk.append(span)
             elements += size
     if chunk:
-        yield [chunk]
+        found.append([chunk])
+    return found
 
 
-def _spans(part: Part) -> Iterator[Span]:
+def _spans(part: Part) -> Iterator[tuple[int, int]]:
     size = part.parameter.numel()
     if size <= CHUNK or not part.is_flat:
-        yield Span(part)
+        yield 0, 0
     else:
         for start in range(0, size, CHUNK):
-            yield Span(part, start, min(start + CHUNK, size))
+            yield start, min(start + CHUNK, size)

@@ -6,17 +6,16 @@ be done at the same time. It knows no device, schedule or user's class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
-from popengine.update.chunks import Part, State, Task, chunks
+from popengine.update.chunks import Part, Span, Spans, State, chunks
 from popengine.update.formulas import Rates
-from popengine.update.layerwise import by_layers, with_room
-from popengine.update.one_chunk import Prepare, begin_chunk, each, update_by_kernel, update_in_float
+from popengine.update.layerwise import measure, with_ratios, with_room
+from popengine.update.one_chunk import Prepare, begin_chunk, update_by_kernel, update_in_float
 from popengine.update.optimizer_rules import rule_of
 
 
@@ -63,38 +62,76 @@ def update(
         Part(parameter, gradient, state, generator=generator)
         for parameter, gradient, state, generator in zip(parameters, gradients, states, some, strict=True)
     ]
-    for phase in phases(optimizer, group, parts):
-        for task in phase:
-            task()
+    step = UpdateStep(optimizer, group, parts, ())
+    step.begin()
+    if step.is_layerwise:
+        for some_chunks in step.chunks:
+            step.measure(some_chunks)
+        step.trust()
+    for some_chunks in step.chunks:
+        step.apply(some_chunks)
 
 
-def phases(
-    optimizer: Optimizer, group: Rates, parts: Sequence[Part], prepare: Sequence[Prepare] = ()
-) -> Iterator[list[Task]]:
-    """The same update as tasks: those of a phase in any order, or at the same time, and then the next phase.
+class UpdateStep:
+    """One update of some parameters with the same rates, chunk by chunk.
 
-    Once there is a first phase, large memory has been made, and nothing is written to yet.
+    First `begin`; for rules that need norms (`is_layerwise`) then `measure` of all chunks and `trust`; then `apply` of
+    all chunks. Chunks of one step may be computed at the same time.
+
+    Args:
+        prepare: what is done to gradients first
     """
-    rule = rule_of(optimizer)
-    for part in parts:
-        for state in rule.states:
-            if state.when == "momentum" and group.get("momentum") and state.name not in part.state:
-                part.state[state.name] = _zeros(optimizer, state.name, part.parameter)  # it was zero so far
-    if rule.layers is not None:
-        parts = [with_room(part) for part in parts]
-    yield [partial(_count, parts)]
-    begin = partial(begin_chunk, prepare=prepare)
-    if rule.layers is not None:
-        yield from by_layers(rule, rule.layers, optimizer, group, parts, begin)
-        return
-    fused = [_is_fused(optimizer, group, part.parameter) for part in parts]
-    one = partial(update_by_kernel, rule, group, begin)
-    other = partial(update_in_float, rule.formula, optimizer, group, begin)
-    yield [
-        partial(each, run, some)
-        for run, is_fused in ((one, True), (other, False))
-        for some in chunks([part for part, fits in zip(parts, fused, strict=True) if fits == is_fused])
-    ]
+
+    def __init__(
+        self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part], prepare: Sequence[Prepare]
+    ) -> None:
+        self.optimizer, self.rates, self.prepare, self.rule = optimizer, rates, prepare, rule_of(optimizer)
+        self.is_layerwise = self.rule.layers is not None
+        for part in parts:
+            for state in self.rule.states:
+                if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
+                    part.state[state.name] = _zeros(
+                        optimizer, state.name, part.parameter
+                    )  # it was zero so far
+        self.parts = [with_room(part) for part in parts] if self.is_layerwise else list(parts)
+        self._fused = [_is_fused(optimizer, rates, part.parameter) for part in parts]
+
+    @property
+    def chunks(self) -> list[list[Spans]]:
+        """What may be computed at the same time: lists of chunks, each with its elements as (part, start, stop)."""
+        return chunks(self.parts)
+
+    def begin(self) -> None:
+        """Count this update. All large memory has been made before."""
+        steps = [part.state["step"] for part in self.parts if "step" in part.state]
+        if steps:
+            torch._foreach_add_(steps, 1)
+
+    def measure(self, some: Sequence[Spans]) -> None:
+        """The norms of some chunks' weights and steps."""
+        assert self.rule.layers is not None
+        for spans in some:
+            chunk = [Span(self.parts[part], start, stop) for part, start, stop in spans]
+            parts = begin_chunk(chunk, self.prepare)
+            measure(self.rule.layers, self.optimizer, self.rates, chunk, parts)
+
+    def trust(self) -> None:
+        """From the norms of all chunks to each parameter's ratio."""
+        assert self.rule.layers is not None
+        self.parts, self.prepare = with_ratios(self.rule.layers, self.rates, self.parts), ()
+
+    def apply(self, some: Sequence[Spans]) -> None:
+        """Update some chunks."""
+        for spans in some:
+            views = begin_chunk(
+                [Span(self.parts[part], start, stop) for part, start, stop in spans], self.prepare
+            )
+            fused = [view for view, (part, _, _) in zip(views, spans, strict=True) if self._fused[part]]
+            others = [view for view, (part, _, _) in zip(views, spans, strict=True) if not self._fused[part]]
+            if fused:
+                update_by_kernel(self.rule, self.rates, fused)
+            if others:
+                update_in_float(self.rule.formula, self.optimizer, self.rates, others)
 
 
 def _is_fused(optimizer: Optimizer, group: Rates, parameter: Tensor) -> bool:
@@ -108,13 +145,3 @@ def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
         requires_grad=False,
         memory_format=torch.preserve_format,
     )
-
-
-def _count(parts: Sequence[Part]) -> None:
-    """This is one more update."""
-    steps = [part.state["step"] for part in parts if "step" in part.state]
-    moved = [part for part in parts if "step" in part.old]
-    if moved:
-        torch._foreach_copy_([part.state["step"] for part in moved], [part.old["step"] for part in moved])
-    if steps:
-        torch._foreach_add_(steps, 1)

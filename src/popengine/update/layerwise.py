@@ -5,49 +5,36 @@ The norm of a parameter is that of its chunks' norms, in their order: it depends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
-from popengine.update.chunks import Chunk, Part, Task, chunks
+from popengine.update.chunks import Chunk, Part
 from popengine.update.formulas import Rates, Step
-from popengine.update.one_chunk import Begin, begin_chunk, each, update_in_float, wide_state, write_back
-from popengine.update.optimizer_rules import Layers, Rule
+from popengine.update.one_chunk import wide_state, write_back
+from popengine.update.optimizer_rules import Layers
 
 
-def by_layers(
-    rule: Rule,
-    layers: Layers,
-    optimizer: Optimizer,
-    group: Rates,
-    parts: Sequence[Part],
-    begin: Begin,
-) -> Iterator[list[Task]]:
-    """First the steps and their norms, then the weights. The parts are those `with_room`."""
-    measure = partial(_measure, layers, optimizer, group, begin)
-    yield [partial(each, measure, some) for some in chunks(parts)]
+def with_ratios(layers: Layers, rates: Rates, parts: Sequence[Part]) -> list[Part]:
+    """The measured parts, each with its step as gradient, and its ratio where its rule has one."""
     measured = [part for part in parts if part.norms]
     ratios: dict[int, Tensor] = {}
     if measured:
         sizes = torch.stack([_total(part, 0) for part in measured])
         lengths = torch.stack([_total(part, 1) for part in measured])
-        found = layers.trust(group, sizes, lengths)
+        found = layers.trust(rates, sizes, lengths)
         ratios = {id(part): ratio for part, ratio in zip(measured, found.unbind(), strict=True)}
-    parts = [
+    return [
         replace(
             part,
-            gradient=part.step,
+            gradient=part.gradient if part.step is None else part.step,
             state=part.state | ({"trust": ratios[id(part)]} if id(part) in ratios else {}),
-            old={},
         )
         for part in parts
     ]
-    run = partial(update_in_float, rule.formula, optimizer, group, partial(begin_chunk, prepare=()))
-    yield [partial(each, run, some) for some in chunks(parts)]
 
 
 def with_room(part: Part) -> Part:
@@ -57,8 +44,8 @@ def with_room(part: Part) -> Part:
     return replace(part, step=step, norms={})
 
 
-def _measure(layers: Layers, optimizer: Optimizer, group: Rates, begin: Begin, chunk: Chunk) -> None:
-    parts = begin(chunk)
+def measure(layers: Layers, optimizer: Optimizer, group: Rates, chunk: Chunk, parts: Sequence[Part]) -> None:
+    """Compute the steps of a chunk, whose elements are `parts`, and the norms of these and of the weights."""
     steps = [part.step for part in parts if part.step is not None]
     for part, step in zip(parts, steps, strict=True):
         if step.dtype != part.gradient.dtype:

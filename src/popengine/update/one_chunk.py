@@ -5,10 +5,9 @@ Parameters or states that aren't float32 are computed on in float32 and rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from popengine.settings import Optimizer
 from popengine.update.chunks import SCALARS, Chunk, Part, State
@@ -16,48 +15,26 @@ from popengine.update.formulas import Formula, Rates, Step
 from popengine.update.optimizer_rules import Rule
 from popengine.update.stochastic_rounding import stochastic_round_
 
-Prepare = Callable[[list[Tensor]], None]  # what is done to gradients first, in place, element by element
-Begin = Callable[[Chunk], list[Part]]
-
-
-def each(run: Callable[[Chunk], None], some: Iterable[Chunk]) -> None:
-    for chunk in some:
-        run(chunk)
+Prepare = Callable[[Sequence[Part]], None]  # what is done to gradients first, in place, element by element
 
 
 def begin_chunk(chunk: Chunk, prepare: Sequence[Prepare]) -> list[Part]:
-    """The elements of a chunk, with the values that the update begins with."""
+    """The elements of a chunk, with gradients as the rule reads them."""
     parts = [span.view for span in chunk]
-    old = [
-        (part.parameter if name == "weight" else part.state[name], value)
-        for part in parts
-        for name, value in part.old.items()
-        if name not in SCALARS
-    ]
-    if old:
-        torch._foreach_copy_([target for target, _ in old], [value for _, value in old])
-    gradients = [part.gradient for part in parts]
     for change in prepare:
-        change(gradients)
+        change(parts)
     return parts
 
 
-def update_by_kernel(rule: Rule, group: Rates, begin: Begin, chunk: Chunk) -> None:
+def update_by_kernel(rule: Rule, group: Rates, parts: Sequence[Part]) -> None:
+    """Run torch's one kernel for the whole rule."""
     assert rule.fused is not None
-    parts = begin(chunk)
     weights, gradients = [part.parameter for part in parts], [part.gradient for part in parts]
     rule.fused(group, weights, gradients, [part.state for part in parts])
 
 
-def update_in_float(
-    formula: Formula,
-    optimizer: Optimizer,
-    group: Rates,
-    begin: Begin,
-    chunk: Chunk,
-) -> None:
+def update_in_float(formula: Formula, optimizer: Optimizer, group: Rates, parts: Sequence[Part]) -> None:
     """Run the formula on float32 (for float64 parameters: float64) copies of whatever isn't, then write back."""
-    parts = begin(chunk)
     types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
     # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
     floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]

@@ -107,7 +107,8 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
         Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
     """
     # Programs also write the arguments of replicaGrouping as a tuple.
-    groupings.update({n: Grouping(*given) for n, given in groupings.items() if _is_triple(n, given)})
+    written: dict[str, Any] = dict(groupings)
+    groupings.update({n: Grouping(*given) for n, given in written.items() if _is_triple(n, given)})
     groups_by_name = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
     for name, groups in groups_by_name.items():
         parameter = model._parameters.get(name)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm.auto import tqdm
 
-from popengine.compile import schedule as schedules
 from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
 from popengine.ir import Plan
-from popengine.run import devices
+from popengine.programs import drawn
+from popengine.run.devices import cores
 from popengine.settings import Settings
 
 from ..logs import counted, logger
@@ -23,7 +23,7 @@ from ..logs import counted, logger
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64
 _DRAWN = 64  # micro-batches; a wider drawing can't be read in a log
-_PASSES = ("capture", "partition", "schedule", "lower", "load")
+_PASSES = ("capture", "partition", "tasks", "load")
 
 
 @contextlib.contextmanager
@@ -70,11 +70,11 @@ def announce(plan: Plan, settings: Settings) -> None:
     )
     if not logger.isEnabledFor(logging.DEBUG):
         return
-    if plan.schedule.micro_batches <= _DRAWN:
-        order = schedules.as_run(plan.schedule, devices.cores(settings.device))
-        logger.debug("schedule (%s):\n%s", order.name, schedules.draw(order).rstrip())
+    if plan.micro_batches <= _DRAWN:
+        name, grid = drawn(plan, cores(settings.device))
+        logger.debug("schedule (%s):\n%s", name, grid.rstrip())
     else:
-        logger.debug("schedule of %d micro-batches, too many to draw", plan.schedule.micro_batches)
+        logger.debug("schedule of %d micro-batches, too many to draw", plan.micro_batches)
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:

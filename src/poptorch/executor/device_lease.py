@@ -84,11 +84,11 @@ class DeviceLease:
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed())
         if kept.random is not None:
-            engine.random_state = kept.random
+            engine.state.random_state = kept.random
         if kept.optimizer is not None:
-            engine.write_optimizer(kept.optimizer, kept.loss_factor)
+            engine.state.write_optimizer(kept.optimizer, kept.loss_factor)
         if kept.buffers is not None:
-            engine.write_buffers(kept.buffers)
+            engine.state.write_buffers(kept.buffers)
         if self._reporter is not None:
             self._reporter.attached(engine, executable.graph, executable.hints)
         self._process = os.getpid()
@@ -111,9 +111,11 @@ class DeviceLease:
         """What other devices would go on from; `whole`: also those of other instances."""
         engine, kept = self.engine, self.kept
         if engine is not None and engine.settings.training:
-            states = self.whole_optimizer_states() if whole else engine.read_optimizer()
+            states = self.whole_optimizer_states() if whole else engine.state.read_optimizer()
             kept = replace(
-                kept, optimizer={**(kept.optimizer or {}), **(states or {})}, loss_factor=engine.loss_factor
+                kept,
+                optimizer={**(kept.optimizer or {}), **(states or {})},
+                loss_factor=engine.state.loss_factor,
             )
         return replace(kept, random=self.random_state if with_random_state else None)
 
@@ -122,13 +124,17 @@ class DeviceLease:
     @property
     def random_state(self) -> tuple[int, int]:
         """(seed, steps run)."""
-        return self.engine.random_state if self.engine is not None else self.kept.random or (self._seed(), 0)
+        return (
+            self.engine.state.random_state
+            if self.engine is not None
+            else self.kept.random or (self._seed(), 0)
+        )
 
     @random_state.setter
     def random_state(self, state: tuple[int, int]) -> None:
         self.kept = replace(self.kept, random=state)
         if self.engine is not None:
-            self.engine.random_state = state
+            self.engine.state.random_state = state
 
     def _seed(self) -> int:
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
@@ -136,7 +142,7 @@ class DeviceLease:
     @property
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
         """The state of each parameter; None before there were devices."""
-        return self.engine.read_optimizer() if self.engine is not None else self.kept.optimizer
+        return self.engine.state.read_optimizer() if self.engine is not None else self.kept.optimizer
 
     @property
     def shares_state(self) -> bool:
@@ -164,4 +170,4 @@ class DeviceLease:
 
     @property
     def loss_factor(self) -> float:
-        return self.engine.loss_factor if self.engine is not None else self.kept.loss_factor
+        return self.engine.state.loss_factor if self.engine is not None else self.kept.loss_factor

@@ -104,7 +104,8 @@ class PoplarExecutor:
 
         Raises:
             Error: the model can't be compiled, the batch is not what was compiled for, or the run failed;
-                weights are then as before the call, and the model can be called again
+                the weights are then those of the last finished update (see `finished_updates`), and the model can be
+                called again
         """
         assert self.options.connection_type != ConnectionType.Never, (
             "Trying to run a model on an offline device (ConnectionType.Never)\n"
@@ -130,7 +131,8 @@ class PoplarExecutor:
         try:
             results = lease.need_engine().run(self._inputs(call), self._optimizer_link.hyper, recorder)
         except Exception:
-            if first:  # it may be these inputs that do not fit, and the model is not to be bound to them
+            # It may be these inputs that do not fit, and the model is not to be bound to them.
+            if first and not self.finished_updates:
                 self._forget_executable()
             raise
         if self._reporter is not None:
@@ -303,6 +305,12 @@ class PoplarExecutor:
         # parts of torch may be gone already.
         with contextlib.suppress(Exception):
             self._release()
+
+    @property
+    def finished_updates(self) -> int:
+        """*Ours*: the weight updates that the latest call has finished: fewer than `deviceIterations` after an error or
+        Ctrl-C. The weights are those after the last of them."""
+        return self._lease.engine.updates_done if self._lease.engine is not None else 0
 
     @property
     def rng_state(self) -> list[int]:

@@ -158,18 +158,18 @@ class OptimizerLink:
             optimizer._pending_torch_state = None
             self.optimizer.state.clear()  # the devices have the newest from now on
         if self._loaded:
-            engine.write_optimizer(self._loaded)
+            engine.state.write_optimizer(self._loaded)
             self._loaded = {}
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_states(entries)
-            missing = sorted(set(state_entries(kind, engine.read_optimizer())) - set(entries))
+            missing = sorted(set(state_entries(kind, engine.state.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            engine.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
+            engine.state.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
         newest: Any = optimizer
         loaded = getattr(newest, "_loaded_rates", None)

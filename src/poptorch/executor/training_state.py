@@ -24,9 +24,9 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
-            with lease.engine.still:
-                values = {name: value.clone() for name, value in lease.engine.read().items()}
-            buffers = lease.engine.read_buffers()
+            with lease.engine.state.still:
+                values = {name: value.clone() for name, value in lease.engine.state.read().items()}
+            buffers = lease.engine.state.read_buffers()
         else:
             values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
             buffers = [{name: values[name] for name in names}]

@@ -65,15 +65,15 @@ class WeightSync:
     def stale(self) -> bool:
         """Whether the devices have newer weights than the host."""
         engine = self._lease.engine
-        return engine is not None and engine.snapshot.host_is_stale
+        return engine is not None and engine.state.host_is_stale
 
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
         engine = self._lease.need_engine()
-        with noting(self._reporter, "weights to host"), engine.still:
-            self.put_on_host(engine.read())
+        with noting(self._reporter, "weights to host"), engine.state.still:
+            self.put_on_host(engine.state.read())
         # Last: while the host has got but some of them, the next look at its weights copies all again.
-        engine.host_has_read()
+        engine.state.host_is_stale = False
 
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy these into the user's model."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from popengine.compile.describe import Description
-from popengine.compile.schedule import draw
 from popengine.ir import Graph, Plan
 from popengine.profile import Profile
+from popengine.programs import drawn
+from popengine.run.devices import cores
 from popengine.settings import Settings
 
 from ..logs import counted
@@ -50,7 +51,7 @@ class Overview:
         lines += [
             f"ipu {a} -> ipu {b}: {_bytes(size)} a {per} {when}" for a, b, size, per, when in self.transfers
         ]
-        lines += ["", "schedule of a step:", self.schedule, ""]
+        lines += ["", self.schedule, ""]
         lines += [
             f"piece {name} on ipu {ipu}:\n{indent(source, '    ')}" for name, ipu, source in self.pieces
         ]
@@ -76,7 +77,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         if slot.role == "parameter" and slot.name in partition.home:
             sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
     kind = "training" if settings.training else "inference"
-    micro_batches = plan.schedule.micro_batches
+    micro_batches = plan.micro_batches
     title = (
         f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
         f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
@@ -91,15 +92,25 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         title,
         tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
         transfers,
-        draw(plan.schedule).rstrip()
+        _schedules(plan, settings)
         if micro_batches <= _DRAWN
-        else f"{micro_batches} micro-batches, too many to draw",
+        else f"schedule of a step: {micro_batches} micro-batches, too many to draw",
         tuple(
             (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
             for piece in partition.pieces
         ),
         planned(plan, settings, graph),
     )
+
+
+def _schedules(plan: Plan, settings: Settings) -> str:
+    """The order in which this machine runs a step, and that of separate devices."""
+    here, apart = drawn(plan, cores(settings.device)), drawn(plan)
+    kind = counted(cores(settings.device), "core") + " of this machine"
+    found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"
+    if len(set(plan.partition.ipus)) > 1:
+        found += f"\n\nthe same as if each ipu were a device of its own, {apart[0]}:\n{apart[1].rstrip()}"
+    return found
 
 
 def _bytes(size: int | None) -> str:

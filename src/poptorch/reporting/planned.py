@@ -35,8 +35,8 @@ def plan_tables(described: Description, settings: Settings) -> profile.Profile:
             "mode": settings.strategy.mode,
             "schedule_length": described.length,
             "schedule_actions": described.actions,
-            "schedule_micro_batches": plan.schedule.micro_batches,
-            "in_flight": plan.schedule.in_flight,
+            "schedule_micro_batches": plan.micro_batches,
+            "in_flight": 1 if plan.order != "pipelined" else partition.stages,
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
             "device": settings.device,
@@ -86,11 +86,11 @@ def _between(found: profile.Profile, ipu: int) -> int:
 def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
     """Return what an ipu of replica 0 keeps from step to step."""
     optimizer = settings.optimizer
-    weights = others = gradients = states = trained = 0
+    weights = others = gradients = states = 0
     kept = set(plan.state[ipu])  # and copies of weights that live elsewhere
-    for instruction in plan.programs[ipu]:
-        if isinstance(instruction, Receive) and instruction.micro_batch is None:
-            kept |= set(instruction.names)
+    for task in plan.tasks:
+        if task.kind == "copy" and task.ipu == ipu:
+            kept |= {n for x in task.instructions if isinstance(x, Receive) for n in x.names}
     for slot in plan.partition.signature.slots:
         if slot.name not in kept:
             continue
@@ -102,13 +102,10 @@ def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
         home = plan.partition.home.get(slot.name)
         is_home = home is not None and plan.partition.ipus[home] == ipu
         if settings.training and optimizer is not None and is_home and slot.key in optimizer.group_of:
-            trained += count * slot.dtype.itemsize
             gradients += count * optimizer.accumulator_type.itemsize
             state = init_state(optimizer, torch.empty(slot.shape, dtype=slot.dtype, device="meta"))
             states += sum(value.nbytes for value in state.values())
-    # The first of several updates of a call writes to a second set, so that a failed call changes nothing.
-    copies = trained + states if settings.counts.iterations > 1 else 0
-    return profile.Memory(0, ipu, weights, others, gradients, states, copies)
+    return profile.Memory(0, ipu, weights, others, gradients, states)
 
 
 def exit_if_only_planning(plan: Plan, settings: Settings, graph: Graph | None) -> None:

@@ -25,7 +25,6 @@ from popengine import profile
 from popengine.compile.describe import Description
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
-from popengine.run.measure.memory_meter import memory
 from popengine.run.measure.recorder import Recorder, Times
 from popengine.run.measure.recording_costs import recording_costs
 from popengine.settings import Optimizer
@@ -107,7 +106,6 @@ class Reporter:
     def _profile(self, engine: Engine) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
         described, origin = Description(engine.plan, self._graph), recorder.origin
-        roles = {slot.name: slot.role for slot in engine.plan.partition.signature.slots}
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
         found = plan_tables(described, settings)
         facts = {
@@ -145,7 +143,11 @@ class Reporter:
                 profile.HostEvent(kind, start - origin, end - origin, size)
                 for kind, start, end, size in recorder.host
             ),
-            memory=tuple(memory(store, *place, roles) for place, store in engine.stores.items()),
+            memory=tuple(
+                engine.state.memory(replica, ipu)
+                for replica in range(settings.counts.replicas)
+                for ipu in engine.plan.state
+            ),
             tensors=tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
             options=tuple(_changed_options(options, settings.training)),
         )

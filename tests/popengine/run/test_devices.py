@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.errors import Error, RunError, UnrecoverableError
-from popengine.run import devices
+from popengine.run import devices, random_draws
 from popengine.run.engine import Engine
 from popengine.run.measure.recorder import Recorder
-from popengine.run.state import random_draws
 from popengine.settings import Counts, Optimizer, Settings, Strategy
 
 GPU = torch.device("cuda", 0)
@@ -71,11 +70,10 @@ def fake_gpu(monkeypatch):
 
 
 def devices_of(engine):
-    for store in engine.stores.values():
-        yield from (value.device for value in store.state.values())
-        yield from (value.device for value in store.sums.values())
-        for state in store.states.values():
-            yield from (value.device for name, value in state.items() if name != "step")
+    for values in engine.state.values:
+        yield from (value.device for value in values.values())
+    for state in engine.state.optimizer.values():
+        yield from (value.device for name, value in state.items() if name != "step")
 
 
 OPTIONS = [
@@ -101,8 +99,8 @@ def test_a_call_leaves_no_tensor_on_the_cpu_and_reads_none(options, recorder, fa
             results = engine.run(batch_for(engine, call), hyper, recorder)
             assert {value.device.type for value in results.outputs()} == {"cpu"}
         assert set(devices_of(engine)) == {GPU}
-        assert {value.device.type for value in engine.read().values()} == {"cpu"}
-        states = engine.read_optimizer().values()
+        assert {value.device.type for value in engine.state.read().values()} == {"cpu"}
+        states = engine.state.read_optimizer().values()
         assert {value.device.type for state in states for value in state.values()} <= {"cpu"}
     engine.close()
 
@@ -121,7 +119,7 @@ def read_by_the_host(value, device):
     ids=["left behind", "read"],
 )
 def test_a_tensor_that_is_left_behind_or_read_fails_the_call(upload, error, fake_gpu, monkeypatch):
-    monkeypatch.setattr("popengine.run.drivers.worker.upload", upload)
+    monkeypatch.setattr("popengine.run.row_functions.upload", upload)
     parts = planned(device="cuda")
     with devices.running(GPU):
         engine = Engine(*parts, GPU)

@@ -1,13 +1,16 @@
 """The engine: a loaded plan, its weights, and what a call leaves behind."""
 
+import threading
+
 import pytest
 import torch
 from engine_models import Net, graph_of, net, stages
 
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
-from popengine.run.drivers.worker import Worker
+from popengine.errors import RunError
 from popengine.run.engine import Engine
+from popengine.run.row_functions import RowFunctions
 from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
 
 RATES = {
@@ -43,7 +46,7 @@ def batch(micro_batches):
 
 
 def copied(engine):
-    return {name: value.clone() for name, value in engine.read().items()}
+    return {name: value.clone() for name, value in engine.state.read().items()}
 
 
 def assert_equal(one, two):
@@ -56,7 +59,7 @@ def test_the_engine_copies_the_weights_it_is_given():
     engine = engine_for()
     assert_equal(copied(engine), dict(model.state_dict()))
     engine.run(batch(16), HYPER)
-    assert not torch.equal(engine.read()["a.weight"], model.a.weight)
+    assert not torch.equal(engine.state.read()["a.weight"], model.a.weight)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,8 @@ def test_a_sum_reduction_equals_a_mean_with_a_rate_as_many_times_higher():
     total = engine_for(reduction="sum")
     mean.run(batch(16), Hyper(({**RATES, "lr": 0.08},)))
     total.run(batch(16), Hyper(({**RATES, "lr": 0.01},)))
-    for name, value in mean.read().items():
-        torch.testing.assert_close(value, total.read()[name])
+    for name, value in mean.state.read().items():
+        torch.testing.assert_close(value, total.state.read()[name])
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing():
@@ -102,15 +105,19 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing():
 def test_new_rates_need_no_new_plan():
     engine = engine_for()
     engine.run(batch(16), Hyper(({**RATES, "lr": 0.0},)))
-    assert torch.equal(engine.read()["a.weight"], net().a.weight)
+    assert torch.equal(engine.state.read()["a.weight"], net().a.weight)
     engine.run(batch(16), HYPER)
-    assert not torch.equal(engine.read()["a.weight"], net().a.weight)
+    assert not torch.equal(engine.state.read()["a.weight"], net().a.weight)
 
 
 def test_weights_written_are_used_by_every_replica():
     engine = engine_for(replicas=2)
     engine.write(
-        {name: torch.zeros_like(value) for name, value in engine.read().items() if value.is_floating_point()}
+        {
+            name: torch.zeros_like(value)
+            for name, value in engine.state.read().items()
+            if value.is_floating_point()
+        }
     )
     scores = engine.run(batch(32), Hyper(({**RATES, "lr": 0.0},))).outputs()[0]
     assert torch.equal(scores, torch.zeros_like(scores))
@@ -119,36 +126,51 @@ def test_weights_written_are_used_by_every_replica():
 def test_replicas_hold_the_same_weights_after_every_call():
     engine = engine_for(replicas=2)
     engine.run(batch(32), HYPER)
-    for ipu in engine.plan.programs:
-        one, two = (engine.stores[replica, ipu] for replica in range(2))
-        for name in one.sums:
-            assert torch.equal(one.state[one.slot[name]], two.state[two.slot[name]])
+    one, two = engine.state.values
+    assert all(
+        one[engine.state.slot_of[key]] is two[engine.state.slot_of[key]] for key in engine.state.trained
+    )
 
 
-def test_a_failed_call_leaves_step_weights_and_buffers_as_they_were():
-    engine, twin = engine_for(), engine_for()
-    for each in (engine, twin):
-        each.run(batch(16), HYPER)
-    before, step = copied(engine), engine.random_state
-    x, y = batch(16)
-    y[-1] = 77  # no such class; the last micro-batch of the second update
-    with pytest.raises(Exception, match="micro-batch 7"):
-        engine.run([x, y], HYPER)
-    assert_equal(copied(engine), before)
-    assert engine.random_state == step
-    assert torch.equal(engine.run(batch(16), HYPER).outputs()[1], twin.run(batch(16), HYPER).outputs()[1])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failed_call_leaves_what_its_finished_updates_have_made(failing):
+    """Weights, buffers, optimizer state and random numbers are those after the last of them, and no others."""
+    engine, twin = (engine_for(iterations=n) for n in (3, failing or 3))
+    x, y = batch(24)
+    if failing:
+        rows = failing * 16
+        twin.run([x[:rows], y[:rows]], HYPER)
+    wrong = y.clone()
+    wrong[failing * 16 + 15] = 77  # no such class; the last micro-batch of this update
+    with pytest.raises(RunError, match="micro-batch 7") as error:
+        engine.run([x, wrong], HYPER)
+    said = f"{failing} of the 3 weight updates" if failing else "as they were before the call"
+    assert said in str(error.value)
+    assert engine.updates_done == failing
+    assert engine.state.random_state == twin.state.random_state
+    assert_equal(copied(engine), copied(twin))
+    assert engine.state.host_is_stale == bool(failing)
+    other = engine_for(iterations=3)
+    other.write(copied(twin))
+    other.state.random_state = twin.state.random_state
+    assert torch.equal(engine.run(batch(24), HYPER).outputs()[1], other.run(batch(24), HYPER).outputs()[1])
 
 
 def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(monkeypatch):
     """Micro-batches begin when earlier ones have ended: else a fast first stage would fill the memory."""
     alive = []
-    compute = Worker._compute
+    computing = RowFunctions._computing
 
-    def watched(worker, instruction):
-        compute(worker, instruction)
-        alive.append(len([frame for frame in worker.frames.copy().values() if frame]))
+    def watched(rows, row, replica):
+        compute = computing(rows, row, replica)
 
-    monkeypatch.setattr(Worker, "_compute", watched)
+        def run(micro_batch):
+            compute(micro_batch)
+            alive.append(len([frame for frame in rows.frames[replica].copy().values() if frame]))
+
+        return run
+
+    monkeypatch.setattr(RowFunctions, "_computing", watched)
     model = Net().eval()
     settings = Settings(False, Counts(iterations=200), stages(0, 1, 2, 3))
     engine = Engine(
@@ -162,8 +184,10 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
 
 
 def test_an_engine_that_is_closed_ends_its_threads():
+    before = set(threading.enumerate())
     engine = engine_for()
-    threads = [crew.thread for crew in engine._crews.values()]
+    threads = set(threading.enumerate()) - before
+    assert threads
     engine.close()
     for thread in threads:
         thread.join(5)

@@ -5,7 +5,7 @@ import torch
 
 from popengine.settings import Optimizer
 from popengine.update.chunks import CHUNK, Part, chunks
-from popengine.update.group_update import init_state, phases, update
+from popengine.update.group_update import init_state, update
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -15,18 +15,9 @@ def part(*shape, dtype=torch.float32, generator=None):
     return Part(value, torch.empty_like(value), {}, generator=generator)
 
 
-def described(found, parts):
-    """Each list of chunks as (part, start, stop) of its spans."""
-    number = {id(part): place for place, part in enumerate(parts)}
-    return [
-        [[(number[id(span.part)], span.start, span.stop) for span in chunk] for chunk in some]
-        for some in found
-    ]
-
-
 def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
     parts = [part(3), part(2 * CHUNK + 5), part(7), part(2, 2)]
-    assert described(chunks(parts), parts) == [
+    assert chunks(parts) == [
         [[(0, 0, 0)]],
         [[(1, 0, CHUNK)]],
         [[(1, CHUNK, 2 * CHUNK)]],
@@ -36,16 +27,16 @@ def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
 
 def test_what_draws_random_numbers_is_done_in_order():
     parts = [part(CHUNK + 1, dtype=torch.float16, generator=torch.Generator()), part(2)]
-    assert described(chunks(parts), parts) == [[[(0, 0, CHUNK)], [(0, CHUNK, CHUNK + 1)]], [[(1, 0, 0)]]]
+    assert chunks(parts) == [[[(0, 0, CHUNK)], [(0, CHUNK, CHUNK + 1)]], [[(1, 0, 0)]]]
 
 
 def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
     weight = torch.empty(1024, 512)
     parts = [Part(weight, torch.empty(512, 1024).t(), {})]
-    assert described(chunks(parts), parts) == [[[(0, 0, 0)]]]
+    assert chunks(parts) == [[[(0, 0, 0)]]]
     images = torch.empty(128, 128, 5, 5).to(memory_format=torch.channels_last)
     parts = [Part(images, torch.empty_like(images), {})]
-    assert len(described(chunks(parts), parts)) == 2
+    assert len(chunks(parts)) == 2
 
 
 def trained(kind, rates, weights, dtype=torch.float32, seed=None, **fields):
@@ -80,21 +71,3 @@ def test_norms_do_not_depend_on_what_is_updated_beside(kind):
     beside = trained(kind, rates, [large.clone(), torch.randn(10), torch.randn(200, 400)])
     assert torch.equal(alone, beside[0])
     torch.testing.assert_close(alone, trained(kind, rates, [large.double()], torch.float64)[0].float())
-
-
-@pytest.mark.parametrize("kind", ["adamw", "lamb"])
-def test_an_update_may_begin_with_values_in_other_memory(kind):
-    """The first update of a call reads what is kept and writes the spare set."""
-    optimizer, rates = Optimizer(kind, {}), {**ADAM, "max_weight_norm": 10.0}
-    torch.manual_seed(0)
-    weight, gradient = torch.randn(CHUNK + 9), torch.randn(CHUNK + 9)
-    old = {"weight": weight, **init_state(optimizer, weight)}
-    before = {name: value.clone() for name, value in old.items()}
-    new = {name: torch.full_like(value, torch.nan) for name, value in old.items()}
-    state = {name: value for name, value in new.items() if name != "weight"}
-    for phase in phases(optimizer, rates, [Part(new["weight"], gradient.clone(), state, old)]):
-        for task in reversed(phase):  # in any order
-            task()
-    assert all(torch.equal(old[name], value) for name, value in before.items())
-    update(optimizer, rates, [weight], [gradient], [{n: v for n, v in old.items() if n != "weight"}])
-    assert all(torch.equal(new[name], value) for name, value in old.items())

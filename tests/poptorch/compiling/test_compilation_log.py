@@ -37,7 +37,7 @@ def test_the_log_has_the_passes_their_times_and_the_schedule(caplog, monkeypatch
     caplog.set_level(logging.DEBUG, logger="poptorch::python")
     compiled(0, 1)
     passes = re.findall(r"pass (\w+) took [\d.]+ ms", caplog.text)
-    assert passes == ["capture", "partition", "schedule", "lower", "load"]
+    assert passes == ["capture", "partition", "tasks", "load"]
     assert "schedule (depth first):\ncore 0 | F0.0 F1.0\ncore 1 | F0.1 F1.1" in caplog.text
 
 

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from popengine.ir import Piece
 
 from ..devices import CPU
-from ..state.random_draws import draw, drawing_on
+from ..random_draws import draw, drawing_on
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -85,7 +85,6 @@ def build(
     call: Callable[[OpOverload], Callable[..., Any]] = direct,
     device: torch.device = CPU,
     after: Mapping[int, str] = MappingProxyType({}),
-    alone: bool = False,
     **more: Any,
 ) -> Code:
     """Return the function of a piece: it takes the list of the values read, empties it, and returns those written.
@@ -94,7 +93,6 @@ def build(
         call:   what the source calls for an operation of torch.ops
         device: of the values that it reads, and of those that it makes
         after:  statements that follow lines of its body, by their numbers; -1: before the first
-        alone:  it waits for no other replicas, as if they had the same values
         more:   other names that its source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
@@ -104,7 +102,7 @@ def build(
         # `draw` takes the operation itself.
         function = operation if is_drawn else _on_accelerator(operation, device) or call(operation)
         names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.written(after, alone), _file(piece), "exec"), names)
+    exec(compile(piece.written(after), _file(piece), "exec"), names)
     return names["piece"]
 
 

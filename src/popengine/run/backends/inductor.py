@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from popengine.control_flow import LIBRARY
 
 from ...ir import Partition, Piece
-from ..state.random_draws import draw
+from ..random_draws import draw
 from .eager import NEEDS_GRADIENTS_ON, Code, build
 
 OPTIONS = {

@@ -17,7 +17,7 @@ all_reduce, whose own order of additions depends on the number of instances.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -114,6 +114,15 @@ class AllReduce:
         """
         self._reduce(flats, even_cuts(flats[0].numel(), self.size), gathers=True)
 
+    def agree(self, commit: Callable[[], None]) -> None:
+        """Return when all instances have come here and `commit` has returned in all of them.
+
+        It is called when all have come. Where it raises an exception, or this instance ends before, no instance
+        returns: each waits for a share of a sum that every other instance sends after its `commit`.
+        """
+        zeros = torch.zeros(self.size * _ALIGNED)
+        self._reduce([zeros], even_cuts(zeros.numel(), self.size), gathers=True, commit=commit)
+
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
         """As `all_reduce`, but each instance has the sum only between its own two cuts.
 
@@ -152,8 +161,15 @@ class AllReduce:
             for peer in self._group.peers:
                 _unflat(flat[cuts[peer] : cuts[peer + 1]], shares[peer])
 
-    def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> None:
-        """Sum this instance's share; `gathers`: and send each segment of the sum to all others at once."""
+    def _reduce(
+        self,
+        flats: Sequence[Tensor],
+        cuts: Sequence[int],
+        gathers: bool,
+        commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sum this instance's share; `gathers`: and send each segment of the sum to all others at once, after `commit`
+        was called."""
         target, group = flats[0], self._group
         sent = [
             group.send(flat[start:stop], peer, self._tag)
@@ -168,6 +184,8 @@ class AllReduce:
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
                 self._add(flats, start, stop, coming.popleft())
+                if turn == _AHEAD:
+                    commit()
                 if gathers:
                     sent += [group.send(target[start:stop], peer, self._tag + 1) for peer in group.peers]
         if gathers:

@@ -114,7 +114,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
     counts = dataclasses.replace(settings.counts, instance=0)
     options = _flat(dataclasses.replace(settings, counts=counts))
     slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
-    programs = {f"ipu {ipu}": _hashed(repr(program)) for ipu, program in plan.programs.items()}
+    programs = {f"task {row}": _hashed(repr(task)) for row, task in enumerate(plan.tasks)}
     pieces = {f"piece {piece}": _hashed(piece.source) for piece in plan.partition.pieces}
     parameters = {slot.key for slot in slots if slot.role == "parameter"}
     return {

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Their results hold whatever was in memory, until something is written there.
+_WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format)
+
 
 class FloatingPointException(ArithmeticError):
     """An operation overflowed, divided by zero, or made or compared a NaN."""
@@ -26,6 +29,8 @@ class FiniteCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func in _WITHOUT_VALUES:
+            return out
         taken = list(_leaves((args, tuple((kwargs or {}).values()))))
         made = [value for value in _leaves((out,)) if isinstance(value, Tensor)]
         inputs = [value for value in taken if isinstance(value, Tensor) and value.is_floating_point()]

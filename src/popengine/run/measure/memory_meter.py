@@ -6,14 +6,13 @@ micro-batch counts its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from popengine.ir import Keep
-from popengine.profile import Memory
+from popengine.ir import Compute, Free, Keep, Load, Receive, Task
 from popengine.profile import Tensor as Row
 
 
@@ -24,30 +23,55 @@ class _Held:
 
 
 class Meter:
-    """Told after each instruction of a step; `rows` says what was held. Indices count the instructions."""
+    """What an ipu of replica 0 holds, as if it had memory of its own; `rows` says it. Indices count its instructions.
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
+    Args:
+        step_rows: the `RowFunctions` that are run
+    """
+
+    def __init__(self, step_rows: Any, ipu: int) -> None:
+        self._rows, self._ipu = step_rows, ipu
         self._done: list[Row] = []
         self._held: dict[Any, _Held] = {}
         self._keys: dict[int, dict[str, Any]] = {}  # micro-batch -> name -> key in `_held`
-        self._inputs = {value.untyped_storage()._cdata for value in worker.run.inputs}
+        self._inputs = {value.untyped_storage()._cdata for value in step_rows.call.inputs}
         self._state = self._state_storages()
 
-    def after(self, index: int, instruction: Any) -> None:
-        """Note what the instruction has made and freed."""
-        micro_batch = getattr(instruction, "micro_batch", None)
-        if micro_batch is None:
-            return
-        if isinstance(instruction, Keep):
-            self._state = self._state_storages()
-        frame: Mapping[str, Tensor] = self._worker.frames.get(micro_batch, {})
+    def before(self, task: Task, micro_batch: int, first: int) -> None:
+        """Note what a row is going to read of other ipus and of the user's inputs."""
+        frame = self._rows.frames[0].get(micro_batch, {})
+        for index, instruction in enumerate(task.instructions, first):
+            if isinstance(instruction, Receive):
+                self._born(instruction.names, frame, micro_batch, index)
+            elif isinstance(instruction, Load):
+                given = dict(zip(instruction.names, instruction.keys, strict=True))
+                values = {name: self._rows.input(int(key), micro_batch, 0) for name, key in given.items()}
+                self._born(instruction.names, values, micro_batch, index)
+
+    def after(self, task: Task, micro_batch: int, first: int) -> None:
+        """Note what a row has made and freed."""
+        frame = self._rows.frames[0].get(micro_batch, {})
+        for index, instruction in enumerate(task.instructions, first):
+            if isinstance(instruction, Compute):
+                self._gone(instruction.last, micro_batch, index)
+                made = self._rows.plan.partition.pieces[instruction.piece].writes
+                self._born(made, frame, micro_batch, index)
+            elif isinstance(instruction, Keep):
+                self._state = self._state_storages()
+            elif isinstance(instruction, Free):
+                self._gone(instruction.names, micro_batch, index)
+
+    def _born(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
         known = self._keys.setdefault(micro_batch, {})
-        # First what has gone: its memory may have been given to what is new.
-        for name in known.keys() - frame.keys():
-            self._drop(name, known.pop(name), index)
-        for name in frame.keys() - known.keys():
-            known[name] = self._add(name, micro_batch, frame[name], index)
+        for name in names:
+            if name in values and name not in known:
+                known[name] = self._add(name, micro_batch, values[name], index)
+
+    def _gone(self, names: Iterable[str], micro_batch: int, index: int) -> None:
+        known = self._keys.get(micro_batch, {})
+        for name in names:
+            if name in known:
+                self._drop(name, known.pop(name), index)
 
     @property
     def rows(self) -> list[Row]:
@@ -55,7 +79,9 @@ class Meter:
         return sorted([*self._done, *(held.row for held in self._held.values())], key=lambda row: row.born)
 
     def _state_storages(self) -> set[int]:
-        return {value.untyped_storage()._cdata for value in self._worker.store.state.values()}
+        state = self._rows.state
+        values = (*state.values[0].values(), *state.new_buffers[0].values())
+        return {value.untyped_storage()._cdata for value in values}
 
     def _add(self, name: str, micro_batch: int, value: Tensor, index: int) -> Any:
         storage = value.untyped_storage()
@@ -66,7 +92,7 @@ class Meter:
         held = self._held.get(key)
         if held is None:
             size, kind = (value.nbytes, "input") if is_input else (storage.nbytes(), "activation")
-            row = Row(self._worker.ipu, name, kind, micro_batch, size, index, -1)
+            row = Row(self._ipu, name, kind, micro_batch, size, index, -1)
             held = self._held[key] = _Held(row)
         held.names.add(name)
         return key
@@ -79,21 +105,3 @@ class Meter:
         if not held.names:
             self._done.append(held.row._replace(died=index))
             del self._held[key]
-
-
-def memory(store: Any, replica: int, ipu: int, roles: Mapping[str, str]) -> Memory:
-    """Bytes of what a store keeps from step to step; `roles` gives each slot's role."""
-
-    def total(values: Any) -> int:
-        return sum({v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values}.values())
-
-    state = store.state.items()
-    return Memory(
-        replica,
-        ipu,
-        total(value for name, value in state if roles.get(name) == "parameter"),
-        total(value for name, value in state if roles.get(name) != "parameter"),
-        total(store.sums.values()),
-        total(value for entries in store.states.values() for value in entries.values()),
-        total(store.spare()),
-    )

@@ -42,7 +42,7 @@ class Sample:
 
     def __init__(self, partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         self.pieces, self._given = partition.pieces, _given(partition, weights, inputs)
-        self._codes = [build(piece, alone=True) for piece in partition.pieces]
+        self._codes = [build(piece) for piece in partition.pieces]
         self._read = {name for piece in self.pieces for name in piece.reads}
         last = {name: place for place, piece in enumerate(self.pieces) for name in piece.reads}
         self._dying = [

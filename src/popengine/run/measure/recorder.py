@@ -1,5 +1,5 @@
-"""Measures while tasks run: one clock reading an instruction, and the thread's own time of a computation, in which no
-other program is. Without a recorder the driver measures nothing.
+"""Measures while tasks run: one clock reading a task, and the thread's own time of a computation, in which no other
+program is. Without a recorder nothing is measured.
 
 The first two steps are looked at closer: pieces read both clocks after every operation, and what each ipu holds
 between instructions is written down (the second step replaces the first, in which memory is cold). Of long
@@ -11,22 +11,21 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
-from popengine.ir import Compute, Piece, Update
+from popengine.ir import Compute, Piece, Task, Update
+from popengine.programs import Program, programs
 
-from .. import devices
 from ..backends.eager import Code, build
-from ..instances.ordered_sums import AT_THE_END
+from ..devices import settle
 from .memory_meter import Meter
 
 DETAILED_STEPS = 2
-Program = Sequence[tuple[Callable[[Any], None], Any]]
 _CALLS = 1000  # first ones, and last ones, whose times are kept
 
 
@@ -82,11 +81,11 @@ class Detail:
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
-    def after(self, index: int, instruction: Any, ticks: list[tuple[int, int]]) -> None:
+    def after(self, task: Task, micro_batch: int, first: int, ticks: list[tuple[int, int]]) -> None:
         """Note what is held now; `ticks`: clock and thread's time, before the first operation and after each."""
-        self.meter.after(index, instruction)
-        if ticks and isinstance(instruction, Compute):
-            self._add(instruction.piece, ticks)
+        self.meter.after(task, micro_batch, first)
+        if ticks and task.kind in ("forward", "backward"):
+            self._add(task.piece, ticks)
 
     def _add(self, piece: int, ticks: list[tuple[int, int]]) -> None:
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
@@ -119,6 +118,9 @@ class Recorder:
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
         self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
+        self._rows: Any = None
+        self._programs: dict[int, Program] = {}
+        self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
 
     # ---- the host's side ---------------------------------------------------------------------------------
@@ -144,28 +146,44 @@ class Recorder:
         """Something that the host did or waited for, from `start` (perf_counter_ns) until now."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
-    # ---- the driver's side -------------------------------------------------------------------------------
+    # ---- the queue's side --------------------------------------------------------------------------------
 
     @contextmanager
-    def recording(self, workers: Sequence[Any], number: int) -> Iterator[None]:
-        """A step runs inside; if it comes to its end, its times are kept."""
+    def recording(self, rows: Any, number: int) -> Iterator[None]:
+        """A step runs inside; if it comes to its end, its times are kept.
+
+        Args:
+            rows: the `RowFunctions` that are run
+        """
         began = perf_counter_ns()
-        programs = workers[0].plan.programs
-        length = sum(map(len, programs.values())) * workers[0].settings.counts.replicas
-        most = max(1, self.budget // (2 * len(workers)))
-        plain = {worker.ipu: worker._code for worker in workers if worker.replica == 0}
-        self._times, self._looking = {}, {}
-        for worker in workers:
-            place = worker.replica, worker.ipu
-            kept = self.kept.setdefault(place, Kept(max(1, self.budget // max(1, 2 * length))))
-            self._times[place] = Times(self._call, number, min(most, len(worker.program)))
-            if kept.seen < DETAILED_STEPS and worker.replica == 0:
-                detail = self._looking[worker.ipu] = Detail(self._call, number, Meter(worker))
-                if worker.ipu in self.details:
-                    detail.fastest = self.details[worker.ipu].fastest
-                if worker.settings.backend == "eager":  # compiled pieces have no operations any more
-                    worker._code = _ticking(worker, self._ticks)
+        plan, replicas = rows.plan, range(rows.settings.counts.replicas)
+        if self._rows is None or self._rows.plan is not plan:
+            self._programs = programs(plan)
+            self._place = {
+                (entry.row, entry.micro_batch): entry.first
+                for program in self._programs.values()
+                for entry in program.entries
+            }
+        lengths = {ipu: len(program.instructions) for ipu, program in self._programs.items()}
+        most = max(1, self.budget // (2 * len(lengths) * len(replicas)))
+        whole = max(1, sum(lengths.values()) * len(replicas))
+        self._rows, self._times, self._looking = rows, {}, {}
+        for ipu, length in lengths.items():
+            for replica in replicas:
+                self.kept.setdefault((replica, ipu), Kept(max(1, self.budget // (2 * whole))))
+                self._times[replica, ipu] = Times(self._call, number, min(most, length))
+            if self.kept[0, ipu].seen < DETAILED_STEPS:
+                detail = self._looking[ipu] = Detail(self._call, number, Meter(rows, ipu))
+                if ipu in self.details:
+                    detail.fastest = self.details[ipu].fastest
+        plain = list(rows.codes[0])
+        if self._looking and rows.settings.backend == "eager":  # compiled pieces have no operations any more
+            rows.codes[0][:] = _ticking(plan.partition.pieces, self._ticks)
         inside = perf_counter_ns()
+        for row, task in enumerate(plan.tasks):
+            if task.kind == "copy":  # nothing is moved in one memory
+                for replica in replicas:
+                    self._note(task, self._place[row, -1], replica, inside, inside, -1, 0)
         try:
             yield
         except BaseException:
@@ -173,61 +191,48 @@ class Recorder:
             raise
         finally:
             outside = perf_counter_ns()
-            for worker in workers:
-                if worker.replica == 0:
-                    worker._code = plain[worker.ipu]
+            rows.codes[0][:] = plain
         self.details.update(self._looking)
         for place, times in self._times.items():
             self.kept[place].add(times)
         self.ns_of_steps.append(inside - began + perf_counter_ns() - outside)
 
-    def perform(self, worker: Any, start: int, body: Program, core: int) -> None:
-        """Run instructions `start` ... of a worker's program, none of which waits."""
-        for _ in self.performing(worker, start, body, core):
-            raise AssertionError("nothing that waits is performed at once")
+    def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
+        """Run a node of the step. What a device has begun is waited for, so that the time is that of the work."""
+        task = self._rows.plan.tasks[row]
+        first = self._place.get((row, index if task.index == "micro_batch" else -1))
+        if first is None:
+            work(index)
+            return
+        detail = self._looking.get(task.ipu) if replica == 0 and not task.once else None
+        if detail is not None:
+            detail.meter.before(task, index, first)
+        self._ticks.read.clear()
+        begin, before = perf_counter_ns(), thread_time_ns()
+        work(index)
+        computed = thread_time_ns() - before
+        settle(self._rows.state.device)
+        end = perf_counter_ns()
+        for other in range(self._rows.settings.counts.replicas) if task.once else (replica,):
+            self._note(task, first, other, begin, end, core, computed)
+        if detail is not None:
+            detail.after(task, index, first, self._ticks.read)
 
-    def performing(self, worker: Any, start: int, body: Program, core: int) -> Generator[Any, Any, None]:
-        """Run instructions `start` ... of a worker's program; yields the name of each channel that one waits for.
-
-        What a device has begun is waited for, so that the time is that of the work and not of starting it.
-        """
-        times = self._times[worker.replica, worker.ipu]
-        detail = self._looking.get(worker.ipu) if worker.replica == 0 else None
-        is_host = worker.device.type == "cpu"
-        begin = perf_counter_ns()
-        for index, (handle, instruction) in enumerate(body, start):
-            self._ticks.read.clear()
-            is_work = is_host and type(instruction) in (Compute, Update)
-            before = thread_time_ns() if is_work else 0
-            work = handle(instruction)
-            computed = thread_time_ns() - before if is_work else 0
-            if work is not None:
-                spent, begun = yield from _timed(work)
-                computed, begin = computed + spent, begun or begin
-            devices.settle(worker.device)
-            end = perf_counter_ns()
-            times.note(index, begin, end, core, computed if is_work else 0)
-            if detail is not None and index < times.length:
-                detail.after(index, instruction, self._ticks.read if work is None else [])
-                end = perf_counter_ns()
-            begin = end
-
-
-def _timed(work: Generator[Any, Any, Any]) -> Generator[Any, Any, tuple[int, int]]:
-    """Yields what work yields; returns the time that threads computed in it (after a wait another one may go on), and
-    when it went on after it had waited for everything else (0: it did not): such a wait is nobody's work."""
-    spent, begun = 0, 0
-    name = answer = None
-    while True:
-        before = thread_time_ns()
-        if name == AT_THE_END:
-            begun = perf_counter_ns()
-        try:
-            name = work.send(answer)
-        except StopIteration:
-            return spent + thread_time_ns() - before, begun
-        spent += thread_time_ns() - before
-        answer = yield name
+    def _note(
+        self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
+    ) -> None:
+        """The row's main instruction takes its time; those before and after it take none."""
+        times, moment = self._times[replica, task.ipu], begin
+        main = next((i for i, x in enumerate(task.instructions) if isinstance(x, (Compute, Update))), 0)
+        for number in range(len(task.instructions)):
+            if number != main:
+                times.note(first + number, moment, moment, core)
+                continue
+            if task.once and first < times.length and times.ends[first]:  # another chunk of the same update
+                begin, computed = times.begins[first], computed + times.computed[first]
+            is_work = isinstance(task.instructions[number], (Compute, Update))
+            times.note(first + number, begin, end, core, computed if is_work else 0)
+            moment = end
 
 
 class _Ticks(threading.local):
@@ -240,11 +245,9 @@ class _Ticks(threading.local):
         self.read.append((perf_counter_ns(), thread_time_ns()))
 
 
-def _ticking(worker: Any, ticks: _Ticks) -> dict[int, Code]:
+def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
     """The same pieces, reading the clock before their first line and after each."""
-    pieces: Mapping[int, Piece] = {i: worker.plan.partition.pieces[i] for i in worker._code}
-    everywhere = {i: dict.fromkeys(range(-1, len(piece.lines)), "; tick()") for i, piece in pieces.items()}
-    return {
-        i: build(piece, device=worker.device, after=everywhere[i], tick=ticks.note)
-        for i, piece in pieces.items()
-    }
+    return [
+        build(piece, after=dict.fromkeys(range(-1, len(piece.lines)), "; tick()"), tick=ticks.note)
+        for piece in pieces
+    ]

@@ -1,7 +1,7 @@
 """What pieces read of the weights in another form, such as float32 copies of half ones: made once a step.
 
-A value is made at its first use in a step and let go of with the last: so a core that has no work for a stage any
-more holds none of its copies. What a step uses, the program says.
+A value is made at its first use in a step and freed with the last: so a core that has no work for a stage any more
+holds none of its copies.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-import torch
 from torch import Tensor
 
 from popengine import ir
 
-from ..backends.eager import build
-from .store import Store
+from .backends.eager import build
+from .state import State
 
 
 class Prepared:
-    """The prepared values of one ipu of one replica. Several cores may ask at the same time."""
+    """The prepared values of one replica. Several cores may read at the same time."""
 
-    def __init__(self, plan: ir.Plan, ipu: int, store: Store, device: torch.device) -> None:
+    def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
-        self._names = {i: tuple(n for n in piece.reads if n in makers) for i, piece in enumerate(pieces)}
+        self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]
         self._uses = Counter(
-            name
-            for instruction in plan.programs[ipu]
-            if isinstance(instruction, ir.Compute)
-            for name in self._names[instruction.piece]
+            {n: plan.micro_batches * c for n, c in Counter(n for names in self._names for n in names).items()}
         )
-        self._makers = {name: (build(makers[name], device=device), makers[name]) for name in self._uses}
-        self._store = store
+        self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
+        self._state, self._replica = state, replica
         self._made: dict[str, Tensor] = {}
         self._left: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -47,7 +43,8 @@ class Prepared:
     def _one(self, name: str) -> Tensor:
         if name not in self._made:
             code, piece = self._makers[name]
-            (self._made[name],) = code([self._store.state[read] for read in piece.reads])
+            values = self._state.values[self._replica]
+            (self._made[name],) = code([values[read] for read in piece.reads])
             self._left[name] = self._uses[name]
         self._left[name] -= 1
         return self._made[name] if self._left[name] else self._made.pop(name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from popengine.run.state.random_draws import draw, mix
+from popengine.run.random_draws import draw, mix
 
 aten = torch.ops.aten
 CALLS = [

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..instances.process_group import ProcessGroup
-from .loaded_tensors import Tensors
+from .instances.process_group import ProcessGroup
+from .state import State
 
 States = dict[str, dict[str, Tensor]]
 
@@ -18,7 +18,7 @@ States = dict[str, dict[str, Tensor]]
 class SharedState:
     """What this instance has of an engine's optimizer state, and the way to the rest; it keeps no engine alive."""
 
-    def __init__(self, tensors: Tensors, group: ProcessGroup) -> None:
+    def __init__(self, tensors: State, group: ProcessGroup) -> None:
         self._tensors, self._group = weakref.ref(tensors), group
         self._name = group.publish("the optimizer's state", self)
         self._last: States | None = None  # of an engine that is gone
@@ -49,4 +49,4 @@ class SharedState:
         assert tensors is not None
         whole: States = {key: state for part in parts for key, state in part.items()}
         whole.update(parts[self._group.rank])  # of groups of replicas each instance has its own
-        return {key: whole[key] for key in tensors.trained() if key in whole}
+        return {key: whole[key] for key in dict.fromkeys(tensors.trained) if key in whole}

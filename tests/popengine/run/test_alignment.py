@@ -6,7 +6,7 @@ from engine_models import net
 from test_engine_runs import HYPER, batch, engine_for
 
 from popengine.errors import Error
-from popengine.run.state.alignment import aligned, begins_well, check
+from popengine.run.alignment import aligned, begins_well, check
 
 
 def odd(value):
@@ -57,4 +57,4 @@ def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
     for _ in range(2):
         engine.run([odd(x), odd(y)], HYPER)
         twin.run([x, y], HYPER)
-    assert all(torch.equal(value, twin.read()[name]) for name, value in engine.read().items())
+    assert all(torch.equal(value, twin.state.read()[name]) for name, value in engine.state.read().items())

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from popengine.settings import Counts
 
-from ..instances.all_reduce import AllReduce, TreeNode, add, total
-from ..instances.process_group import ProcessGroup
+from .instances.all_reduce import AllReduce, TreeNode, add, total
+from .instances.process_group import ProcessGroup
 
 _TAG = 10  # of messages
 _WHAT = "the mean of running statistics"

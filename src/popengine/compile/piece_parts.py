@@ -1,0 +1,144 @@
+"""Cuts pieces into parts where a task would wait in the middle of a piece, or where others wait for its first half.
+
+A part is a piece itself. A forward or backward is cut
+    around an operation that gathers values of other replicas;
+    before an operation that reads a buffer which each micro-batch changes (batch norm's running statistics), so that
+        micro-batches run side by side, each a part behind the one before it;
+    where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..ir import Partition, Piece, Signature
+from ..piece import GATHER, Line, Value
+from ..settings import Settings
+
+BUCKET = 4 << 20  # bytes of gradients that processes exchange together, about
+_CLOSE = 4  # lines
+
+
+def cut(partition: Partition, settings: Settings) -> Partition:
+    """The same partition with its pieces cut into parts."""
+    is_eager = settings.backend == "eager" or settings.finite_checks
+    changed = changed_buffers(partition.signature)
+    several = settings.training and settings.counts.accumulation > 1
+    chained = changed if several and is_eager and not settings.finite_checks else frozenset()
+    sizes = _gradient_sizes(partition.signature, settings) if is_eager else {}
+    forwards = {line.name for piece in partition.pieces if piece.phase == "F" for line in piece.lines}
+    pieces: list[Piece] = []
+    for piece in partition.pieces:
+        places = {*_around_gathers(piece), *_after_buckets(piece, sizes)}
+        if piece.phase == "F":
+            places |= set(_before_buffers(piece, chained))
+        else:
+            piece = _renamed(piece, forwards)
+        pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
+    return replace(partition, pieces=tuple(pieces))
+
+
+def changed_buffers(signature: Signature) -> frozenset[str]:
+    """The slots of buffers that the forward changes."""
+    keys = {result.key for result in signature.results if result.kind == "buffer"}
+    return frozenset(slot.name for slot in signature.slots if slot.role == "buffer" and slot.key in keys)
+
+
+def _renamed(piece: Piece, taken: set[str]) -> Piece:
+    """A backward whose recomputed values have names of their own: its parts hand them on beside the forward's."""
+    names = {line.name: f"{line.name}_again" for line in piece.lines if line.name in taken}
+    if not names:
+        return piece
+
+    def new(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return Value(names.get(argument.name, argument.name))
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(new, argument))
+        return argument
+
+    lines = (
+        line._replace(
+            name=names.get(line.name, line.name),
+            arguments=new(line.arguments),
+            named=tuple((key, new(value)) for key, value in line.named),
+            dies=tuple(names.get(name, name) for name in line.dies),
+        )
+        for line in piece.lines
+    )
+    return replace(piece, lines=tuple(lines))
+
+
+def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
+    """Bytes of each gradient's sum, where processes exchange them."""
+    if not settings.training or settings.counts.instances == 1 or settings.optimizer is None:
+        return {}
+    return {
+        result.name: torch.Size(result.shape).numel() * settings.optimizer.type_for(result.dtype).itemsize
+        for result in signature.results
+        if result.kind == "gradient"
+    }
+
+
+def _around_gathers(piece: Piece) -> Iterator[int]:
+    for place, line in enumerate(piece.lines):
+        if line.call == GATHER:
+            yield from (place, place + 1)
+
+
+def _before_buffers(piece: Piece, changed: frozenset[str]) -> Iterator[int]:
+    """The first line that reads each changed buffer; one for buffers that are read close together."""
+    seen: set[str] = set()
+    latest = -_CLOSE
+    for place, line in enumerate(piece.lines):
+        new = changed.intersection(line.operands()) - seen
+        seen |= new
+        if new and place - latest >= _CLOSE:
+            latest = place
+            yield place
+
+
+def _after_buckets(piece: Piece, sizes: dict[str, int]) -> Iterator[int]:
+    size = 0
+    for place, line in enumerate(piece.lines):
+        size += sizes.get(line.name, 0) if line.name in piece.writes else 0
+        if size >= BUCKET:
+            yield place + 1
+            size = 0
+
+
+def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
+    """The parts between these lines; what a piece hands on unchanged belongs to the first that reads it."""
+    if not places:
+        yield piece
+        return
+    bounds = [0, *places, len(piece.lines)]
+    parts = [piece.lines[start:stop] for start, stop in pairwise(bounds)]
+    used = [{name for line in lines for name in line.operands()} for lines in parts]
+    # A forward reads a changed buffer once, since the next micro-batch may have replaced it meanwhile.
+    several = {n for n in changed if piece.phase == "F" and sum(n in names for names in used) > 1}
+    handed = [name for name in piece.reads if name in piece.writes or name in several]
+    first = {name: next((number for number, names in enumerate(used) if name in names), 0) for name in handed}
+    for number, lines in enumerate(parts):
+        made = {line.name for line in lines}
+        later = set().union(*used[number + 1 :])
+        through = [name for name in handed if first[name] == number]
+        reads = dict.fromkeys([*(n for n in piece.reads if n in used[number] or n in through)])
+        reads |= dict.fromkeys(name for line in lines for name in line.operands() if name not in made)
+        writes = [line.name for line in lines if line.name in later or line.name in piece.writes] + through
+        yield Piece(
+            piece.phase, piece.stage, tuple(reads), tuple(writes), tuple(_dying(lines, writes)), number
+        )
+
+
+def _dying(lines: Sequence[Line], writes: Sequence[str]) -> Iterator[Line]:
+    """The lines, each with the values that nothing in the part needs afterwards."""
+    last = {name: place for place, line in enumerate(lines) for name in (line.name, *line.operands())}
+    for place, line in enumerate(lines):
+        names = dict.fromkeys((line.name, *line.operands()))
+        yield line._replace(dies=tuple(n for n in names if last[n] == place and n not in writes))

@@ -1,0 +1,381 @@
+"""The table of a step: from pieces to rows, each with what has to be done before it and what it frees.
+
+row  task               index        after
+ 0   forward F0         micro-batch
+ 1   forward F1         micro-batch  0
+ 2   backward B1        micro-batch  1
+ 3   sum B1             micro-batch  2, 3 of the micro-batch before
+ 4   backward B0        micro-batch  2, 0
+ 5   sum B0             micro-batch  4, 5 of the micro-batch before
+ 6   exchange B1        step         3 of all; several processes only
+ 7   begin              step         all sums and exchanges
+ 8   update             chunk        7
+ 9   end                step         8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ..ir import (
+    Accumulate,
+    After,
+    Compute,
+    Free,
+    Index,
+    Instruction,
+    Keep,
+    Load,
+    Partition,
+    Piece,
+    Plan,
+    Receive,
+    Send,
+    Store,
+    Task,
+    TaskKind,
+    Update,
+)
+from ..piece import GATHER
+from ..settings import Settings
+from ..update.optimizer_rules import rule_of
+from .piece_parts import changed_buffers
+
+
+def tasks(partition: Partition, settings: Settings) -> Plan:
+    """The plan: the rows of a step in the order of the data, and the state that each ipu reads."""
+    counts = settings.counts
+    writer = _TableWriter(partition, settings)
+    flow = writer.flow
+    micro_batches = counts.accumulation if settings.training else counts.iterations
+    state = {ipu: flow.state(ipu) for ipu in flow.ipus}
+    return Plan(partition, writer.made(), micro_batches, settings.strategy.mode, state)
+
+
+class _Flow:
+    """Which piece makes each value, and which ones read it."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition, self.pieces = partition, partition.pieces
+        self.ipus = sorted(set(partition.ipus))
+        signature = partition.signature
+        self.changed = changed_buffers(signature)
+        # State that no piece writes may be a result, but each reader takes it from its own ipu.
+        self.fixed = {slot.name for slot in signature.slots if slot.role != "input"} - self.changed
+        self.maker = {
+            name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in self.fixed
+        }
+        self.inputs = {slot.name: slot.key for slot in signature.slots if slot.role == "input"}
+        trained = {result.key for result in signature.results if result.kind == "gradient"}
+        self.trained = {
+            slot.name: slot.key
+            for slot in signature.slots
+            if slot.role == "parameter" and slot.key in trained
+        }
+        # For each value and ipu, the pieces that read it and don't make it, in order of the data.
+        self.readers: dict[tuple[str, int], list[int]] = {}
+        for i, piece in enumerate(self.pieces):
+            for name in self.sources(piece):
+                if name in self.inputs or self.maker.get(name) != i:
+                    self.readers.setdefault((name, self.ipu(i)), []).append(i)
+        # For each piece, the values it makes for other ipus; and the pieces it is the first to need.
+        self.sends: list[dict[int, tuple[str, ...]]] = []
+        self.receives: list[list[int]] = [[] for _ in self.pieces]
+        for i, piece in enumerate(self.pieces):
+            moved = [n for n in piece.writes if n not in self.inputs and n not in self.fixed]
+            others = {
+                ipu: tuple(name for name in moved if (name, ipu) in self.readers)
+                for ipu in self.ipus
+                if ipu != self.ipu(i)
+            }
+            self.sends.append({ipu: names for ipu, names in others.items() if names})
+            for ipu, names in self.sends[i].items():
+                self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
+
+    def sources(self, piece: Piece) -> Iterator[str]:
+        """What a piece reads, with the weights that its prepared values are made of."""
+        prepared = self.partition.prepared
+        return (source for n in piece.reads for source in (n, *(prepared[n].reads if n in prepared else ())))
+
+    def ipu(self, piece: int) -> int:
+        return self.partition.ipus[self.pieces[piece].stage]
+
+    def flows(self, name: str, piece: int) -> bool:
+        """Whether a read belongs to the micro-batch, and not to the state."""
+        return name in self.inputs or self.maker.get(name, piece) != piece
+
+    def state(self, ipu: int) -> tuple[str, ...]:
+        """The slots of the trained weights that live on the ipu, and of all that its pieces read and no update
+        changes."""
+        names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
+        for i, piece in enumerate(self.pieces):
+            if self.ipu(i) == ipu:
+                names |= {
+                    name
+                    for name in self.sources(piece)
+                    if not self.flows(name, i) and name not in self.trained
+                }
+        return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
+
+    def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """(from, to, names): the trained weights of an ipu that pieces of another one read."""
+        home, ipus = self.partition.home, self.partition.ipus
+        for source in self.ipus:
+            for target in self.ipus:
+                names = tuple(
+                    name
+                    for name in home
+                    if name in self.trained and ipus[home[name]] == source and (name, target) in self.readers
+                )
+                if names and source != target:
+                    yield source, target, names
+
+
+class _TableWriter:
+    """Writes the rows, one after another: a row waits for earlier rows only, within a micro-batch."""
+
+    def __init__(self, partition: Partition, settings: Settings) -> None:
+        self.flow, self.settings = _Flow(partition), settings
+        self.rows: list[Task] = []
+        self.row_of: dict[int, int] = {}  # piece -> its row
+        self.sums: dict[int, int] = {}  # piece -> the row of its sums
+        self.loader: dict[str, int] = {}  # an input -> the row that loads it
+        self.keeper: dict[str, int] = {}  # a changed buffer's slot -> the row that replaces it
+        self.reads: list[set[str]] = []  # of each row: values of the micro-batch
+        results = partition.signature.results
+        slots = {s.key: s.name for s in partition.signature.slots if s.role == "buffer"}
+        self.gradients = {r.name: r.key for r in results if r.kind == "gradient"}
+        self.buffers = [(r.name, r.key, slots[r.key]) for r in results if r.kind == "buffer"]
+        self.outputs = [(i, r.name) for i, r in enumerate(results) if r.kind in ("output", "input")]
+        modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
+        self.adds_outputs = "sum" in modes
+
+    def made(self) -> tuple[Task, ...]:
+        for source, target, names in self.flow.copies():
+            channel = (f"weights of {source}", target)
+            sent = self._add("copy", source, index="step", instructions=(Send(channel, names),))
+            here = (Receive(channel, names),)
+            self._add("copy", target, index="step", after=[After(sent)], instructions=here)
+        for number in range(len(self.flow.pieces)):
+            self._add_piece(number)
+        self._after_changed_buffers()
+        self._free()
+        if self.flow.trained:
+            self._add_updates()
+        return tuple(self.rows)
+
+    def _add(
+        self,
+        kind: TaskKind,
+        ipu: int,
+        stage: int = -1,
+        index: Index = "micro_batch",
+        after: Iterable[After] = (),
+        reads: Iterable[str] = (),
+        **more: object,
+    ) -> int:
+        self.rows.append(Task(kind, ipu, stage, index=index, after=tuple(dict.fromkeys(after)), **more))  # type: ignore[arg-type]
+        self.reads.append(set(reads))
+        return len(self.rows) - 1
+
+    # ---- pieces --------------------------------------------------------------------------------------------
+
+    def _add_piece(self, number: int) -> None:
+        flow, piece = self.flow, self.flow.pieces[number]
+        gathers = piece.gathers if len(piece.lines) == 1 else 0
+        flowing = [name for name in piece.reads if flow.flows(name, number)]
+        makers = [flow.maker[n] for n in flowing if n not in flow.inputs]
+        made = {self.row_of[maker] for maker in makers}
+        made |= {self.loader[name] for name in flowing if name in self.loader}
+        group = max(gathers, 1, *map(self._group, makers))
+        after = [After(row, 0, group) for row in sorted(made)]
+        row = len(self.rows)
+        if self.settings.finite_checks or has_side_effects(piece):
+            after.append(After(row, 1))
+        kind: TaskKind = "gather" if gathers else "forward" if piece.phase == "F" else "backward"
+        sums, added = self._sums(piece)
+        before, stored = self._around(number, piece, bool(sums))
+        here = (*before, *(() if sums else stored))
+        self.row_of[number] = self._add(
+            kind,
+            flow.ipu(number),
+            piece.stage,
+            after=after,
+            reads=flowing,
+            phase=piece.phase,
+            piece=number,
+            instructions=here,
+        )
+        for name in flowing:
+            if name in flow.inputs:
+                self.loader.setdefault(name, row)
+        for _, _, slot in (b for b in self.buffers if b[0] in piece.writes):
+            self.keeper[slot] = row
+        if sums:
+            self.sums[number] = self._add(
+                "sum",
+                flow.ipu(number),
+                piece.stage,
+                after=[After(row), After(row + 1, 1)],
+                reads=added,
+                phase=piece.phase,
+                piece=number,
+                instructions=(*sums, *stored),
+            )
+
+    def _group(self, piece: int) -> int:
+        """The replicas that have to be done with a gathering piece, before another one reads what it gathered."""
+        lines = self.flow.pieces[piece].lines
+        return lines[0].arguments[1] if len(lines) == 1 and lines[0].call == GATHER else 1
+
+    def _sums(self, piece: Piece) -> tuple[list[Instruction], list[str]]:
+        """What is added up of a piece, micro-batch after micro-batch; and the names of it."""
+        found: list[Instruction] = []
+        gradients = tuple(name for name in piece.writes if name in self.gradients)
+        names = [n for n in self.gradients if n in gradients]
+        results = [
+            r for r in self.flow.partition.signature.results if r.kind == "gradient" and r.name in names
+        ]
+        if results:
+            found.append(Accumulate(tuple(r.name for r in results), tuple(r.key for r in results)))
+        outputs = [(i, name) for i, name in self.outputs if name in piece.writes] if self.adds_outputs else []
+        if outputs:
+            found.append(Store(tuple(n for _, n in outputs), tuple(i for i, _ in outputs)))
+        return found, [*(r.name for r in results), *(n for _, n in outputs)]
+
+    def _around(
+        self, index: int, piece: Piece, has_sums: bool
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """What a piece's computation comes with, and what follows its sums."""
+        flow, ipu = self.flow, self.flow.ipu(index)
+        before: list[Instruction] = []
+        for maker in flow.receives[index]:
+            before.append(Receive((str(flow.pieces[maker]), ipu), flow.sends[maker][ipu]))
+        readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
+        fresh = tuple(name for name in piece.reads if name in flow.inputs and readers[name][0] == index)
+        if fresh:
+            before.append(Load(fresh, tuple(flow.inputs[name] for name in fresh)))
+        before.append(
+            Compute(index, tuple(n for n in piece.reads if flow.flows(n, index) and readers[n][-1] == index))
+        )
+        for other, names in flow.sends[index].items():
+            before.append(Send((str(piece), other), names))
+        if kept := [(name, key) for name, key, _ in self.buffers if name in piece.writes]:
+            before.append(Keep(tuple(n for n, _ in kept), tuple(k for _, k in kept)))
+        outputs = [(i, name) for i, name in self.outputs if name in piece.writes]
+        if outputs and not self.adds_outputs:
+            before.append(Store(tuple(n for _, n in outputs), tuple(i for i, _ in outputs)))
+        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= index)
+        return before, [Free(done)] if done else []
+
+    def _after_changed_buffers(self) -> None:
+        """Micro-batches replace a buffer in their order, and read what the one before has left."""
+        for number, row in self.row_of.items():
+            piece = self.flow.pieces[number]
+            read = {n for n in piece.reads if n in self.keeper and not self.flow.flows(n, number)}
+            kept = {self.keeper[n] for n in read} | {r for r in self.keeper.values() if r == row}
+            task = self.rows[row]
+            more = [After(keeper, 1) for keeper in sorted(kept)]
+            self.rows[row] = replace(task, after=tuple(dict.fromkeys((*task.after, *more))))
+
+    def _free(self) -> None:
+        """The last reader of each value frees it, and waits for the other readers."""
+        flow = self.flow
+        maker = {name: self.row_of[piece] for name, piece in flow.maker.items()}
+        readers: dict[str, set[int]] = {name: {row} for name, row in maker.items()}
+        for row, names in enumerate(self.reads):
+            for name in names:
+                readers.setdefault(name, set()).add(row)
+        for row, task in enumerate(self.rows):
+            if task.kind == "gather":  # another replica stacks the values that it gathers
+                gathered = flow.pieces[task.piece]
+                users = set().union(*(readers[name] for name in gathered.writes)) - {row}
+                for name in self.reads[row]:
+                    readers[name] |= users
+        # What fixed state a piece hands through for a result dies in the row that stores it.
+        for number, row in self.row_of.items():
+            for name in flow.pieces[number].writes:
+                if name in flow.fixed:
+                    sums = self.sums.get(number, row)
+                    readers[name] = {row, sums} if name in self.reads[sums] else {row}
+        frees: dict[int, list[str]] = {}
+        waits: dict[int, set[int]] = {}
+        for name, rows in readers.items():
+            last = max(rows)
+            frees.setdefault(last, []).append(name)
+            waits.setdefault(last, set()).update(rows - {last})
+        reach = [0] * len(self.rows)
+        for row, task in enumerate(self.rows):
+            kept = [edge for edge in task.after if edge.behind != 0 or edge.group > 1]
+            for edge in kept:
+                if edge.behind == 0:
+                    reach[row] |= 1 << edge.row | reach[edge.row]
+            before = {edge.row for edge in task.after if edge.behind == 0} | waits.get(row, set())
+            for other in sorted(before, reverse=True):  # an edge that others imply is left out
+                if not reach[row] >> other & 1:
+                    kept.append(After(other))
+                    reach[row] |= 1 << other | reach[other]
+            self.rows[row] = replace(task, after=tuple(kept), frees=tuple(frees.get(row, ())))
+
+    # ---- the end of a step ---------------------------------------------------------------------------------
+
+    def _add_updates(self) -> None:
+        settings, flow = self.settings, self.flow
+        optimizer, counts = settings.optimizer, settings.counts
+        assert optimizer is not None
+        ready = [After(row, None, counts.replicas) for row in self.row_of.values()]
+        ready += [After(row, None, counts.replicas) for row in self.sums.values()]
+        if counts.instances > 1:
+            # One row after another, in the same order in all processes.
+            before = [
+                After(row, None)
+                for row, t in enumerate(self.rows)
+                if t.kind == "gather" and self._group(t.piece) > counts.replicas
+            ]
+            exchanged = [
+                (number, row)
+                for number, row in self.sums.items()
+                if any(isinstance(x, Accumulate) for x in self.rows[row].instructions)
+            ]
+            for number, row in exchanged:
+                done = self._step("exchange", [After(row, None), *before], self.rows[row].ipu, number)
+                before = [After(done)]
+            ready += before
+        ready.append(After(self._step("norm", ready, index="parameter"), None))
+        begin = After(self._step("begin", ready))
+        updated = [
+            (ipu, keys)
+            for ipu in flow.ipus
+            if (keys := tuple(flow.trained[n] for n in flow.state(ipu) if n in flow.trained))
+        ]
+        # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
+        first = begin
+        if rule_of(optimizer).layers is not None:
+            measured = [After(self._step("measure", [begin], ipu, index="chunk"), None) for ipu, _ in updated]
+            first = After(self._step("trust", [begin, *measured]))
+        done = [begin] + [
+            After(self._step("update", [first], ipu, index="chunk", instructions=(Update(keys),)), None)
+            for ipu, keys in updated
+        ]
+        if counts.instances > 1 and settings.shard_optimizer is not None:
+            done.append(After(self._step("share", done)))
+        self._step("end", done)
+
+    def _step(
+        self,
+        kind: TaskKind,
+        after: Iterable[After],
+        ipu: int = -1,
+        piece: int = -1,
+        index: Index = "step",
+        instructions: tuple[Instruction, ...] = (),
+    ) -> int:
+        return self._add(
+            kind, ipu, index=index, after=after, piece=piece, instructions=instructions, once=True
+        )
+
+
+def has_side_effects(piece: Piece) -> bool:
+    """Whether the piece prints or calls the host, so that the order of its runs can be observed."""
+    return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

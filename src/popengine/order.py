@@ -1,0 +1,173 @@
+"""The order of a step: which of its tasks come first, and how many micro-batches may be under way.
+
+An order is a key, by which a device chooses among the tasks that are ready, and a bound. What runs, what is drawn and
+what virtual time computes follow the same order. To add one, write a key and a bound, and enter it in `ORDERS`.
+
+    one forward, one backward       each ipu is a device of its own: profiles, drawings, plans
+    ipu 0 | F0 F1 .. B0 F2 B1 .. B2
+    ipu 1 | .. F0 B0 F1 B1 F2 B2 ..
+    depth first                     cores share all ipus: each takes the earliest micro-batch that can go on
+    core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
+    core 1 | F0.1 F1.1 B1.1 B0.1 F0.3 F1.3 B1.3 B0.3
+    in turns                        one micro-batch after another
+    ipu 0 | F0 .. .. B0 F1 .. .. B1
+    ipu 1 | .. F0 B0 .. .. F1 B1 ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .virtual_time import Timeline, simulate
+
+_MOST = 20_000  # tasks; of longer steps two shorter ones are simulated, and the line through them is followed
+
+
+class After(NamedTuple):
+    """A row that has to be done before: for the same micro-batch (`behind` 0), for an earlier one, or all of it (None).
+
+    `group`: by so many neighbouring replicas, and not only by the same one.
+    """
+
+    row: int
+    behind: int | None = 0
+    group: int = 1
+
+
+class Action(NamedTuple):
+    """One phase of one stage, for each micro-batch: a row of a table."""
+
+    phase: str  # F or B
+    stage: int
+    ipu: int
+    after: tuple[After, ...] = ()
+
+
+@dataclass(frozen=True)
+class Order:
+    """How devices choose.
+
+    Args:
+        key:   of (the row of an action, the action, the micro-batch): of what is ready the smallest runs first
+        bound: of (the row of an action, all actions, devices that share them): what an action of an earlier
+            micro-batch has to have done before; None: nothing
+    """
+
+    name: str
+    key: Callable[[int, Action, int], tuple[int, ...]]
+    bound: Callable[[int, Sequence[Action], int], After | None]
+
+
+def _stages(actions: Sequence[Action]) -> int:
+    return 1 + max((action.stage for action in actions), default=0)
+
+
+def _entry(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
+    """The first actions of a micro-batch wait for the end of the micro-batch that is `in_flight` before it."""
+    is_first = all(after.behind != 0 for after in actions[row].after)
+    return After(len(actions) - 1, in_flight) if is_first else None
+
+
+def _room(row: int, actions: Sequence[Action], devices: int) -> After | None:
+    """At most (stages - stage) micro-batches are between forward and backward of a stage."""
+    action, stages = actions[row], _stages(actions)
+    backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
+    if action.phase == "F" and backwards:
+        return After(backwards[-1], stages - action.stage)
+    return _entry(row, actions, stages) if not backwards else None
+
+
+ONE_FORWARD_ONE_BACKWARD = Order(
+    "one forward, one backward",
+    lambda row, action, micro_batch: (action.phase == "F", -action.stage, micro_batch),
+    _room,
+)
+DEPTH_FIRST = Order(
+    "depth first",
+    lambda row, action, micro_batch: (micro_batch, row),
+    lambda row, actions, devices: _entry(row, actions, max(_stages(actions), devices)),
+)
+IN_TURNS = Order(
+    "in turns",
+    lambda row, action, micro_batch: (micro_batch, row),
+    lambda row, actions, devices: _entry(row, actions, 1),
+)
+# For each mode of a strategy: where each ipu is a device of its own, and where cores share all ipus.
+ORDERS: dict[str, tuple[Order, Order]] = {
+    "pipelined": (ONE_FORWARD_ONE_BACKWARD, DEPTH_FIRST),
+    "sharded": (IN_TURNS, IN_TURNS),
+    "phased": (IN_TURNS, IN_TURNS),
+}
+
+
+def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple[After, ...]]:
+    """What each action waits for in this order."""
+    bounds = (order.bound(row, actions, devices) for row in range(len(actions)))
+    return [
+        (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
+    ]
+
+
+def timeline(
+    actions: Sequence[Action],
+    micro_batches: int,
+    order: Order,
+    cores: int = 0,
+    costs: Sequence[float] = (),
+) -> tuple[list[tuple[int, int]], Timeline]:
+    """Run the actions of a step in virtual time.
+
+    Args:
+        cores: that share all ipus; 0: each ipu is a device of its own
+        costs: of each action; by default 1
+    Returns: (action, micro-batch) of each task, by rising key; and when each runs
+    """
+    after = bounded(actions, order, cores or 1)
+    tasks = [(row, m) for m in range(micro_batches) for row in range(len(actions))]
+    tasks.sort(key=lambda task: order.key(task[0], actions[task[0]], task[1]))
+    place = {task: number for number, task in enumerate(tasks)}
+    needs = [
+        [
+            place[need.row, m - need.behind]
+            for need in after[row]
+            if need.behind is not None and m >= need.behind
+        ]
+        for row, m in tasks
+    ]
+    each = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
+    return tasks, simulate(needs, each, cores or [actions[row].ipu for row, _ in tasks])
+
+
+def length(actions: Sequence[Action], micro_batches: int, run: Callable[[int], float]) -> float:
+    """The length of a step, from `run(micro_batches)`; of a long step by the line through two shorter ones."""
+    more = max(1, _stages(actions))
+    some = 2 * more + 4  # enough to fill the pipeline
+    if len(actions) * micro_batches <= _MOST or micro_batches <= some + more:
+        return run(micro_batches)
+    one, two = run(some), run(some + more)
+    return two + (two - one) / more * (micro_batches - some - more)
+
+
+def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int = 0) -> str:
+    """A grid: a row for each ipu (or core), a column for each tick, if each action takes one.
+
+    F2 is the forward of micro-batch 2. Where a row has several stages, the stage comes before the dot: B1.2 is the
+    backward of stage 1 on micro-batch 2. `..` is an idle tick.
+    """
+    tasks, found = timeline(actions, micro_batches, order, cores)
+    kind, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))
+    stages: dict[int, set[int]] = {}
+    for (row, _), device in zip(tasks, found.devices, strict=True):
+        stages.setdefault(device, set()).add(actions[row].stage)
+    shared = any(len(some) > 1 for some in stages.values())
+    cells = {device: [".."] * int(found.length) for device in devices}
+    for (row, m), device, start in zip(tasks, found.devices, found.starts, strict=True):
+        phase, stage, *_ = actions[row]
+        cells[device][int(start)] = f"{phase}{stage}.{m}" if shared else f"{phase}{m}"
+    width = max((len(cell) for row in cells.values() for cell in row), default=2)
+    return "".join(
+        f"{kind} {device} | {' '.join(cell.ljust(width) for cell in row).rstrip()}\n"
+        for device, row in cells.items()
+    )

@@ -1,0 +1,80 @@
+"""A plan's table as each ipu sees it: its actions, and its program of instructions, as if it were a device of its own.
+
+What a profile records and a drawing shows is numbered by these programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .ir import Instruction, Plan
+from .order import ORDERS, Action, After, draw, timeline
+
+Group = tuple[str, int]  # phase and stage
+
+
+def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
+    """The actions of a step (one for each phase of each stage), and the rows of each, sums included."""
+    groups: dict[Group, list[int]] = {}
+    for row, task in enumerate(plan.tasks):
+        if task.phase:
+            groups.setdefault((task.phase, task.stage), []).append(row)
+    number = {group: i for i, group in enumerate(groups)}
+    of_row = {row: number[group] for group, rows in groups.items() for row in rows}
+    found = []
+    for (phase, stage), rows in groups.items():
+        here = number[phase, stage]
+        after: dict[After, None] = {}
+        for row in rows:
+            if plan.tasks[row].kind == "sum":
+                continue
+            for edge in plan.tasks[row].after:
+                if edge.behind is not None and (of_row[edge.row] != here or edge.behind):
+                    after[After(of_row[edge.row], edge.behind)] = None
+        found.append(Action(phase, stage, plan.tasks[rows[0]].ipu, tuple(after)))
+    return found, list(groups.values())
+
+
+class Entry(NamedTuple):
+    """A row in the program of an ipu: for which micro-batch (-1: of the whole step), and its first instruction."""
+
+    row: int
+    micro_batch: int
+    first: int
+
+
+class Program(NamedTuple):
+    """What an ipu does in a step, in its order."""
+
+    entries: list[Entry]
+    instructions: list[tuple[Instruction, int]]  # with the micro-batch of each
+
+
+def programs(plan: Plan) -> dict[int, Program]:
+    """The program of each ipu, if each is a device of its own and every action takes one tick."""
+    found, rows_of = actions(plan)
+    apart, _ = ORDERS[plan.order]
+    tasks, times = timeline(found, plan.micro_batches, apart)
+    rows: list[tuple[int, int]] = [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "copy"]
+    rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
+    rows += [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "update"]
+    made: dict[int, Program] = {ipu: Program([], []) for ipu in sorted(set(plan.partition.ipus))}
+    for row, micro_batch in rows:
+        entries, instructions = made[plan.tasks[row].ipu]
+        entries.append(Entry(row, micro_batch, len(instructions)))
+        instructions += [(one, micro_batch) for one in plan.tasks[row].instructions]
+    return made
+
+
+def lanes(plan: Plan) -> Iterator[list[tuple[int, int]]]:
+    """For each ipu (row, micro-batch) in the order of its program."""
+    for program in programs(plan).values():
+        yield [(entry.row, entry.micro_batch) for entry in program.entries if entry.micro_batch >= 0]
+
+
+def drawn(plan: Plan, cores: int = 0) -> tuple[str, str]:
+    """The name of a step's order, and a grid of it: on cores that share all ipus; or, without `cores`, as if each ipu
+    were a device of its own."""
+    order = ORDERS[plan.order][bool(cores)]
+    return order.name, draw(actions(plan)[0], plan.micro_batches, order, cores)

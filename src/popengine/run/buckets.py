@@ -1,0 +1,80 @@
+"""Buckets: gradients that processes exchange together, and the memory in which their sums lie one after another.
+
+The gradients of a bucket are complete at about the same time, where pieces are cut for it (`piece_parts.py`). So it is
+exchanged while the rest of the backward runs; and nothing is copied together before it is sent, nor apart afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from popengine.ir import Plan
+
+from .state import State
+
+_ALIGNED = 64  # bytes; a gradient begins as torch's own memory does
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one piece and one dtype, of parameters that have one value in the same replicas.
+
+    flats: for each of these replicas the sums, 1-dimensional; all-reduced into the first
+    cuts:  where the share of each process begins, and the end; None: each process receives the total of all
+    """
+
+    keys: tuple[str, ...]  # in the order of their memory
+    members: tuple[int, ...]
+    flats: tuple[Tensor, ...]
+    cuts: tuple[int, ...] | None
+
+
+def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
+    """The buckets of a piece's gradients. Puts the gradient sums of `state` into their memory."""
+    made, settings = plan.partition.pieces[piece], state.settings
+    lines = {line.name: place for place, line in enumerate(made.lines)}
+    results = [r for r in plan.partition.signature.results if r.kind == "gradient" and r.name in made.writes]
+    keys = {r.key for r in sorted(results, key=lambda r: lines.get(r.name, -1))}
+    kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[str]] = {}
+    for unit in state.units:
+        if unit.key in keys:
+            assert settings.optimizer is not None
+            dtype = settings.optimizer.type_for(state.weight(unit).dtype)
+            kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
+            kinds.setdefault(kind, []).append(unit.key)
+    return [
+        _bucket(mine, members, dtype, is_owned, state) for (members, dtype, is_owned), mine in kinds.items()
+    ]
+
+
+def _bucket(
+    keys: Sequence[str], members: tuple[int, ...], dtype: torch.dtype, is_owned: bool, state: State
+) -> Bucket:
+    weights = {key: state.values[members[0]][state.slot_of[key]] for key in keys}
+    step = max(1, _ALIGNED // dtype.itemsize)
+    shares = [list(keys)]
+    if is_owned:
+        shares = [
+            [key for key in keys if state.owner[key] == place]
+            for place in range(state.settings.counts.instances)
+        ]
+    cuts, starts = [0], {}
+    for share in shares:
+        end = cuts[-1]
+        for key in share:
+            starts[key] = end
+            end += -(-weights[key].numel() // step) * step
+        cuts.append(end)
+    flats = []
+    for replica in members:
+        flat = torch.zeros(cuts[-1], dtype=dtype, device=state.device)
+        flats.append(flat)
+        for key, start in starts.items():
+            state.sums[replica][key] = torch.as_strided(
+                flat, weights[key].shape, weights[key].stride(), start
+            )
+    return Bucket(tuple(starts), members, tuple(flats), tuple(cuts) if is_owned else None)

@@ -1,1 +1,0 @@
-"""Who runs what when: tasks, the ready queue, workers, replays."""

@@ -1,0 +1,330 @@
+"""The ready queue: threads that take the tasks of a step, as soon as all that they wait for is done.
+
+A task is a row of the table with its index (a micro-batch, a chunk) and its replica. Tasks are numbered in the order of
+the step, and a thread takes the first that is ready; so running a step is counting. As many threads as cores share all
+ipus. Rows that send to other processes have a thread of their own, which takes them in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import pairwise
+from queue import SimpleQueue
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from popengine.order import IN_TURNS, ORDERS, After
+from popengine.programs import actions, lanes
+
+from . import devices
+from .call import EngineCall
+from .row_functions import RowFunctions, Work
+from .thread_teams import let_go_of_team
+
+WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
+_JUDGED = 32  # tasks, after as many for warm-up
+
+
+class BoundTask(NamedTuple):
+    """A row for one index and one replica."""
+
+    row: int
+    index: int
+    replica: int
+    work: Work
+    communicates: bool
+
+
+class StepTasks:
+    """All tasks of a step, what each waits for, and which ones wait for it.
+
+    Args:
+        cores: that share all ipus; 0: each ipu of each replica does one thing at a time, in the order of its program
+    """
+
+    def __init__(self, rows: RowFunctions, cores: int) -> None:
+        plan = self._plan = rows.plan
+        self._replicas = rows.settings.counts.replicas
+        self._sizes = [
+            plan.micro_batches if task.index == "micro_batch" else rows.updates.size(row)
+            for row, task in enumerate(plan.tasks)
+        ]
+        after = self._bounded(rows, cores)
+        self.all = sorted(
+            (
+                BoundTask(row, index, replica, work, rows.communicates(row))
+                for row, task in enumerate(plan.tasks)
+                for replica in range(1 if task.once else self._replicas)
+                if (work := rows.bind(row, replica)) is not None
+                for index in range(self._sizes[row])
+            ),
+            key=self._key,
+        )
+        place = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
+        before = [
+            {place[need] for edge in after[task.row] for need in self._needs(edge, task) if need in place}
+            for task in self.all
+        ]
+        for lane in lanes(plan) if not cores else ():
+            for replica in range(self._replicas):
+                for earlier, later in pairwise(lane):
+                    before[place[*later, replica]].add(place[*earlier, replica])
+        self.waits_for = [len(needs) for needs in before]
+        self.followers: list[list[int]] = [[] for _ in self.all]
+        for number, needs in enumerate(before):
+            for need in needs:
+                self.followers[need].append(number)
+        self.first = [number for number, needs in enumerate(before) if not needs]
+
+    def _key(self, task: BoundTask) -> tuple[int, ...]:
+        """Sums come before all else: they free memory, and other tasks wait for them. The rest is depth first."""
+        row = self._plan.tasks[task.row]
+        if row.index != "micro_batch":
+            return (self._plan.micro_batches, task.row, task.index, task.replica)
+        return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
+
+    def _bounded(self, rows: RowFunctions, cores: int) -> list[list[After]]:
+        """What each row waits for, with the bound on the micro-batches under way."""
+        plan = self._plan
+        found = [list(task.after) for task in plan.tasks]
+        apart, shared = ORDERS[plan.order]
+        # What processes gather in a micro-batch, they gather in one order.
+        in_turns = any(rows.communicates(r) for r, task in enumerate(plan.tasks) if task.kind == "gather")
+        order = IN_TURNS if in_turns else shared if cores else apart
+        all_actions, rows_of = actions(plan)
+        for number, mine in enumerate(rows_of):
+            bound = order.bound(number, all_actions, max(cores, 1))
+            if bound is not None:
+                end = next(row for row in reversed(rows_of[bound.row]) if plan.tasks[row].kind != "sum")
+                for row in mine:
+                    if not any(edge.row in mine and not edge.behind for edge in plan.tasks[row].after):
+                        found[row].append(After(end, bound.behind))
+        return found
+
+    def _needs(self, after: After, task: BoundTask) -> list[tuple[int, int, int]]:
+        """The tasks of one row that a task waits for."""
+        row, replicas = self._plan.tasks[after.row], [task.replica]
+        if row.once:
+            replicas = [0]
+        elif self._plan.tasks[task.row].once:
+            replicas = list(range(self._replicas))
+        elif after.group > 1:
+            size = min(after.group, self._replicas)
+            start = task.replica // size * size
+            replicas = list(range(start, start + size))
+        if after.behind is not None:
+            indices = [task.index - after.behind if row.index == "micro_batch" else 0]
+        else:
+            # Where each micro-batch waits for the one before, the last one stands for all.
+            is_chain = After(after.row, 1) in row.after
+            indices = list(range(self._sizes[after.row]))[-1 if is_chain else 0 :]
+        return [(after.row, index, replica) for index in indices if index >= 0 for replica in replicas]
+
+
+class ReadyQueue:
+    """Runs calls.
+
+    Args:
+        threads: that take tasks
+        inside:  threads within an operation
+    """
+
+    def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
+        self._rows, self._threads, self._inside = rows, threads, inside
+        self._tables: dict[tuple[bool, bool], StepTasks] = {}
+        self._nodes: StepTasks
+        self._call: EngineCall
+        lock = threading.Lock()
+        self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
+        self._ready: list[int] = []
+        self._to_send: list[int] = []
+        self._missing: list[int] = []
+        self._left = self._running = self._idle = 0
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._is_shared = False
+        self._judged, self._spent = 2 * _JUDGED if threads == 1 else 0, 0.0
+        self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="core 0", daemon=True).start()
+        for number in range(1, threads):
+            threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True).start()
+        if rows.settings.training and rows.settings.counts.instances > 1:
+            threading.Thread(target=self._communicate, name="processes", daemon=True).start()
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    def start(self, call: EngineCall) -> None:
+        """Begin a call."""
+        if self._inside > 1:
+            let_go_of_team()
+        self._inbox.put(call)
+
+    def wait_until_idle(self) -> None:
+        """Wait for the end of all calls that were begun."""
+        answers: SimpleQueue[None] = SimpleQueue()
+        self._inbox.put(answers)
+        answers.get()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._inbox.put(None)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._to_send_changed.notify()
+
+    def _serve(self) -> None:
+        """Core 0: leads each call."""
+        while (call := self._inbox.get()) is not None:
+            if not isinstance(call, EngineCall):
+                call.put(None)
+                continue
+            error: BaseException | None = None
+            try:
+                # Some libraries keep one number of threads for the process.
+                torch.set_num_threads(self._inside)
+                with torch.inference_mode(), devices.running(self._rows.state.device):
+                    self._steps(call)
+                if self._inside > 1:
+                    let_go_of_team()
+            except BaseException as failure:  # whatever it is, the caller raises it
+                error = failure
+            try:
+                self._rows.end()
+            except BaseException as failure:
+                error = error or failure
+            torch.set_num_threads(call.threads)
+            call.end(error)
+            del call, error
+
+    def _steps(self, call: EngineCall) -> None:
+        self._call = call
+        self._rows.begin(call)
+        try:
+            while call.done < call.steps:
+                self._rows.begin_step()
+                tasks = self._table(call)
+                if call.recorder is None:
+                    self._step(tasks)
+                else:
+                    with call.recorder.recording(self._rows, call.step):
+                        self._step(tasks)
+                self._rows.end_step()
+                call.step_done()
+        finally:
+            del self._call
+
+    def _table(self, call: EngineCall) -> StepTasks:
+        """The tasks of this step. A recorder sees each ipu as a device of its own."""
+        is_recorded = call.recorder is not None
+        looks = call.hyper is not None and self._rows.updates.looks_at_gradients
+        if (is_recorded, looks) not in self._tables:
+            self._tables[is_recorded, looks] = StepTasks(self._rows, 0 if is_recorded else self._threads)
+        return self._tables[is_recorded, looks]
+
+    def _step(self, tasks: StepTasks) -> None:
+        with self._changed:
+            self._nodes, self._missing = tasks, tasks.waits_for.copy()
+            self._left, self._failure = len(tasks.all), None
+            self._ready.clear()
+            self._to_send.clear()
+            for task in tasks.first:
+                self._put(task)
+        self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
+        if self._failure is not None:
+            raise self._failure
+
+    # ---- threads ---------------------------------------------------------------------------------------------
+
+    def _help(self, core: int) -> None:
+        torch.set_num_threads(self._inside)
+        with torch.inference_mode():
+            self._work(lambda: self._is_closed, core)
+
+    def _communicate(self) -> None:
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            self._work(lambda: self._is_closed, core=-1)
+
+    def _work(self, is_over: Callable[[], bool], core: int) -> None:
+        """Do what is ready until it's over. Core -1 sends to other processes, and does nothing else."""
+        done: int | None = None
+        while (number := self._next(is_over, core, done)) is not None:
+            try:
+                task, started = self._nodes.all[number], perf_counter()
+                if self._call.recorder is None:
+                    task.work(task.index)
+                else:
+                    self._call.recorder.perform(task.row, task.index, task.replica, task.work, core)
+                if self._judged < 2 * _JUDGED:
+                    self._judge(perf_counter() - started)
+                done = number
+            except BaseException as error:  # whatever it is, the caller raises it
+                done = None
+                self._failed(error)
+
+    def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
+        """After a task a new one; waits for one. None: there will be none.
+
+        Both at once: so no other core takes what the task has made ready, whose values are in this core's cache.
+        """
+        with self._changed:
+            if done is not None:
+                self._finished(done)
+            ready, changed = (
+                (self._to_send, self._to_send_changed) if core < 0 else (self._ready, self._changed)
+            )
+            if core < 0 and self._ready:
+                self._changed.notify_all()
+            while not ready or not (core <= 0 or self._is_shared):
+                if is_over():
+                    return None
+                self._idle += core >= 0
+                changed.wait()
+                self._idle -= core >= 0
+            self._running += 1
+            number = heappop(ready)
+            if self._ready and self._idle and self._is_shared:
+                self._changed.notify()
+            return number
+
+    def _finished(self, number: int) -> None:
+        self._running -= 1
+        self._left -= 1
+        for follower in self._nodes.followers[number]:
+            self._missing[follower] -= 1
+            if not self._missing[follower]:
+                self._put(follower)
+        if self._failure is not None:
+            self._ready.clear()
+            self._to_send.clear()
+        if not self._left or self._failure is not None:
+            self._changed.notify_all()
+
+    def _put(self, number: int) -> None:
+        if self._nodes.all[number].communicates:
+            heappush(self._to_send, number)
+            self._to_send_changed.notify()
+        else:
+            heappush(self._ready, number)
+
+    def _judge(self, seconds: float) -> None:
+        """Look at the first tasks, which one core does, to see whether they are worth more. (This decides who computes,
+        and never what.)"""
+        self._judged += 1
+        if self._judged > _JUDGED:
+            self._spent += seconds
+        self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
+
+    def _failed(self, error: BaseException) -> None:
+        self._rows.failed(error)  # wakes other processes, which may wait for this one
+        with self._changed:
+            self._running -= 1
+            self._failure = self._failure or error
+            self._ready.clear()
+            self._to_send.clear()
+            self._changed.notify_all()

@@ -1,0 +1,408 @@
+"""What the rows of a plan's table do: each is bound to the tensors of a replica, as a function of its index.
+
+Values of a micro-batch live in the frame of their replica, from the row that makes them to the last that reads them.
+All ipus of a replica share the frame: pieces have no side effects, so a value is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from popengine import ir
+from popengine.errors import Error, RunError
+from popengine.settings import Settings
+
+from .alignment import check
+from .backends.eager import Code, user_line
+from .call import EngineCall, Stopped
+from .devices import upload
+from .instances.all_reduce import all_gather_rows
+from .instances.connections import PeerFailed, PeerLost
+from .instances.process_group import ProcessGroup
+from .measure.float_exceptions import FiniteCheck
+from .prepared_weights import Prepared
+from .random_draws import mix
+from .state import State
+from .updating import Updates
+
+Work = Callable[[int], None]
+_GATHER_TAG = 8  # of messages
+
+
+class RowFunctions:
+    """The functions of all rows.
+
+    Args:
+        codes: of each piece
+    """
+
+    def __init__(
+        self,
+        plan: ir.Plan,
+        settings: Settings,
+        state: State,
+        codes: Sequence[Code],
+        group: ProcessGroup | None,
+    ) -> None:
+        self.plan, self.settings, self.state, self._group = plan, settings, state, group
+        replicas = range(settings.counts.replicas)
+        self.codes: list[list[Code]] = [
+            list(codes) for _ in replicas
+        ]  # a recorder replaces those of replica 0
+        self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
+        self.updates = Updates(plan, settings, state, group)
+        self._prepared = [Prepared(plan, state, replica) for replica in replicas]
+        self.call: EngineCall
+        self._given = {slot.name for slot in plan.partition.signature.slots}
+        self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
+        self._weights_asked_for = [anchor for anchor in settings.anchors if anchor.is_weight]
+        self._checks = FiniteCheck if settings.finite_checks else nullcontext
+
+    def bind(self, row: int, replica: int) -> Work | None:
+        """The function of a row for a replica; None: there is nothing to do."""
+        task = self.plan.tasks[row]
+        if task.kind in ("forward", "backward"):
+            return self._computing(row, replica)
+        if task.kind == "gather":
+            return self._gathering(row, replica)
+        if task.kind == "sum":
+            return self._summing(row, replica)
+        if task.kind == "end":
+            return self._ending()
+        return self.updates.bind(row)
+
+    def communicates(self, row: int) -> bool:
+        """Whether a row sends to other processes."""
+        task = self.plan.tasks[row]
+        if task.kind == "gather":
+            return self.plan.partition.pieces[task.piece].gathers > self.settings.counts.replicas
+        return self.updates.communicates(row)
+
+    # ---- a call --------------------------------------------------------------------------------------------
+
+    def begin(self, call: EngineCall) -> None:
+        """A call starts."""
+        self.call = self.updates.call = call
+
+    def begin_step(self) -> None:
+        self.state.begin_step()
+        self._anchor("weight")
+        if self.call.hyper is not None:
+            scale = self.call.hyper.loss_scaling * self.state.loss_factor
+            self.state.set_loss_scale(scale)
+            self.call.results.loss_scale = scale
+
+    def end_step(self) -> None:
+        """A step is done. (In training its last row has said so to the state.)"""
+        if not self.settings.training:
+            self.state.end_step()
+
+    def failed(self, error: BaseException) -> None:
+        """Wake the other processes, which may wait for this one."""
+        if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
+            self._group.abort(f"failed at {self.call.name}: {error}")
+
+    def end(self) -> None:
+        """The call is over, or has failed: forget the values of its micro-batches."""
+        for frames, prepared in zip(self.frames, self._prepared, strict=True):
+            frames.clear()
+            prepared.forget()
+        self.updates.forget()
+
+    def _anchor(self, source: str) -> None:
+        """Copy the weights that an anchor keeps at this moment of the step to the results."""
+        for anchor in self._weights_asked_for:
+            if anchor.source == source:
+                iterations = self.settings.counts.iterations
+                steps = (self.call.done,) if self.settings.training else range(iterations)
+                for replica, values in enumerate(self.state.values):
+                    value = values[self.state.slot_of[anchor.key]]
+                    for iteration in steps:
+                        self.call.results.put_weight(anchor, iteration, replica, value)
+
+    def _ending(self) -> Work:
+        def end(_: int) -> None:
+            self.updates.end()
+            self._anchor("updated")  # before the next step begins
+
+        return end
+
+    def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
+        """A replica's rows of an input, in the host's memory: [micro-batch, ...]."""
+        iteration, accumulation = self._iteration(micro_batch)
+        return self.call.inputs[key][iteration, accumulation, self.settings.counts.group_of(replica)]
+
+    def _iteration(self, micro_batch: int) -> tuple[int, int]:
+        """Device iteration and accumulation step: in inference a step is the whole call."""
+        return (self.call.done, micro_batch) if self.settings.training else (micro_batch, 0)
+
+    # ---- forward and backward --------------------------------------------------------------------------------
+
+    def _computing(self, row: int, replica: int) -> Work:
+        task, partition = self.plan.tasks[row], self.plan.partition
+        piece, number = partition.pieces[task.piece], task.piece
+        frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
+        loads, slots = self._loads(row), _slots(task, self.state)
+        stores = _stores(task)
+        flowing = self._flowing(row)
+        changed = self.state.new_buffers[replica].keys()
+        kinds = [_kind(name, flowing, changed, partition.prepared) for name in piece.reads]
+        reads = list(zip(kinds, piece.reads, strict=True))
+        before = [n for n in task.frees if n in flowing and n not in piece.writes]
+        after = [name for name in task.frees if name not in before]
+        device = self.state.device
+        place = self.settings.counts.instance * self.settings.counts.replicas + replica
+
+        def compute(micro_batch: int) -> None:
+            call = self.call
+            if call.is_stopped:
+                raise Stopped
+            frame = frames.get(micro_batch)
+            if frame is None:
+                frame = frames.setdefault(micro_batch, {})
+            for name, key in loads:
+                started = perf_counter()
+                frame[name] = upload(self.input(key, micro_batch, replica), device)
+                call.results.load(key, *self._iteration(micro_batch), replica, started)
+            sources = (
+                frame,
+                self.state.values[replica],
+                self.state.new_buffers[replica],
+                prepared.take(number),
+            )
+            values: list = [sources[kind][name] for kind, name in reads]
+            if self.settings.check_alignment:
+                self._check_alignment(piece, values)
+            del sources  # values die in the piece
+            for name in before:
+                del frame[name]
+            if piece.draws:
+                values.append(mix(call.seed, call.step, micro_batch, place))
+            try:
+                with self._checks():
+                    made = codes[number](values)
+            except Exception as error:
+                raise self._explained(error, task, micro_batch, replica) from error
+            frame.update(zip(piece.writes, made, strict=True))
+            del made
+            for name, slot in slots:
+                # A new tensor: backwards that are still to come read the old one.
+                self.state.new_buffers[replica][slot] = frame[name].clone()
+            if stores:
+                self._store(stores, frame, micro_batch, replica)
+            for name in after:
+                del frame[name]
+
+        return compute
+
+    def _loads(self, row: int) -> list[tuple[str, int]]:
+        """The inputs that no earlier row has loaded, with their positions."""
+        earlier = {name for task in self.plan.tasks[:row] for name, _ in _loads(task)}
+        return [(name, key) for name, key in _loads(self.plan.tasks[row]) if name not in earlier]
+
+    def _flowing(self, row: int) -> set[str]:
+        """The values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
+        piece = self.plan.tasks[row].piece
+        slots = {slot.name: slot.role for slot in self.plan.partition.signature.slots}
+        changed = self.state.new_buffers[0]
+        pieces = self.plan.partition.pieces
+        made = {
+            n
+            for i, other in enumerate(pieces)
+            if i != piece
+            for n in other.writes
+            if n not in slots or n in changed
+        }
+        return {n for n in pieces[piece].reads if slots.get(n) == "input" or n in made}
+
+    def _check_alignment(self, piece: ir.Piece, values: Sequence[Tensor]) -> None:
+        reads = dict(zip(piece.reads, values, strict=True))
+        given = {name: value for name, value in reads.items() if name in self._given}
+        check(given, {name: value for name, value in reads.items() if name not in given}, str(piece))
+
+    def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
+        piece = self.plan.partition.pieces[task.piece]
+        return RunError(
+            f"{task.kind} of stage {task.stage} (blocks {self.plan.partition.names[task.stage]}) failed on ipu"
+            f" {task.ipu}, micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
+            f"  at {user_line(piece, error)}\n"
+            f"  {_left(self.call)}; the executor can be called again"
+        )
+
+    # ---- sums and results ------------------------------------------------------------------------------------
+
+    def _store(
+        self, stores: Sequence[tuple[str, int]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
+    ) -> None:
+        call, (iteration, accumulation) = self.call, self._iteration(micro_batch)
+        for name, position in stores:
+            value = frame[name]
+            if position in self._scaled and call.hyper is not None:
+                value = value / (call.hyper.loss_scaling * self.state.loss_factor)
+            call.results.put(position, iteration, accumulation, replica, value)
+
+    def _summing(self, row: int, replica: int) -> Work:
+        """Add a micro-batch's gradients to their sums, and outputs that are summed up to the results."""
+        task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
+        added = [
+            pair
+            for x in task.instructions
+            if isinstance(x, ir.Accumulate)
+            for pair in zip(x.names, x.keys, strict=True)
+        ]
+        stores = _stores(task)
+        frees = task.frees
+
+        def add(micro_batch: int) -> None:
+            frame = frames[micro_batch]
+            self._store(stores, frame, micro_batch, replica)
+            if micro_batch == 0:
+                self._begin_sums(added, frame, replica, frees)
+            elif added:
+                targets, gradients = [sums[key] for _, key in added], [frame[name] for name, _ in added]
+                if self.settings.reduction == "running":
+                    update_means(targets, gradients, micro_batch + 1)
+                else:
+                    torch._foreach_add_(targets, gradients)
+            for name in frees:
+                del frame[name]
+
+        return add
+
+    def _begin_sums(
+        self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
+    ) -> None:
+        """The first gradient of a step becomes the sum as it is, where nothing else refers to it: a copy would cost as
+        much as a fifth of a large update, and memory for all gradients twice."""
+        sums, optimizer = self.state.sums[replica], self.settings.optimizer
+        assert optimizer is not None or not added
+        for name, key in added:
+            like = self.state.values[replica][self.state.slot_of[key]]
+            gradient = frame[name]
+            dtype = optimizer.type_for(like.dtype) if optimizer is not None else like.dtype
+            if key in sums:  # in a bucket
+                sums[key].copy_(gradient)
+            elif name in frees and _has_form(gradient, like, dtype) and _is_alone(frame, name, gradient):
+                sums[key] = gradient
+            else:
+                sums[key] = torch.empty_like(like, dtype=dtype).copy_(gradient)
+            del gradient
+
+    # ---- gathering -------------------------------------------------------------------------------------------
+
+    def _gathering(self, row: int, replica: int) -> Work:
+        """Stack the values of the replicas of a group: [replicas, ...]. The first replica here does so for all."""
+        task, counts = self.plan.tasks[row], self.settings.counts
+        line = self.plan.partition.pieces[task.piece].lines[0]
+        value, size = line.arguments[0].name, line.arguments[1]
+        before = counts.instance * counts.replicas  # replicas of other processes
+        start = (before + replica) // size * size - before
+        members = range(max(start, 0), min(start + size, counts.replicas))
+
+        def gather(micro_batch: int) -> None:
+            if replica != members[0]:
+                return
+            found = torch.stack([self.frames[member][micro_batch][value] for member in members])
+            if size > counts.replicas:
+                assert self._group is not None
+                places = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
+                found = all_gather_rows(self._group, places, _GATHER_TAG, found)
+            for member in members:
+                self.frames[member][micro_batch][line.name] = found
+
+        return gather
+
+
+def _loads(task: ir.Task) -> list[tuple[str, int]]:
+    """The inputs that an ipu loads for a row, with their positions."""
+    return [
+        (name, int(key))
+        for x in task.instructions
+        if isinstance(x, ir.Load)
+        for name, key in zip(x.names, x.keys, strict=True)
+    ]
+
+
+def _stores(task: ir.Task) -> list[tuple[str, int]]:
+    """The values that a row copies to the results, with their positions."""
+    return [
+        pair
+        for x in task.instructions
+        if isinstance(x, ir.Store)
+        for pair in zip(x.names, x.positions, strict=True)
+    ]
+
+
+def _slots(task: ir.Task, state: State) -> list[tuple[str, str]]:
+    """The next values of buffers, and the slots that they replace."""
+    return [
+        (name, state.slot_of[key])
+        for x in task.instructions
+        if isinstance(x, ir.Keep)
+        for name, key in zip(x.names, x.keys, strict=True)
+    ]
+
+
+_FRAME, _STATE, _BUFFER, _PREPARED = range(4)
+
+
+def _kind(name: str, flowing: set[str], changed: Iterable[str], prepared: Mapping[str, ir.Piece]) -> int:
+    """Where a piece reads a value: in the frame, the state, the step's buffers, or made of weights once a step."""
+    if name in flowing:
+        return _FRAME
+    return _PREPARED if name in prepared else _BUFFER if name in changed else _STATE
+
+
+def _left(call: EngineCall) -> str:
+    """What an error or an interrupt leaves of a call."""
+    if call.hyper is None or not call.done:
+        return "the weights are as they were before the call"
+    done = f"{call.done} of the {call.steps} weight updates of this call were done"
+    return f"{done}, and the weights are those after them"
+
+
+def update_means(means: list[Tensor], values: list[Tensor], count: int) -> None:
+    """Update means of `count` - 1 values with one more value each: a mean is never larger than its values, so half
+    precision does not overflow. Each is computed in float32 at least, and rounded once."""
+    for mean, value in zip(means, values, strict=True):
+        wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
+        mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
+
+
+def _has_form(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    form = gradient.dtype, gradient.shape, gradient.stride(), gradient.untyped_storage().nbytes()
+    return form == (dtype, weight.shape, weight.stride(), gradient.nbytes)
+
+
+def _is_alone(frame: Mapping[str, Tensor], name: str, gradient: Tensor) -> bool:
+    """Whether no other name refers to this tensor, and no other tensor to its memory."""
+    return _names(gradient) == _ONE_NAME and _owners(gradient) == _ONE_OWNER
+
+
+def _names(value: Tensor) -> int:
+    return sys.getrefcount(value)
+
+
+def _owners(value: Tensor) -> int:
+    """Tensors of this memory, and what the count itself adds."""
+    return torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
+
+
+def _alone() -> tuple[int, int]:
+    """Both counts of a tensor that a frame alone has, seen as `_begin_sums` does."""
+    frame = {"": torch.empty(1)}
+    gradient = frame[""]
+
+    def counts(frame: Mapping[str, Tensor], name: str, gradient: Tensor) -> tuple[int, int]:
+        return _names(gradient), _owners(gradient)
+
+    return counts(frame, "", gradient)
+
+
+_ONE_NAME, _ONE_OWNER = _alone()

@@ -1,0 +1,319 @@
+"""All tensors that last from step to step: weights, buffers, gradient sums and optimizer state, each held once.
+
+Replicas of this process that have the same value of a parameter hold the same tensor, and so do all ipus of a replica:
+they are places in one memory. Updates write in place. What lives where:
+
+    values[replica]      parameters, buffers, constants and the loss scale, by slot
+    new_buffers[replica] what the running step has made of the buffers that forward changes; `values` when it ends
+    sums[replica]        gradient sums of the running step, by parameter
+    optimizer[unit]      optimizer state of a parameter. A unit is a parameter of a group of replicas with one value.
+    owner[key]           where processes share the optimizer's state out: the process that keeps a parameter's state
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from popengine.errors import Error
+from popengine.ir import Plan, Receive
+from popengine.profile import Memory
+from popengine.settings import Settings
+from popengine.update.group_update import init_state
+
+from . import devices
+from .alignment import begins_well
+
+OptimizerState = dict[str, Tensor]
+
+
+class Unit(NamedTuple):
+    """A parameter as some replicas have it: those whose first is `replica`."""
+
+    key: str
+    replica: int
+    ipu: int
+
+
+class State:
+    """The tensors of a loaded plan, and how the host reads and writes them.
+
+    Args:
+        weights: parameters and buffers by canonical name; they are copied
+    """
+
+    def __init__(
+        self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.plan, self.settings, self.device = plan, settings, device
+        # Held while updates write to the weights, and by threads that read them.
+        self.still = threading.Lock()
+        self.lost: Error | None = None  # why the weights can't be used any more
+        self.seed = self.step = 0  # `step`: weight updates so far
+        self.host_is_stale = False  # weights were updated since the host has read them
+        self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
+        self._loss_scale = 1.0
+        signature = plan.partition.signature
+        self._slots = {slot.name: slot for slot in signature.slots}
+        self.slot_of = {s.key: s.name for s in signature.slots if s.role in ("parameter", "buffer")}
+        changed = {result.key for result in signature.results if result.kind == "buffer"}
+        self._ipus = {name: ipu for ipu in reversed(sorted(plan.state)) for name in plan.state[ipu]}
+        self._changed = [
+            n for n in self._ipus if self._slots[n].role == "buffer" and self._slots[n].key in changed
+        ]
+        self.trained = [r.key for r in signature.results if r.kind == "gradient"]
+        replicas = range(settings.counts.replicas)
+        with devices.running(device):
+            fixed = {
+                name: self._constant(name)
+                for name in self._ipus
+                if self._slots[name].role not in ("parameter", "buffer")
+            }
+            self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
+            self._write(lambda replica: weights)
+            self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
+            self.begin_step()
+            self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
+            self.units = self._units()
+            self.owner = self._owners()
+            self.optimizer: dict[Unit, OptimizerState] = {}
+            optimizer = settings.optimizer
+            for unit in self.units if optimizer is not None else ():
+                assert optimizer is not None
+                if unit.key in optimizer.group_of and self.is_kept_here(unit.key):
+                    self.optimizer[unit] = init_state(optimizer, self.weight(unit))
+        devices.settle(device)
+
+    def _constant(self, name: str) -> Tensor:
+        slot = self._slots[name]
+        if slot.role == "constant":
+            return begins_well(self.plan.partition.signature.constants[slot.key].to(self.device))
+        return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
+
+    def _units(self) -> list[Unit]:
+        """In the order of the ipus and of their slots, then of the replicas."""
+        trained = set(self.trained)
+        return [
+            Unit(slot.key, replica, ipu)
+            for ipu, names in self.plan.state.items()
+            for slot in map(self._slots.__getitem__, names)
+            if slot.role == "parameter" and slot.key in trained
+            for replica in range(self.settings.counts.replicas)
+            if self.settings.members(slot.key, replica)[0] == replica
+        ]
+
+    def _owners(self) -> dict[str, int]:
+        """Each parameter goes to the process with the fewest elements so far."""
+        counts, least = self.settings.counts, self.settings.shard_optimizer
+        optimizer = self.settings.optimizer
+        if least is None or optimizer is None or counts.instances == 1:
+            return {}
+        found: dict[str, int] = {}
+        loads: dict[int, list[int]] = {}
+        for unit in self.units:
+            size = self.weight(unit).numel()
+            if (
+                unit.key in optimizer.group_of
+                and unit.key not in self.settings.replica_groups
+                and size >= least
+            ):
+                load = loads.setdefault(unit.ipu, [0] * counts.instances)
+                found[unit.key] = load.index(min(load))
+                load[found[unit.key]] += size
+        return found
+
+    # ---- a step --------------------------------------------------------------------------------------------
+
+    def weight(self, unit: Unit) -> Tensor:
+        return self.values[unit.replica][self.slot_of[unit.key]]
+
+    def is_kept_here(self, key: str) -> bool:
+        """Whether this process keeps the optimizer state of a parameter."""
+        return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
+
+    def begin_step(self) -> None:
+        """The running step begins with the buffers as they are."""
+        for values, new in zip(self.values, self.new_buffers, strict=True):
+            new.clear()
+            new.update((name, values[name]) for name in self._changed)
+
+    def end_step(self) -> None:
+        """The running step is finished: its buffers are the buffers."""
+        for values, new in zip(self.values, self.new_buffers, strict=True):
+            values.update(new)
+        self.step += 1
+        self.host_is_stale = self.host_is_stale or self.settings.training
+
+    def set_loss_scale(self, scale: float) -> None:
+        name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
+        if name in self._ipus and scale != self._loss_scale:
+            value = torch.full_like(self.values[0][name], scale)
+            for values in self.values:
+                values[name] = value
+            self._loss_scale = scale
+
+    # ---- the host's side -----------------------------------------------------------------------------------
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """Seed, and weight updates so far."""
+        return self.seed, self.step
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self.seed, self.step = state
+
+    def check(self) -> None:
+        """Raises Error, if the weights are lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy parameters and buffers into every replica, all or none."""
+        self._write(lambda replica: weights)
+
+    def write_buffers(self, values: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copy to each replica its own buffers, all or none; what is not given stays."""
+        self._write(values.__getitem__)
+
+    def _write(self, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
+        after: list[dict[str, Tensor]] = []
+        with torch.no_grad(), devices.running(self.device):
+            for replica, before in enumerate(self.values):
+                values, weights = dict(before), weights_of(replica)
+                for key, name in self.slot_of.items():
+                    if key not in weights or name not in self._ipus:
+                        continue
+                    first = self.settings.members(key, replica)[0]
+                    if first != replica and self._slots[name].role == "parameter":
+                        values[name] = after[first][name]
+                        continue
+                    slot = self._slots[name]
+                    new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+                    values[name] = new.copy_(self._row(key, weights[key], replica))
+                after.append(values)
+        devices.settle(self.device)
+        if self.slot_of.keys() <= weights_of(0).keys():
+            self.host_is_stale = False
+        self.values = after  # one assignment: an interrupt leaves all weights or none
+
+    def read(self) -> dict[str, Tensor]:
+        """Replica 0's parameters and buffers, by canonical name: references where they are the host's, so copy
+        what you keep, and hold `still` meanwhile where another thread may run a call.
+
+        A parameter with replica groups has one row a group. Raises Error, if they are lost."""
+        self.check()
+        found: dict[str, Tensor] = {}
+        for name in self._by_ipu():
+            slot = self._slots[name]
+            if slot.role in ("parameter", "buffer"):
+                values = [self._fetch(self.values[r][name]) for r in self._rows(slot.key)]
+                found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
+        return found
+
+    def _by_ipu(self) -> dict[str, None]:
+        return dict.fromkeys(name for names in self.plan.state.values() for name in names)
+
+    def read_buffers(self) -> list[dict[str, Tensor]]:
+        """Copies of each replica's buffers, by canonical name."""
+        buffers = [name for name in self._ipus if self._slots[name].role == "buffer"]
+        return [
+            {self._slots[name].key: self._fetch(values[name]).clone() for name in buffers}
+            for values in self.values
+        ]
+
+    def _fetch(self, value: Tensor) -> Tensor:
+        with devices.running(self.device):
+            return value.cpu()
+
+    def read_optimizer(self) -> dict[str, OptimizerState]:
+        """Copies of the optimizer's state by parameter, one row a group where there are groups of replicas.
+
+        Where processes share the state out, what this one keeps."""
+        with self.still:
+            self.check()
+            found: dict[str, OptimizerState] = {}
+            for key in dict.fromkeys(unit.key for unit in self.units):
+                firsts = [self.settings.members(key, row)[0] for row in self._rows(key)]
+                states = [
+                    s
+                    for first in firsts
+                    for u, s in self.optimizer.items()
+                    if (u.key, u.replica) == (key, first)
+                ]
+                if states:
+                    found[key] = {
+                        name: torch.stack([self._fetch(state[name]) for state in states])
+                        if self._is_grouped(key)
+                        else self._fetch(value).clone()
+                        for name, value in states[0].items()
+                    }
+            return found
+
+    def write_optimizer(
+        self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
+    ) -> None:
+        """Copy optimizer state into every replica, all or none; what is not given stays."""
+        with devices.running(self.device):
+            written = {
+                unit: {**state, **self._written_state(unit, state, states.get(unit.key, {}))}
+                for unit, state in self.optimizer.items()
+            }
+        devices.settle(self.device)
+        self.optimizer = written
+        if loss_factor is not None:
+            self.loss_factor = loss_factor
+
+    def _written_state(
+        self, unit: Unit, state: OptimizerState, given: Mapping[str, Tensor]
+    ) -> OptimizerState:
+        found = {}
+        for name, value in given.items():
+            like = state.get(name)
+            home = (like if like is not None else self.weight(unit)).device
+            dtype = value.dtype if like is None else like.dtype
+            new = torch.empty_like(self._row(unit.key, value, unit.replica), dtype=dtype, device=home)
+            found[name] = new.copy_(self._row(unit.key, value, unit.replica).detach())
+        return found
+
+    def _is_grouped(self, key: str) -> bool:
+        return key in self.settings.replica_groups
+
+    def _rows(self, key: str) -> tuple[int, ...]:
+        """The replicas whose values the host receives."""
+        return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
+
+    def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
+        """A replica's share of a host value."""
+        if not self._is_grouped(key):
+            return value
+        return value[self.settings.replica_groups[key].row_for(replica, len(value))]
+
+    # ---- what a profile shows --------------------------------------------------------------------------------
+
+    def memory(self, replica: int, ipu: int) -> Memory:
+        """Bytes that an ipu of a replica keeps from step to step, as if it had memory of its own."""
+        optimizer = self.settings.optimizer
+        sizes = {"parameter": 0, "other": 0}
+        gradients = states = 0
+        received = (
+            x.names
+            for t in self.plan.tasks
+            if (t.kind, t.ipu) == ("copy", ipu)
+            for x in t.instructions
+            if isinstance(x, Receive)
+        )
+        for name in (*self.plan.state[ipu], *(name for names in received for name in names)):
+            slot, value = self._slots[name], self.values[replica][name]
+            sizes["parameter" if slot.role == "parameter" else "other"] += value.nbytes
+        for unit in self.units:
+            if unit.ipu == ipu and replica in self.settings.members(unit.key, unit.replica):
+                weight = self.weight(unit)
+                assert optimizer is not None
+                gradients += weight.numel() * optimizer.type_for(weight.dtype).itemsize
+                states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
+        return Memory(replica, ipu, sizes["parameter"], sizes["other"], gradients, states)

@@ -1,1 +1,0 @@
-"""What an engine keeps, and where it lies: stores, results, random numbers."""

@@ -1,0 +1,178 @@
+"""The table of a step: what each row waits for, what it frees, and what each ipu does of it."""
+
+from itertools import pairwise
+
+import pytest
+from engine_models import Net, graph_of, stages
+
+from popengine.compile import compile_graph
+from popengine.ir import Accumulate, Compute, Free, Keep, Load, Receive, Send, Store, Update
+from popengine.order import After
+from popengine.programs import programs
+from popengine.settings import Counts, Optimizer, Settings
+
+
+def plan_of(*ipus, mode="pipelined", accumulation=8, iterations=1, training=True, kind="sgd", instances=1):
+    graph = graph_of(Net().train(training), training)
+    settings = Settings(
+        training,
+        Counts(iterations=iterations, accumulation=accumulation, instances=instances),
+        stages(*ipus, mode=mode),
+        optimizer=Optimizer(kind, {}) if training else None,
+    )
+    return compile_graph(graph, settings)
+
+
+LAYOUTS = [
+    ((0, 1, 2, 3), "pipelined"),
+    ((0, 1, 2, 0), "pipelined"),
+    ((0, 0, 0, 0), "pipelined"),
+    ((0, 1, 0, 1), "sharded"),
+]
+
+
+def waits(plan, row):
+    """The rows that a row waits for, by their names."""
+    return {(str(plan.tasks[edge.row]), edge.behind) for edge in plan.tasks[row].after}
+
+
+def row_of(plan, name):
+    (row,) = [row for row, task in enumerate(plan.tasks) if str(task) == name]
+    return row
+
+
+def test_the_table_of_a_small_model():
+    plan = plan_of(0, 1, 0, 1, mode="sharded", accumulation=3)
+    names = [str(task) for task in plan.tasks]
+    forward = ["copy", "copy", "F0", "F0", "F1", "F2", "F3"]  # F0 is cut at its buffers
+    backward = ["B3", "sum B3", "B2", "sum B2", "B1", "sum B1", "B0", "sum B0"]
+    assert names == [*forward, *backward, "norm", "begin", "update", "update", "end"]
+    assert waits(plan, row_of(plan, "F1")) == {("F0", 0)}
+    assert ("F3", 0) in waits(plan, row_of(plan, "B3"))
+    assert waits(plan, row_of(plan, "sum B0")) == {("B0", 0), ("sum B0", 1)}
+    done = {name for name, behind in waits(plan, row_of(plan, "norm")) if behind is None}
+    assert done == {*forward, *backward} - {"copy"}
+
+
+def test_a_plan_has_the_size_of_the_model_and_not_of_the_batch():
+    few, many = (plan_of(0, 1, 2, 3, accumulation=count) for count in (8, 1024))
+    assert few.tasks == many.tasks
+
+
+def test_rules_that_need_norms_measure_before_they_update():
+    plan = plan_of(0, 1, 2, 3, kind="lamb")
+    assert waits(plan, row_of(plan, "trust")) == {("begin", 0), ("measure", None)}
+    updates = [row for row, task in enumerate(plan.tasks) if task.kind == "update"]
+    assert all(waits(plan, row) == {("trust", 0)} for row in updates)
+
+
+def test_processes_exchange_in_one_order_and_before_any_update():
+    plan = plan_of(0, 1, 2, 3, instances=2)
+    exchanges = [row for row, task in enumerate(plan.tasks) if task.kind == "exchange"]
+    assert len(exchanges) == 4
+    for before, row in pairwise(exchanges):
+        assert After(before) in plan.tasks[row].after
+    assert After(exchanges[-1]) in plan.tasks[row_of(plan, "begin")].after
+
+
+@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
+@pytest.mark.parametrize("training", [True, False])
+def test_each_value_is_freed_by_its_last_reader_which_waits_for_the_others(ipus, mode, training):
+    plan = plan_of(
+        *ipus,
+        mode=mode,
+        training=training,
+        iterations=1 if training else 8,
+        accumulation=8 if training else 1,
+    )
+    reach = []
+    for row, task in enumerate(plan.tasks):
+        assert all(edge.row < row or edge.behind for edge in task.after)
+        before = [edge.row for edge in task.after if edge.behind == 0]
+        reach.append(set(before).union(*(reach[other] for other in before)))
+    readers, freed = {}, {}
+    for row, task in enumerate(plan.tasks):
+        names = {name for x in task.instructions if isinstance(x, (Accumulate, Store)) for name in x.names}
+        if task.kind in ("forward", "backward"):
+            names |= {*plan.partition.pieces[task.piece].reads, *plan.partition.pieces[task.piece].writes}
+        for name in names:
+            readers.setdefault(name, set()).add(row)
+        for name in task.frees:
+            assert name not in freed
+            freed[name] = row
+    for name, row in freed.items():
+        assert readers[name] - {row} <= reach[row], name
+    state = {name for names in plan.state.values() for name in names}
+    assert readers.keys() - state <= freed.keys()
+
+
+@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
+def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, mode):
+    """Runs the programs on names alone: what is read is there, and nothing is left at the end."""
+    plan = plan_of(*ipus, mode=mode)
+    for program in programs(plan).values():
+        alive = set()
+        for i, m in program.instructions:
+            match i:
+                case Load() | Receive() if m >= 0:
+                    alive |= {(name, m) for name in i.names}
+                case Compute():
+                    alive -= {(name, m) for name in i.last}
+                    alive |= {(name, m) for name in plan.partition.pieces[i.piece].writes}
+                case Free():
+                    alive -= {(name, m) for name in i.names}
+                case Accumulate() | Keep() | Store():
+                    assert {(name, m) for name in i.names} <= alive
+        assert not alive
+
+
+@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
+def test_what_is_sent_is_received(ipus, mode):
+    sent, received = {}, {}
+    for ipu, program in programs(plan_of(*ipus, mode=mode)).items():
+        for i, m in program.instructions:
+            if isinstance(i, Send):
+                assert i.channel[1] != ipu
+                sent.setdefault(i.channel, set()).add((i.names, m))
+            elif isinstance(i, Receive):
+                assert i.channel[1] == ipu
+                received.setdefault(i.channel, set()).add((i.names, m))
+    assert sent == received
+
+
+def test_a_shared_weight_goes_once_a_step_to_the_stage_that_borrows_it():
+    moves = [x for t in plan_of(0, 1, 2, 3).tasks if t.kind == "copy" for x in t.instructions]
+    assert [(type(x), x.channel, x.names) for x in moves] == [
+        (kind, ("weights of 2", 3), ("parameter_c_weight",)) for kind in (Send, Receive)
+    ]
+
+
+def test_each_ipu_updates_what_lives_there():
+    plan = plan_of(0, 1, 2, 3)
+    updates = {t.ipu: x for t in plan.tasks for x in t.instructions if isinstance(x, Update)}
+    assert {ipu: sorted(update.keys) for ipu, update in updates.items()} == {
+        0: ["a.bias", "a.weight", "norm.bias", "norm.weight"],
+        1: ["b.bias", "b.weight"],
+        2: ["c.bias", "c.weight"],
+        3: ["d.bias", "d.weight"],
+    }
+
+
+def test_inference_neither_accumulates_nor_updates():
+    plan = plan_of(0, 1, 2, 3, training=False, iterations=8, accumulation=1)
+    assert not {type(x) for t in plan.tasks for x in t.instructions} & {Accumulate, Update, Keep}
+    assert {task.kind for task in plan.tasks} <= {"forward", "copy"}
+
+
+def test_running_statistics_pass_from_one_micro_batch_to_the_next():
+    plan = plan_of(0, 1, 2, 3)
+    (row,) = [row for row, t in enumerate(plan.tasks) for x in t.instructions if isinstance(x, Keep)]
+    (kept,) = [x for x in plan.tasks[row].instructions if isinstance(x, Keep)]
+    assert set(kept.keys) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert After(row, 1) in plan.tasks[row].after
+    first = plan.tasks[row_of(plan, "F1")]  # no later stage waits for them
+    assert all(edge.behind == 0 for edge in first.after)
+
+
+def test_the_same_graph_and_settings_give_the_same_plan():
+    assert plan_of(0, 1, 2, 0).tasks == plan_of(0, 1, 2, 0).tasks

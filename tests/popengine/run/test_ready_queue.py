@@ -1,0 +1,215 @@
+"""Cores do whatever is ready, in any order that the table leaves open: the same bits; errors name their place."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from engine_models import graph_of, net, stages
+from small_engines import LAYOUTS, assert_same, batch_for, engine_of, rates, trained
+
+from popengine.compile import compile_graph
+from popengine.errors import RunError
+from popengine.order import ORDERS, timeline
+from popengine.programs import actions, programs
+from popengine.run import ready_queue
+from popengine.run.call import EngineCall
+from popengine.run.measure.recorder import Recorder
+from popengine.settings import Counts, Settings, StagePlan, Strategy
+
+
+@pytest.fixture(params=[1, 3])
+def any_order(request, monkeypatch):
+    """Each core takes any of the tasks that are ready, and not the first."""
+    numbers = random.Random(request.param)
+    monkeypatch.setattr(ready_queue, "heappop", lambda ready: ready.pop(numbers.randrange(len(ready))))
+    monkeypatch.setattr(ready_queue, "heappush", list.append)
+    monkeypatch.setattr(ready_queue, "WORTH_SHARING", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_order_that_the_table_allows_gives_the_bits_of_separate_devices(layout, any_order):
+    options = LAYOUTS[layout]
+    assert_same(trained(engine_of(**options)), trained(engine_of(**options), recorder=Recorder()))
+
+
+def test_as_many_cores_as_torch_has_threads_work_for_all_ipus():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        others = set(threading.enumerate())
+        engine = engine_of(counts=(2, 8, 2))
+        made = {thread.name for thread in threading.enumerate() if thread not in others}
+        assert made == {"core 0", "core 1", "core 2"}
+        engine.run(batch_for(engine), rates("sgd"))
+        assert made == {thread.name for thread in threading.enumerate() if thread not in others}
+    finally:
+        torch.set_num_threads(before)
+    engine.close()
+
+
+@pytest.mark.parametrize(("worth", "threads"), [(0, {"core 0", "core 1"}), (60, {"core 0"})])
+def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
+    monkeypatch.setattr(ready_queue, "WORTH_SHARING", worth)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = engine_of(counts=(4, 8, 2))
+    finally:
+        torch.set_num_threads(before)
+    engine.run(batch_for(engine), rates("sgd"))  # judged here
+    seen = set()
+    for codes in engine._step.codes:
+        codes[:] = [noted(code, seen) for code in codes]
+    engine.run(batch_for(engine), rates("sgd"))
+    assert seen == threads
+    engine.close()
+
+
+def noted(code, seen):
+    def call(values):
+        seen.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return code(values)
+
+    return call
+
+
+def test_an_error_names_its_place():
+    engine = engine_of(counts=(2, 8, 2), kind="adamw")
+    x, y = batch_for(engine)
+    y[-1] = 77  # no such class; the last micro-batch of the second update
+    with pytest.raises(RunError, match=r"forward of stage 3 .* micro-batch 7, replica 1"):
+        engine.run([x, y], rates("adamw"))
+    engine.close()
+
+
+def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
+    """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
+    engine, twin = (engine_of(counts=(50, 8, 1)) for _ in range(2))
+    running = threading.Event()
+    codes = list(engine._step.codes[0])
+
+    def slow(code):
+        def call(values):
+            running.set()
+            time.sleep(0.05)
+            return code(values)
+
+        return call
+
+    engine._step.codes[0][:] = map(slow, codes)
+
+    def interrupted(call):
+        running.wait(5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EngineCall, "wait", interrupted)
+        engine.run(batch_for(engine), rates("sgd"))
+    assert engine.updates_done == 0
+    engine._step.codes[0][:] = codes
+    assert_same(trained(engine), trained(twin))
+
+
+# ---- what is drawn is what runs --------------------------------------------------------------------------
+
+
+class Noting(Recorder):
+    """A recorder that also keeps the order in which actions began, and their ipus."""
+
+    def __init__(self):
+        super().__init__()
+        self.actions = []
+
+    def perform(self, row, index, replica, work, core):
+        task = self._rows.plan.tasks[row]
+        name = task.ipu, f"{task.phase}{task.stage}.{index}"
+        if task.kind in ("forward", "backward") and name not in self.actions:
+            self.actions.append(name)
+        super().perform(row, index, replica, work, core)
+
+
+def drawn(plan, cores=0):
+    """For each device the actions of a step, as the drawing shows them."""
+    found, _ = actions(plan)
+    tasks, times = timeline(found, plan.micro_batches, ORDERS[plan.order][bool(cores)], cores)
+    rows = {}
+    for number in times.order:
+        (row, m), device = tasks[number], times.devices[number]
+        rows.setdefault(device, []).append(f"{found[row].phase}{found[row].stage}.{m}")
+    return rows
+
+
+LANES = [
+    {},
+    {"ipus": (0, 1, 2, 0)},
+    {"ipus": (0, 1, 0, 1), "mode": "sharded"},
+    {"training": False, "counts": (8, 1, 1)},
+    {"training": False, "counts": (8, 1, 1), "mode": "sharded"},
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("options", LANES, ids=str)
+def test_a_profile_shows_separate_devices_that_run_the_step_as_it_is_drawn(options, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine = engine_of(**options)
+    finally:
+        torch.set_num_threads(before)
+    recorder = Noting()
+    engine.run(batch_for(engine), rates("sgd") if engine.settings.training else None, recorder)
+    expected = drawn(engine.plan)
+    count = sum(map(len, expected.values()))
+    found = recorder.actions[:count]
+    assert {ipu: [text for at, text in found if at == ipu] for ipu in expected} == expected
+    assert set(recorder.kept) == {(0, ipu) for ipu in programs(engine.plan)}
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "sharded"])
+def test_one_core_goes_depth_first_as_it_is_drawn(mode):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        engine = engine_of(mode=mode, counts=(1, 8, 1))
+    finally:
+        torch.set_num_threads(before)
+    engine.run(batch_for(engine), rates("sgd"))
+    ran = []
+    nodes = ready_queue.StepTasks(engine._step, 1)
+    rows = [nodes.all[number] for number in range(len(nodes.all))]
+    missing, ready = nodes.waits_for.copy(), sorted(nodes.first)
+    while ready:
+        number = ready.pop(0)
+        task = engine.plan.tasks[rows[number].row]
+        name = f"{task.phase}{task.stage}.{rows[number].index}"
+        if task.kind in ("forward", "backward") and name not in ran:
+            ran.append(name)
+        for follower in nodes.followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready = sorted([*ready, follower])
+    assert ran == drawn(engine.plan, cores=1)[0]
+    engine.close()
+
+
+ONE_STAGE = Strategy("pipelined", None, (StagePlan(tuple("ABCD"), 0),))
+
+
+@pytest.mark.parametrize("strategy", [ONE_STAGE, stages(0, 1, 2, 3)], ids=["one stage", "four ipus"])
+def test_cores_share_a_model_however_many_stages_it_has(strategy):
+    # With batch norm too, whose running statistics pass from one micro-batch to the next: they ran one after another.
+    settings = Settings(True, Counts(1, 8), strategy, optimizer=engine_of().settings.optimizer)
+    plan = compile_graph(graph_of(net()), settings)
+    found, _ = actions(plan)
+    _, shared = ORDERS[plan.order]
+    alone, both = (timeline(found, 8, shared, cores)[1].length for cores in (1, 2))
+    assert both <= alone / 2 + len(found)  # the second core is a part behind the first

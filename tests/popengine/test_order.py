@@ -1,0 +1,163 @@
+"""Orders, drawn: F2 is the forward of micro-batch 2, `..` an idle tick; on shared ipus B1.2 is stage 1's."""
+
+from textwrap import dedent
+
+import pytest
+
+from popengine.order import (
+    DEPTH_FIRST,
+    IN_TURNS,
+    ONE_FORWARD_ONE_BACKWARD,
+    Action,
+    After,
+    draw,
+    length,
+    timeline,
+)
+
+
+def actions(*ipus, training=True):
+    """Each phase waits for the one before, F0 F1 ... B1 B0; `ipus` of each stage."""
+    phases = [("F", stage) for stage in range(len(ipus))]
+    phases += [("B", stage) for stage in reversed(range(len(ipus)))] if training else []
+    return [
+        Action(phase, stage, ipus[stage], (After(row - 1),) if row else ())
+        for row, (phase, stage) in enumerate(phases)
+    ]
+
+
+def drawn(ipus, micro_batches, order=ONE_FORWARD_ONE_BACKWARD, training=True, cores=0):
+    return "\n" + draw(actions(*ipus, training=training), micro_batches, order, cores)
+
+
+def test_one_forward_one_backward_over_two_stages():
+    assert drawn((0, 1), 3) == dedent("""
+        ipu 0 | F0 F1 .. B0 F2 B1 .. B2
+        ipu 1 | .. F0 B0 F1 B1 F2 B2 ..
+        """)
+
+
+def test_one_forward_one_backward_over_three_stages():
+    assert drawn((0, 1, 2), 4) == dedent("""
+        ipu 0 | F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+        ipu 1 | .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+        ipu 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+        """)
+
+
+def test_one_forward_one_backward_over_four_stages():
+    assert drawn((0, 1, 2, 3), 5) == dedent("""
+        ipu 0 | F0 F1 F2 F3 .. .. .. B0 F4 B1 .. B2 .. B3 .. B4
+        ipu 1 | .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4 ..
+        ipu 2 | .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4 .. ..
+        ipu 3 | .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .. .. ..
+        """)
+
+
+def test_a_pipeline_that_wraps_around_shares_its_first_ipu():
+    assert drawn((0, 1, 0), 3) == dedent("""
+        ipu 0 | F0.0 F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 B0.1 F0.2 ..   F2.2 B2.2 ..   B0.2
+        ipu 1 | ..   F1.0 F1.1 ..   B1.0 ..   B1.1 ..   ..   F1.2 ..   ..   B1.2 ..
+        """)
+
+
+def test_one_stage_alternates():
+    assert drawn((0,), 3) == "\nipu 0 | F0 B0 F1 B1 F2 B2\n"
+
+
+def test_inference_streams_forwards():
+    assert drawn((0, 1, 2), 4, training=False) == dedent("""
+        ipu 0 | F0 F1 F2 F3 .. ..
+        ipu 1 | .. F0 F1 F2 F3 ..
+        ipu 2 | .. .. F0 F1 F2 F3
+        """)
+
+
+def test_sharded_stages_take_turns():
+    assert drawn((0, 1), 2, IN_TURNS) == dedent("""
+        ipu 0 | F0 .. .. B0 F1 .. .. B1
+        ipu 1 | .. F0 B0 .. .. F1 B1 ..
+        """)
+
+
+def test_sharded_stages_take_turns_in_inference():
+    assert drawn((0, 1), 2, IN_TURNS, training=False) == dedent("""
+        ipu 0 | F0 .. F1 ..
+        ipu 1 | .. F0 .. F1
+        """)
+
+
+def test_cores_that_share_all_ipus_stay_with_a_micro_batch():
+    assert drawn((0, 1), 3, DEPTH_FIRST, cores=2) == dedent("""
+        core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
+        core 1 | F0.1 F1.1 B1.1 B0.1 ..   ..   ..   ..
+        """)
+
+
+PLACEMENTS = [
+    (0,),
+    (0, 1),
+    (1, 0),
+    (0, 1, 2),
+    (0, 0, 1),
+    (0, 1, 0),
+    (0, 1, 2, 0),
+    (0, 1, 0, 1),
+    (3, 1, 4, 1, 5),
+    (0,) * 6,
+    tuple(range(9)),
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize(
+    ("order", "cores"),
+    [(ONE_FORWARD_ONE_BACKWARD, 0), (IN_TURNS, 0), *((DEPTH_FIRST, cores) for cores in (1, 2, 3, 8))],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_order_runs_each_action_once(order, cores, micro_batches, training):
+    for ipus in PLACEMENTS:
+        rows = actions(*ipus, training=training)
+        tasks, found = timeline(rows, micro_batches, order, cores)
+        assert sorted(tasks) == [(row, m) for row in range(len(rows)) for m in range(micro_batches)]
+        assert min(found.devices) >= 0, "none waits forever"
+        assert cores or set(found.devices) == set(ipus)
+
+
+@pytest.mark.parametrize("ipus", PLACEMENTS)
+def test_a_stage_has_at_most_stages_minus_stage_micro_batches_in_flight(ipus):
+    """Between their forward and their backward; so a stage's memory does not grow with the accumulation."""
+    rows = actions(*ipus)
+    tasks, found = timeline(rows, 30, ONE_FORWARD_ONE_BACKWARD)
+    flying = [0] * len(ipus)
+    for number in found.order:
+        action = rows[tasks[number][0]]
+        flying[action.stage] += 1 if action.phase == "F" else -1
+        assert 0 <= flying[action.stage] <= len(ipus) - action.stage
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("factor", [1, 2, 5])
+def test_the_bubble_of_a_pipeline_is_that_of_the_textbook(stages, factor):
+    """(p - 1) / (m + p - 1) for p stages and m micro-batches."""
+    micro_batches = factor * stages
+    _, found = timeline(actions(*range(stages)), micro_batches, ONE_FORWARD_ONE_BACKWARD)
+    assert found.length == 2 * micro_batches + 2 * (stages - 1)
+    assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 32), (2, 16), (4, 8), (8, 8)])
+def test_cores_that_share_all_ipus_are_busy_as_long_as_there_are_micro_batches(cores, expected):
+    assert timeline(actions(0, 1, 2, 3), 4, DEPTH_FIRST, cores)[1].length == expected
+
+
+@pytest.mark.parametrize("order", [ONE_FORWARD_ONE_BACKWARD, IN_TURNS])
+def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order, monkeypatch):
+    rows = actions(0, 1, 2, 1)
+
+    def ticks(micro_batches):
+        return timeline(rows, micro_batches, order)[1].length
+
+    monkeypatch.setattr("popengine.order._MOST", 1)
+    assert length(rows, 200, ticks) == ticks(200)
