@@ -79,7 +79,7 @@ class DataError(Error):
 
 
 class RunError(Error):
-    """A piece failed while it ran; the weights are as they were before the call."""
+    """A piece failed while it ran; the weights are those of the last finished update."""
 
 
 class RecoverableError(Error):

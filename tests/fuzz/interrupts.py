@@ -1,9 +1,10 @@
-"""Ctrl-C at a random line of a call: the state is as before the call or as after it, and training goes on."""
+"""Ctrl-C at a random line of a call: the state is that after whole weight updates, and training goes on from there."""
 
 from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,35 +54,49 @@ def problem(steps: Steps, layout: Layout, load: Load, unbroken: Run, at: float) 
     calls = batches(load)
     counted, twin = _Interrupt(None), executor(steps, layout, load)
     twin(*calls[0])
-    before = state_of(twin)
     _traced(twin, calls[1], counted)
-    after = state_of(twin)
     twin.destroy()
     interrupt, trainer = _Interrupt(1 + int(at * (counted.lines - 1))), executor(steps, layout, load)
     trainer(*calls[0])
     state_of(trainer)
+    before = trainer.rng_state[1]
     try:
         _traced(trainer, calls[1], interrupt)
     except KeyboardInterrupt:
         pass
     else:
         return None  # fewer lines than were counted
-    found = state_of(trainer)
-    is_before, is_after = not differing(found, before), not differing(found, after)
-    if not (is_before or is_after):
-        return (
-            f"an interrupt at {interrupt.where} leaves neither before nor after: {differing(found, before)}"
-        )
-    if is_before and not is_after:
-        trainer(*calls[1])
+    done = trainer.rng_state[1] - before
+    # The same updates, one a call.
+    single = replace(load, iterations=1)
+    twin = executor(steps, layout, single)
+    updates = [*_updates(calls[0], load), *_updates(calls[1], load)[:done]]
+    for update in updates:
+        twin(*update)
+    wrong = differing(state_of(trainer), state_of(twin))
+    if wrong:
+        return f"an interrupt at {interrupt.where} does not leave the state after {done} updates: {wrong}"
     for batch in calls[2:]:
         trainer(*batch)
-    wrong = differing(state_of(trainer), unbroken.state)
+        for update in _updates(batch, load):
+            twin(*update)
+    wrong = differing(state_of(trainer), state_of(twin))
+    if done == load.iterations:
+        wrong += differing(state_of(trainer), unbroken.state)
     trainer.destroy()
+    twin.destroy()
     if wrong:
-        place = "before" if is_before else "after"
-        return f"after an interrupt at {interrupt.where} (state as {place}) training goes on differently: {wrong}"
+        return f"after an interrupt at {interrupt.where} ({done} updates done) training goes on differently: {wrong}"
     return None
+
+
+def _updates(batch: Any, load: Load) -> list[tuple[Any, ...]]:
+    """The rows of each weight update of a call."""
+    rows = load.rows_of_a_call // load.iterations
+    return [
+        tuple(value[start : start + rows].clone() for value in batch)
+        for start in range(0, load.rows_of_a_call, rows)
+    ]
 
 
 def random_place(numbers: random.Random) -> float:

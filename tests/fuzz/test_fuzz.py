@@ -44,7 +44,7 @@ def test_a_difference_becomes_a_program_of_fewer_steps(monkeypatch, capsys):
     assert "layers.0.bias" in capsys.readouterr().out
 
 
-def test_a_state_between_before_and_after_is_reported(monkeypatch):
+def test_a_state_that_is_not_after_whole_updates_is_reported(monkeypatch):
     call = poptorch.PoplarExecutor.__call__
 
     def half_done(self, *batch):
@@ -60,7 +60,7 @@ def test_a_state_between_before_and_after_is_reported(monkeypatch):
     unbroken = runs.unsplit(steps, LOAD)
     assert interrupts.problem(steps, UNSPLIT, LOAD, unbroken, 0.3) is None
     monkeypatch.setattr(poptorch.PoplarExecutor, "__call__", half_done)
-    assert "neither before nor after" in str(interrupts.problem(steps, UNSPLIT, LOAD, unbroken, 0.3))
+    assert "does not leave the state after" in str(interrupts.problem(steps, UNSPLIT, LOAD, unbroken, 0.3))
 
 
 def test_the_same_seed_gives_the_same_trial():

@@ -209,7 +209,7 @@ def test_a_call_that_fails_in_one_instance_fails_in_all_and_leaves_no_trace(iter
     assert "forward of stage 0" in messages[2]
     for message in messages[:2]:
         assert "another instance failed: instance 2 failed" in message
-        assert "in all instances the weights are as they were before the call" in message
+        assert "in all instances the weights are those of the last finished update" in message
 
 
 def one_batch_less():

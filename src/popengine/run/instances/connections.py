@@ -58,7 +58,7 @@ def join_threads(seconds: float) -> bool:
 
 
 class PeerFailed(Error):
-    """Another instance failed; in all of them everything is as it was before the call."""
+    """Another instance failed; in all of them the weights are those of the last finished update."""
 
 
 class PeerLost(UnrecoverableError):
@@ -292,10 +292,10 @@ class Connections:
             return PeerLost(
                 f"another instance has left the training: {self._ended}\n"
                 "  why: all instances add up their gradients, and have to make the same number of calls\n"
-                "  here the weights are as they were before the call\n"
+                "  here the weights are those of the last finished update\n"
                 "  fix: see what the other instance says, and start all of them again"
             )
         return PeerFailed(
             f"another instance failed: {self._failure}\n"
-            "  in all instances the weights are as they were before the call"
+            "  in all instances the weights are those of the last finished update"
         )
