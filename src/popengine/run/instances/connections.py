@@ -28,7 +28,6 @@ logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer, until a warning
 STALE = 5.0  # seconds without news from a peer that waits, after which it counts as stopped
-LAST_PATIENCE = 1.5  # seconds that an interrupted instance waits in the barrier at a call's end
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
@@ -99,7 +98,6 @@ class Connections:
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
         # Until when to wait in the barrier at a call's end; None outside it.
-        self._until: float | None = None
         self._waits: dict[int, _PeerWait] = {}  # by thread
 
     # ---- messages ----------------------------------------------------------------------------------------
@@ -238,25 +236,15 @@ class Connections:
 
     # ---- failures ----------------------------------------------------------------------------------------
 
-    def abort(self, why: str, ends: bool = False) -> None:
-        """Close all connections, since this instance has failed: wakes every thread that waits, here and in peers.
-
-        In the barrier at a call's end it is too late for that: this instance then waits for LAST_PATIENCE.
-
-        Args:
-            ends: peers may have finished the call that this instance could not, so the training ends
-        """
+    def abort(self, why: str) -> None:
+        """Close all connections, since this instance has failed: wakes every thread that waits, here and in peers."""
         with self._lock:
-            if self._until is not None:
-                self._until = min(self._until, time.monotonic() + LAST_PATIENCE)
-            elif self._group is not None:
-                reason = {"by": self.ranks[self.rank], "why": why, "ends": ends}
+            if self._group is not None:
+                reason = {"by": self.ranks[self.rank], "why": why, "ends": False}
                 publishing = TorchThread(self._publish, reason)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
-                self._close(why if ends else "", why)
-            elif ends:
-                self._ended = why
+                self._close("", why)
 
     def _publish(self, reason: dict[str, Any]) -> dict[str, Any] | None:
         """Leave the reason of a failure for the peers. Returns: the first one; None, if the store is gone."""

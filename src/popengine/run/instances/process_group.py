@@ -9,7 +9,6 @@ import atexit
 import json
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +26,6 @@ from .consistency import HEADER, Facts, differences, header, read_header
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
-_NEVER = float("inf")
 _BARRIER, _FACTS, _READ = 1, 2, 4  # tags; 3 is of connections
 FIRST_TAG = 16  # from here on tags are free for sums and gathers
 _READING = "the reading of "
@@ -72,21 +70,20 @@ class ProcessGroup(Connections):
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
-    def barrier(self, what: str, facts: Facts | None = None, final: bool = False) -> None:
+    def barrier(self, what: str, facts: Facts | None = None) -> None:
         """Wait until all instances are at this place, and check that their facts are equal.
 
         Args:
             what:  the place in the program: "call 17"
             facts: what has to be equal, by section and name
-            final: the barrier at a call's end, after which this instance alone can't take the call back
         Raises:
             Error:      the instances differ; every one of them raises it
             PeerFailed: another one has failed
             PeerLost:   another one is gone
         """
-        self.after_barrier(what, facts or {}, lambda: None, final)
+        self.after_barrier(what, facts or {}, lambda: None)
 
-    def after_barrier(self, what: str, facts: Facts, work: Callable[[], T], final: bool = False) -> T:
+    def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
         """As `barrier`; then return what `work` does with the others, in a thread, so that it can be interrupted."""
         is_abandoned = threading.Event()
 
@@ -98,23 +95,17 @@ class ProcessGroup(Connections):
             return work()
 
         with self._one_at_a_time:
-            with self._lock:
-                self._until = _NEVER if final else None
             outcome = in_a_thread(barrier_and_work)
             while True:
                 try:
                     value, error = outcome.get(timeout=_PATIENCE)
                     break
                 except Empty:
-                    if self._until is not None and time.monotonic() > self._until:
-                        self._until = None
-                        self.abort(f"was interrupted at {what}", ends=True)
+                    continue
                 except KeyboardInterrupt:
                     is_abandoned.set()
                     self.abort(f"was interrupted at {what}")
                     raise
-            with self._lock:
-                self._until = None
             if error is not None:
                 raise error
             return value
