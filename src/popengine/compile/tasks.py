@@ -142,7 +142,8 @@ class _TableWriter:
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
         self.loader: dict[str, int] = {}  # an input -> the row that loads it
         self.keeper: dict[str, int] = {}  # a changed buffer's slot -> the row that replaces it
-        self.reads: list[set[str]] = []  # of each row: values of the micro-batch
+        # Of each row, the values of the micro-batch that it reads, in an order that is the same in all processes.
+        self.reads: list[dict[str, None]] = []
         results = partition.signature.results
         slots = {s.key: s.name for s in partition.signature.slots if s.role == "buffer"}
         self.gradients = {r.name: r.key for r in results if r.kind == "gradient"}
@@ -176,7 +177,7 @@ class _TableWriter:
         **more: object,
     ) -> int:
         self.rows.append(Task(kind, ipu, stage, index=index, after=tuple(dict.fromkeys(after)), **more))  # type: ignore[arg-type]
-        self.reads.append(set(reads))
+        self.reads.append(dict.fromkeys(reads))
         return len(self.rows) - 1
 
     # ---- pieces --------------------------------------------------------------------------------------------

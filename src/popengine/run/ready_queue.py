@@ -26,6 +26,7 @@ from .row_functions import RowFunctions, Work
 from .thread_teams import let_go_of_team
 
 WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
+_PATIENCE = 1.0  # seconds that a thread has to end, which waits for a peer at most
 _JUDGED = 32  # tasks, after as many for warm-up
 
 
@@ -149,11 +150,15 @@ class ReadyQueue:
         self._is_shared = False
         self._judged, self._spent = 2 * _JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="core 0", daemon=True).start()
-        for number in range(1, threads):
-            threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True).start()
+        self._all = [threading.Thread(target=self._serve, name="core 0", daemon=True)]
+        self._all += [
+            threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True)
+            for number in range(1, threads)
+        ]
         if rows.settings.training and rows.settings.counts.instances > 1:
-            threading.Thread(target=self._communicate, name="processes", daemon=True).start()
+            self._all.append(threading.Thread(target=self._communicate, name="processes", daemon=True))
+        for thread in self._all:
+            thread.start()
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
@@ -170,12 +175,18 @@ class ReadyQueue:
         answers.get()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads.
+
+        They are waited for: a thread that frees the last tensors while Python finalizes would end the process.
+        """
         self._inbox.put(None)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             self._to_send_changed.notify()
+        for thread in self._all:
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE)
 
     def _serve(self) -> None:
         """Core 0: leads each call."""
