@@ -1,7 +1,7 @@
-"""Is the advice true? Random small models: each advice that their report gives is followed, and measured.
+"""Is the advice of a report true? Random small models, each profiled, and each advice of its report followed.
 
-What a report says of separate devices is measured with a process for each of the two ipus; what it says of this host
-as a program runs there.
+What a report says of this host is measured as a program runs here. What it says of separate devices is not measured:
+there are none, and the engine has no program of an ipu that a process of its own could run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
-from separate import Pair  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import Profile, load
 from popvision.analysis import Figures, figures
@@ -58,18 +57,9 @@ def gain_here(case: Case, setting: Mapping[str, Any], rounds: int) -> float:
     return found
 
 
-def gain_apart(pair: Pair, case: Case, setting: Mapping[str, Any], rounds: int) -> float:
-    pair.prepare("before", case)
-    pair.prepare("after", case.changed(setting))
-    found = ratio(lambda: pair.once("before")[0], lambda: pair.once("after")[0], rounds)
-    pair.drop("before")
-    pair.drop("after")
-    return found
-
-
 def promises(change: Change, found: Figures) -> list[tuple[str, float]]:
     """Where, and how much."""
-    machines = (("separate devices", change.apart), ("here", change.here))
+    machines = (("here", change.here),)
     sure = [(name, promised(gain, found.spread)) for name, gain in machines]
     return [(name, gain) for name, gain in sure if gain is not None]
 
@@ -82,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path, help="a file to which each row is added, for runs in parts")
     args = parser.parse_args()
-    where, pair, rows = environment(), Pair(), []
+    where, rows = environment(), []
     for number in range(args.first, args.first + args.cases):
         case = random_case(random.Random(args.seed * 1000 + number))
         profile = profile_of(case)
@@ -90,10 +80,7 @@ def main() -> None:
         said = [(change, promises(change, found)) for change in found.changes]
         for change, machines in said:
             for machine, least in machines:
-                if machine == "here":
-                    measured = gain_here(case, change.setting, args.rounds)
-                else:
-                    measured = gain_apart(pair, case, change.setting, args.rounds)
+                measured = gain_here(case, change.setting, args.rounds)
                 rows.append([number, str(case), change.what, machine, least, measured])
                 print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
         if not any(machines for _, machines in said):
@@ -101,7 +88,6 @@ def main() -> None:
         if args.rows:
             with args.rows.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows if row[0] == number)
-    pair.close()
     print(table(rows))
     print(where)
 

@@ -1,4 +1,4 @@
-"""Is virtual time true? Steps of random small models on one core, and bubbles of separate processes.
+"""Is virtual time true? Steps of random small models on one core.
 
 What is measured runs without a recorder; what is predicted comes from the profile of another run. A step is measured
 on two executors, in turns with the recorded one: how far they are apart is what no prediction can go below.
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
-from main import profile_of  # pyright: ignore[reportMissingImports]
-from separate import Pair  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import load
 from popvision.analysis import figures
@@ -26,7 +24,7 @@ from popvision.analysis import figures
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
 
-HEAD = ["case", "model", "step, one core (ms)", "again", "predicted", "off", "bubble", "again", "predicted"]
+HEAD = ["case", "model", "step, one core (ms)", "again", "predicted", "off"]
 
 
 class InCalls:
@@ -73,42 +71,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path, help="a file to which each row is added, for runs in parts")
     args = parser.parse_args()
-    where, pair, rows = environment(), Pair(), []
+    where, rows = environment(), []
     for number in range(args.first, args.first + args.cases):
         case = random_case(random.Random(args.seed * 1000 + number))
-        pair.prepare("it", case)
-        bubbles = [statistics.median(pair.once("it")[1] for _ in range(args.rounds))]
         times = on_one_core(case.changed({"threads": 1}), args.rounds)
-        bubbles.append(statistics.median(pair.once("it")[1] for _ in range(args.rounds)))
-        pair.drop("it")
-        apart = figures(profile_of(case))
-        assert apart.bubble_apart is not None
-        rows.append([number, str(case), *times, *bubbles, apart.bubble_apart])
+        rows.append([number, str(case), *times])
         if args.rows:
             with args.rows.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-    pair.close()
     print(table(rows))
     print(where)
 
 
 def table(rows: list[list[Any]]) -> str:
-    cells = [
-        [str(n), case, *(f"{1e3 * x:.2f}" for x in times), off(*times), *(f"{x:.0%}" for x in bubbles)]
-        for n, case, *rest in rows
-        for times, bubbles in [(rest[:3], rest[3:])]
-    ]
-    errors = sorted(abs(said / ((one + again) / 2) - 1) for _, _, one, again, said, *_ in rows)
+    cells = [[str(n), case, *(f"{1e3 * x:.2f}" for x in times), off(*times)] for n, case, *times in rows]
+    errors = sorted(abs(said / ((one + again) / 2) - 1) for _, _, one, again, said in rows)
     noise = sorted(abs(again / one - 1) for _, _, one, again, *_ in rows)
-    points = [abs((one + again) / 2 - said) for *_, one, again, said in rows]
-    moods = [abs(one - again) for *_, one, again, _ in rows]
     return (
         f"{markdown(HEAD, cells)}\n\n"
         f"steps on one core: {sum(e <= 0.1 for e in errors)} of {len(rows)} within 10 %, the median"
         f" {statistics.median(errors):.1%} off, the worst {errors[-1]:.0%}; two executors of one model differ by"
-        f" {statistics.median(noise):.1%} in the median, {noise[-1]:.0%} at the most\n"
-        f"bubbles: {sum(p <= 0.1 for p in points)} of {len(rows)} within 10 points, the worst {max(points):.0%};"
-        f" measured twice they differ by {max(moods):.0%} at the most"
+        f" {statistics.median(noise):.1%} in the median, {noise[-1]:.0%} at the most"
     )
 
 

@@ -37,15 +37,15 @@ def executor(ipus: int, stages: int, micro_batches: int, steps: int) -> poptorch
 def without_work(model: poptorch.PoplarExecutor) -> None:
     """From now on each piece returns what it made last, and computes nothing."""
     assert model._lease.engine is not None
-    for worker in model._lease.engine._workers:
-        for index, code in list(worker._code.items()):
+    for codes in model._lease.engine._step.codes:
+        for index, code in enumerate(codes):
 
-            def remember(values: list[Any], worker=worker, index=index, code=code) -> tuple[Tensor, ...]:
+            def remember(values: list[Any], codes=codes, index=index, code=code) -> tuple[Tensor, ...]:
                 made = code(values)
-                worker._code[index] = lambda values: made
+                codes[index] = lambda values: made
                 return made
 
-            worker._code[index] = remember
+            codes[index] = remember
 
 
 def microseconds(model: poptorch.PoplarExecutor, data: Tensor, actions: int, rounds: int) -> list[float]:
