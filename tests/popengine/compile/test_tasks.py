@@ -1,6 +1,10 @@
 """The table of a step: what each row waits for, what it frees, and what each ipu does of it."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from engine_models import Net, graph_of, stages
@@ -176,3 +180,15 @@ def test_running_statistics_pass_from_one_micro_batch_to_the_next():
 
 def test_the_same_graph_and_settings_give_the_same_plan():
     assert plan_of(0, 1, 2, 0).tasks == plan_of(0, 1, 2, 0).tasks
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_the_plan_is_the_same_in_processes_with_other_hash_seeds(seed):
+    # Names were in sets: processes freed values in another order, and "the instances differ at compilation".
+    program = "from test_tasks import plan_of; print(repr(plan_of(0, 1, 2, 0, instances=2).tasks))"
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tests}:{tests / 'compile'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == repr(plan_of(0, 1, 2, 0, instances=2).tasks)
