@@ -271,7 +271,7 @@ class ReadyQueue:
                     task.work(task.index)
                 else:
                     self._call.recorder.perform(task.row, task.index, task.replica, task.work, core)
-                if self._judged < 2 * _JUDGED:
+                if core >= 0 and self._judged < 2 * _JUDGED:
                     self._judge(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
