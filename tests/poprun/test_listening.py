@@ -73,17 +73,18 @@ def test_callers_without_the_secret_change_nothing_and_nothing_is_unpickled(trai
     assert len(right) >= 32
     # Torch's agent may look for a free port at the same time: nothing answers there.
     ours = [place for place in places if answers(*place, right)]
-    assert len(ours) == 1
-    for wrong in ("", "guessed"):
-        with pytest.raises(StoreError, match="secret"):
-            Store(*ours[0], wrong, 5)
+    assert ours
+    for place in ours:
+        for wrong in ("", "guessed"):
+            with pytest.raises(StoreError, match="secret"):
+                Store(*place, wrong, 5)
 
 
 def answers(host, port, secret):
     """Whether a store serves there, for those that know the secret."""
     try:
         return Store(host, port, secret, 5).check(["attempt/0/here/0"])
-    except StoreError:
+    except (StoreError, OSError):
         return False
 
 
