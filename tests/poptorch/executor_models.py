@@ -41,6 +41,17 @@ class Dropping(nn.Module):
         return poptorch.identity_loss(nn.functional.dropout(self.layer(x), 0.5), "mean")
 
 
+class Outer(nn.Module):
+    """A wrapper of a module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def options(*, iterations=1, accumulation=1, replicas=1, mode=None):
     found = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
     found.showCompilationProgressBar(False)

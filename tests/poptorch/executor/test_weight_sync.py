@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from executor_models import Counting, Dropping, Trained, batch, options, trainer
+from executor_models import Counting, Dropping, Outer, Trained, batch, options, trainer
 from torch import nn
 
 import poptorch
@@ -227,15 +227,6 @@ def test_inference_sees_what_was_trained_until_destroy():
     executor.destroy()
     assert not torch.equal(validation(x), before)
     torch.testing.assert_close(validation(x), model(x).detach())
-
-
-class Outer(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 @pytest.mark.parametrize("related", [lambda m: m.layer, Outer, lambda m: nn.Sequential(m.layer)])

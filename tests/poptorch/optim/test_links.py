@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from executor_models import Outer
 from torch import nn
 
 import poptorch
@@ -199,15 +200,6 @@ def test_an_optimizer_goes_on_in_a_new_executor_after_destroy(kind, outer):
         return model.layer.weight.detach().clone()
 
     assert torch.equal(trained(True), trained(False))
-
-
-class Outer(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def test_a_state_that_was_loaded_after_destroy_is_the_one_to_go_on_from():
