@@ -335,7 +335,7 @@ def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Ob
 
 
 def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance, list[int], list[Object]]:
-    """Restart or end an instance whose workers all succeeded, or of which one (`culprit`) failed."""
+    """Restart or end an instance: all its workers succeeded, or one, the `culprit`, failed."""
     code = exit_code(culprit) if culprit else 0
     if job.restarts.wanted(culprit is not None, code, instance.restarts):
         return instance.then("Restarting", instance.restarts + 1), [], list(instance.pods)

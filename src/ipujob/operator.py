@@ -46,7 +46,7 @@ class Operator:
     """The operator of a namespace, or of all namespaces (None).
 
     Args:
-        device: of jobs whose annotation names none
+        device: of jobs without a device in their annotations
         images: returns the replacements of images
         log:    called with a line for each action
         clock:  returns seconds, for the delay after a refused creation

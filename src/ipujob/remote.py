@@ -65,7 +65,7 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
     """
     name, place = job["metadata"]["name"], job["metadata"]["namespace"]
     shown: dict[str, int] = {}  # by pod, the number of lines printed
-    finished: set[str] = set()  # pods whose whole log was printed
+    finished: set[str] = set()  # pods with a log that was printed to its end
     reached = time.monotonic()
     while True:
         try:

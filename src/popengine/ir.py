@@ -168,7 +168,7 @@ TaskKind = Literal[
     "forward",
     "backward",
     "gather",  # values of the replicas of a group
-    "sum",  # gradients over micro-batches; outputs whose mode adds them up
+    "sum",  # gradients over micro-batches; outputs of the mode "sum"
     "exchange",  # all-reduce a bucket of gradient sums over processes
     "norm",  # of a parameter's gradient
     "begin",  # of the updates: from here on the step can't be given up

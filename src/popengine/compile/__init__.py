@@ -37,7 +37,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 
 
 def with_work_enough(graph: Graph, settings: Settings) -> Settings:
-    """Return settings whose strategy is sharded, if a pipeline has too few micro-batches and its user allows that."""
+    """Return settings with a sharded strategy, if a pipeline has too few micro-batches and its user allows that."""
     strategy, counts, training = settings.strategy, settings.counts, settings.training
     if not strategy.or_sharded:
         return settings

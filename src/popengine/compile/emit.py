@@ -1,4 +1,4 @@
-"""Emit a piece: nodes of the graph become its lines, each with the values whose last use it is."""
+"""Emit a piece: nodes of the graph become its lines, each with the values that it uses last."""
 
 from __future__ import annotations
 

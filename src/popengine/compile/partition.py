@@ -2,7 +2,7 @@
 
 Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a backward node
 in the stage of its forward. Nodes without a block are autograd's sums of gradients: they are in the earliest stage of
-their operands, whose backward runs last. Views of weights are in no stage: each piece makes the views that it needs.
+their operands: its backward runs last. Views of weights are in no stage: each piece makes the views that it needs.
 Casts of weights are in no stage either: they are made once a step.
 """
 

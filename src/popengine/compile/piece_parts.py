@@ -50,7 +50,7 @@ def changed_buffers(signature: Signature) -> frozenset[str]:
 
 
 def _renamed(piece: Piece, taken: set[str]) -> Piece:
-    """A backward whose recomputed values have names of their own: its parts hand them on beside the forward's."""
+    """A backward with other names for its recomputed values: its parts hand them on beside the forward's."""
     names = {line.name: f"{line.name}_again" for line in piece.lines if line.name in taken}
     if not names:
         return piece

@@ -146,7 +146,7 @@ class _TableWriter:
         self.reads: list[dict[str, None]] = []
         results = partition.signature.results
         slots = {s.key: s.name for s in partition.signature.slots if s.role == "buffer"}
-        self.gradients = {r.name: r.key for r in results if r.kind == "gradient"}
+        self.gradients = [r for r in results if r.kind == "gradient"]
         self.buffers = [(r.name, r.key, slots[r.key]) for r in results if r.kind == "buffer"]
         self.outputs = [(i, r.name) for i, r in enumerate(results) if r.kind in ("output", "input")]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
@@ -233,11 +233,7 @@ class _TableWriter:
     def _sums(self, piece: Piece) -> tuple[list[Instruction], list[str]]:
         """What is added up of a piece, micro-batch after micro-batch; and the names of it."""
         found: list[Instruction] = []
-        gradients = tuple(name for name in piece.writes if name in self.gradients)
-        names = [n for n in self.gradients if n in gradients]
-        results = [
-            r for r in self.flow.partition.signature.results if r.kind == "gradient" and r.name in names
-        ]
+        results = [r for r in self.gradients if r.name in piece.writes]
         if results:
             found.append(Accumulate(tuple(r.name for r in results), tuple(r.key for r in results)))
         outputs = [(i, name) for i, name in self.outputs if name in piece.writes] if self.adds_outputs else []

@@ -81,7 +81,7 @@ def _like_grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a tensor like the result of `aten._grouped_mm`, whose shape function in torch takes bfloat16 only."""
+    """Return a tensor like the result of `aten._grouped_mm`: its shape function in torch takes bfloat16 only."""
     dtype = out_dtype or a.dtype
     size = [a.size(-2), b.size(-1)]
     if a.dim() == b.dim():

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..recording.graph_recorder import map_leaves
 
-# From a function to the position of the tensor whose type the others are cast to.
+# From a function to the position of a tensor: the others are cast to its type.
 _LAYERS: dict[Any, int] = {
     getattr(functional, name): 0
     for name in [

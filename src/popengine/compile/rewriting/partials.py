@@ -40,7 +40,7 @@ def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
     """Return whether this processor computes a product of a half type faster through float32.
 
     The processor's features decide, never a clock. Of a type without a unit these are all products; of the others only
-    attention, whose half kernels are no faster, and in backward 2 to 7 times slower.
+    attention: its half kernels are no faster, and in backward 2 to 7 times slower.
     """
     return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
 
