@@ -1,10 +1,11 @@
 """A small training with all that a checkpoint has to keep; also a program, of which tests start several instances.
 
-python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N]      leaves FOLDER/result-INSTANCE.pt
+python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N] [--hold N]     leaves FOLDER/result-INSTANCE.pt
 """
 
 import argparse
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -110,7 +111,10 @@ def main():
     parser.add_argument("calls", type=int)
     parser.add_argument("--loader", default="Sync")
     parser.add_argument("--every", type=int, default=2, help="calls from one checkpoint to the next")
-    parser.add_argument("--say", action="store_true", help="tell of each call")
+    parser.add_argument("--say", action="store_true", help="print each call")
+    parser.add_argument(
+        "--hold", type=int, help="stop after this call, with a complete checkpoint, to be killed"
+    )
     flags = parser.parse_args()
     torch.set_num_threads(1)
     popdist.init()
@@ -118,7 +122,16 @@ def main():
     training = Training(popdist.poptorch.Options(), flags.folder, mode=mode, every=flags.every)
     begun = training.restore()
     print(f"instance {popdist.getInstanceIndex()} begins at call {begun}", flush=True)
-    training.train(flags.calls, lambda calls: flags.say and print("call", calls, flush=True))
+
+    def on_call(calls):
+        if flags.say:
+            print("call", calls, flush=True)
+        if calls == flags.hold:
+            training.checkpoint.wait()
+            print("held", flush=True)
+            threading.Event().wait()
+
+    training.train(flags.calls, on_call)
     torch.save(training.result(), flags.folder / f"result-{popdist.getInstanceIndex()}.pt")
     popdist.synchronize()
 

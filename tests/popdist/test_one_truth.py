@@ -402,14 +402,16 @@ def test_whoever_waits_long_is_told_for_whom(tmp_path):
 
 def stopped_with_the_store(folder):
     popdist.init()
+    popdist.synchronize()
     connections.WARN_AFTER = 0.3
     connections.STALE = 1.0
 
     def warn(text, *values):
-        (folder / "warned").write_text(text % values)
+        # Appended: the end of the process may cut a later warning off.
+        with (folder / "warned").open("a") as file:
+            file.write(text % values)
 
     connections.logger.warning = warn
-    popdist.synchronize()
     if popdist.getInstanceIndex() == 0:
         (folder / "process").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -419,11 +421,12 @@ def stopped_with_the_store(folder):
 def test_an_instance_that_is_stopped_is_named_though_it_serves_the_store(tmp_path):
     started = processes.start(stopped_with_the_store, processes.launches(2), tmp_path)
     until = time.monotonic() + processes.LIMIT
-    while not (tmp_path / "warned").exists() and time.monotonic() < until:
+    warned = tmp_path / "warned"
+    while not (warned.exists() and "instance 0 has not" in warned.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
     assert [ended.error for ended in processes.finish(started)] == ["", ""]
-    assert "instance 0 has not arrived at popdist.synchronize()" in (tmp_path / "warned").read_text()
+    assert "instance 0 has not arrived at popdist.synchronize()" in warned.read_text()
 
 
 # ---- the first meeting ---------------------------------------------------------------------------------------

@@ -38,11 +38,11 @@ def folders(tmp_path_factory):
 def test_a_training_of_which_everything_was_killed_ends_in_the_same_bits(poprun, folders):
     whole, killed = folders
     unbroken = poprun(*TWO, sys.executable, PROGRAM, whole, CALLS)
-    run = poprun(*TWO, sys.executable, PROGRAM, killed, CALLS, "--say")
-    run.until("call 3\n", LIMIT)
+    run = poprun(*TWO, sys.executable, PROGRAM, killed, CALLS, "--hold", 3)
+    run.until("held\n", LIMIT, times=2)  # after call 3, and the checkpoint of call 2 is complete
     os.kill(run.processes("checkpoint_program")[-1], signal.SIGKILL)
     run.until("all instances start again, 1 of at most 3 times", LIMIT)
-    run.until("begins at call 2", LIMIT)
+    run.until("begins at call 2\n", LIMIT, times=2)
     os.kill(run.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     assert run.nothing_left(20)
