@@ -22,6 +22,7 @@ from .annotating.blocks import (
     print,
     removeBlocks,
 )
+from .annotating.placing import annotate, split
 from .annotating.strategies import (
     AutoBalance,
     ParallelPhasedExecution,
@@ -139,6 +140,7 @@ __all__ = [
     "VariableRetrievalMode",
     "__version__",
     "accessAttributes",
+    "annotate",
     "attributes_lists",
     "autocast",
     "autocasting",
@@ -184,6 +186,7 @@ __all__ = [
     "set_available_memory",
     "set_overlap_for_input",
     "set_overlap_for_output",
+    "split",
     "testing",
     "trainingModel",
 ]

@@ -69,11 +69,15 @@ class Block(nn.Module):
             capture.leave()
 
 
-class _BeginBlockHook:
-    """A forward pre-hook that opens a block; an automatic id is chosen at the first call and then kept."""
+class BeginBlockHook:
+    """A forward pre-hook that opens a block; an automatic id is chosen at the first call and then kept.
 
-    def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
-        self.user_id, self.ipu_id = user_id, _checked(ipu_id)
+    Args:
+        strategy: the default strategy of the model, if `poptorch.annotate` or `split` has set the hook
+    """
+
+    def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
+        self.user_id, self.ipu_id, self.strategy = user_id, _checked(ipu_id), strategy
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if current() is not None:
@@ -92,7 +96,7 @@ class LegacyBeginBlockFn:
         self, layer_to_call: Callable[..., Any], user_id: str | None = None, ipu_id: int | None = None
     ) -> None:
         self._layer_to_call = layer_to_call
-        self._hook = _BeginBlockHook(user_id, ipu_id)
+        self._hook = BeginBlockHook(user_id, ipu_id)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._hook(None, args)  # type: ignore[arg-type]
@@ -106,13 +110,8 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
         Error: the layer already begins a block, or is neither a module nor a function
     """
     if isinstance(layer_to_call, nn.Module):
-        hook = begin_hook(layer_to_call)
-        if hook is not None:
-            raise Error(
-                f"this {type(layer_to_call).__name__} has already been assigned to a block: {hook!r}\n"
-                "  fix: call poptorch.removeBlocks(layer) first, or annotate another layer"
-            )
-        layer_to_call.register_forward_pre_hook(_BeginBlockHook(user_id, ipu_id))
+        check_unmarked(layer_to_call)
+        layer_to_call.register_forward_pre_hook(BeginBlockHook(user_id, ipu_id))
         return layer_to_call
     if callable(layer_to_call):
         return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
@@ -122,11 +121,21 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
     )
 
 
-def begin_hook(module: nn.Module) -> _BeginBlockHook | None:
+def begin_hook(module: nn.Module) -> BeginBlockHook | None:
     """Return the hook that BeginBlock registered on a module; None, if there is none."""
     return next(
-        (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeginBlockHook)), None
+        (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BeginBlockHook)), None
     )
+
+
+def check_unmarked(module: nn.Module) -> None:
+    """Raise Error, if a module begins a block already."""
+    hook = begin_hook(module)
+    if hook is not None:
+        raise Error(
+            f"this {type(module).__name__} has already been assigned to a block: {hook!r}\n"
+            "  fix: call poptorch.removeBlocks(layer) first, or annotate another layer"
+        )
 
 
 @contextlib.contextmanager
@@ -137,11 +146,11 @@ def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iter
 
 
 def removeBlocks(module: nn.Module) -> None:
-    """Remove the marks of BeginBlock from a module and all modules in it."""
+    """Remove the marks of BeginBlock, annotate and split from a module and all modules in it."""
     assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
     for child in module.modules():
         hooks = child._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _BeginBlockHook)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, BeginBlockHook)]:
             del hooks[key]
 
 

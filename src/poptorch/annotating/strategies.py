@@ -140,7 +140,8 @@ class ExecutionStrategy:
 class AutoBalance:
     """Place the blocks of a model on ipus so that the slowest ipu is as fast as possible. (Ours.)
 
-    The first compilation runs one micro-batch and measures each block; the log shows the choice and the reason.
+    The first compilation runs one micro-batch and measures each block; the log shows the choice and the reason. Of a
+    model without marks each repeated layer is a block.
 
     Args:
         ipus:     the number of ipus; each runs one stage of consecutive blocks
@@ -181,6 +182,11 @@ class PipelinedExecution(ExecutionStrategy):
         else:
             self._order = tuple(_as_stage(argument) for argument in args)
         super().__init__(self._order)
+
+    @property
+    def _is_default(self) -> bool:
+        """Whether this is `PipelinedExecution()`, in whose place the marks of `poptorch.annotate` may name another."""
+        return self._mode == "pipelined" and self._auto is AutoStage.SameAsIpu
 
     def orSharded(self) -> Self:
         """Run the stages one after another, as `ShardedExecution` does, where a call has too few micro-batches to

@@ -47,8 +47,7 @@ def balanced(
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
-    strategy = Strategy("pipelined", None, stages, capacity=settings.strategy.capacity)
-    return replace(settings, strategy=strategy)
+    return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
 
 
 def _of_first_instance(group: ProcessGroup, seconds: list[float]) -> list[float]:
@@ -75,7 +74,7 @@ def _block_costs(
     }
     if not names:
         raise PartitionError(
-            "AutoBalance has no blocks to place\n"
+            "AutoBalance has no blocks to place: the model has neither marks nor a list of repeated layers\n"
             '  fix: mark the parts of the model: poptorch.BeginBlock(layer, "name")'
         )
     parts = partition(graph, _EACH_ALONE, settings.recompute)

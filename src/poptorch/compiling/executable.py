@@ -21,6 +21,7 @@ from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
 from ..annotating.notes import Note, notes_of
+from ..annotating.placing import layers_as_blocks
 from ..annotating.replica_groups import one_row_each
 from ..annotating.strategies import PipelinedExecution, ShardedExecution
 from ..autocasting import following
@@ -88,7 +89,7 @@ def compile_model(
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
-        with one_row_each(model, settings.replica_groups):
+        with one_row_each(model, settings.replica_groups), layers_as_blocks(model, settings.strategy):
             graph = capture(
                 model,
                 tracing.forward,

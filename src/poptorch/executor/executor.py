@@ -76,10 +76,10 @@ class PoplarExecutor:
                 "  fix: options = poptorch.Options()"
             )
         given = Options() if options is None else options
-        options = resolved(given, training)
+        model = model if isinstance(model, nn.Module) else _Function(model)
+        options = resolved(given, training, model)
         given._freeze()  # what a user sets from now on would reach no model
         repeats.restart(options.max_repeat_logs)
-        model = model if isinstance(model, nn.Module) else _Function(model)
         # Flags of the top level are fixed now; everything below is shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)
@@ -244,7 +244,9 @@ class PoplarExecutor:
     def _described(self, options: Options | None, *args: Any, **kwargs: Any) -> Overview:
         """Return what `plan` would be after a call with these arguments, and with these options in place of the
         executor's own, if there are any; nothing is kept of the compilation."""
-        options = self.options if options is None else resolved(options, self._wrapped.training)
+        options = (
+            self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
+        )
         call = arguments.bind(self._signature, args, kwargs)
         settings = self._settings_for(call, options)
         found = compile_model(self._wrapped.traced, call, options, settings, lambda name: None)

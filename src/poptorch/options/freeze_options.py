@@ -4,9 +4,12 @@ import logging
 import os
 from typing import Any, Literal
 
+from torch import nn
+
 from popengine.errors import Error
 from popengine.run import devices
 from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from poptorch.annotating.placing import strategy_of
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.device import DEVICES
@@ -23,8 +26,8 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 }
 
 
-def resolved(options: Options, training: bool) -> Options:
-    """The executor's own frozen copy, with an output mode picked.
+def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
+    """Return the executor's own frozen copy, with an output mode, and the strategy of the model's marks from outside.
 
     Raises:
         Error: gradient accumulation in inference
@@ -32,6 +35,8 @@ def resolved(options: Options, training: bool) -> Options:
     own = options.clone()
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
+    if model is not None:
+        own._execution_strategy = strategy_of(model, own._execution_strategy)
     accumulation = own.Training.gradient_accumulation
     if not training and accumulation != 1:
         pipelined = isinstance(own._execution_strategy, PipelinedExecution)

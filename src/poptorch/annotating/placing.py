@@ -1,0 +1,211 @@
+"""Marks from outside: the modules of a model are placed on ipus by their names, with no change of its code."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from popengine.errors import Error, did_you_mean
+from popengine.settings import Strategy
+
+from ..enums import AutoStage
+from .blocks import BeginBlockHook, begin_hook, check_unmarked
+from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
+
+M = TypeVar("M", bound=nn.Module)
+_RANGE = re.compile(r"\b(\d+)-(\d+)\b")
+
+
+class Stack(NamedTuple):
+    """A list of repeated layers in a model, with the name of each."""
+
+    name: str
+    layers: list[tuple[str, nn.Module]]
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model itself'} ({len(self.layers)} layers)"
+
+
+def annotate(
+    model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
+) -> M:
+    """Place modules of a model on ipus, and return the model. (Ours.)
+
+    >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
+    >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
+
+    Each key is a block, which begins at each module that the key names and ends where another block begins. The default
+    strategy then makes each block a stage, so that an ipu may come again; other strategies know blocks by their keys.
+
+    Args:
+        marks:          the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of these
+                        numbers and `*` any text without a dot, or a class. Where several keys name a module, a name
+                        precedes a range, and a range precedes `*` and classes; of these the earlier key precedes.
+        layers_per_ipu: instead of marks: the layers of the model's repeated stack on ipu 0, on ipu 1, ...
+    Raises:
+        Error: a key names no module, two names or ranges place one module, a module begins a block already, or the
+            numbers of layers fit no stack
+    """
+    if (marks is None) == (layers_per_ipu is None):
+        raise Error(
+            "poptorch.annotate takes either marks or layers_per_ipu\n"
+            '  fix: poptorch.annotate(model, {"encoder.layer.0-5": 0, "encoder.layer.*": 1}), or'
+            " poptorch.annotate(model, layers_per_ipu=[6, 6])"
+        )
+    placed = _placed_by_key(model, marks) if marks else _placed_by_count(model, layers_per_ipu or [])
+    _mark(placed, PipelinedExecution(AutoStage.AutoIncrement))
+    return model
+
+
+def split(model: M, ipus: int) -> M:
+    """Have the default strategy balance the repeated layers of a model over ipus, and return the model. (Ours.)
+
+    That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
+
+    Raises:
+        Error: the model has fewer repeated layers than ipus, or a layer begins a block already
+    """
+    layers = _layers(model)
+    if len(layers) < ipus:
+        raise Error(
+            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_listed(model)}\n"
+            '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'
+        )
+    _mark(layers, PipelinedExecution(AutoBalance(ipus)).orSharded())
+    return model
+
+
+def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
+    """Return the strategy that `annotate` or `split` left with the model, if `strategy` is the default one."""
+    if not isinstance(strategy, PipelinedExecution) or not strategy._is_default:
+        return strategy
+    hooks = filter(None, map(begin_hook, model.modules()))
+    return next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
+
+
+@contextlib.contextmanager
+def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
+    """Mark the repeated layers of a model without marks while it is captured, if `AutoBalance` is to place them."""
+    wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
+    handles = _mark(_layers(model), None) if wanted else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    """Return the outermost lists of modules in which classes with parameters repeat, in the order of the model."""
+    found: list[Stack] = []
+    for name, module in model.named_modules():
+        inside = any(not stack.name or name.startswith(f"{stack.name}.") for stack in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children()]
+            layers = [(n, child) for n, child in children if next(child.parameters(), None) is not None]
+            if len({type(child) for _, child in layers}) < len(layers):
+                found.append(Stack(name, layers))
+    return found
+
+
+_Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that begins there, and its ipu
+
+
+def _layers(model: nn.Module) -> _Placed:
+    return [(module, name, None) for stack in stacks(model) for name, module in stack.layers]
+
+
+def _listed(model: nn.Module) -> str:
+    return ", ".join(map(str, stacks(model))) or "none"
+
+
+def _mark(placed: _Placed, strategy: ExecutionStrategy | None) -> list[RemovableHandle]:
+    """Have each module begin its block."""
+    for module, *_ in placed:
+        check_unmarked(module)
+    hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in placed]
+    return [module.register_forward_pre_hook(hook) for module, hook in hooks]
+
+
+def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
+    """Return the layers of the stack that has as many layers as the counts' sum; else of all stacks together."""
+    found = stacks(model)
+    groups = [[stack] for stack in found] + [found]
+    fitting = [group for group in groups if sum(len(stack.layers) for stack in group) == sum(counts)]
+    if not fitting or (len(fitting) > 1 and len(found) > 1):
+        raise Error(
+            f"layers_per_ipu={list(counts)} places {sum(counts)} layers; the model's repeated layers are"
+            f" {_listed(model)}\n"
+            "  fix: numbers whose sum is the layers of one of these, or of all; or place modules by name:"
+            ' poptorch.annotate(model, {"name.0-5": 0, "name.*": 1})'
+        )
+    layers = (layer for stack in fitting[0] for layer in stack.layers)
+    placed: _Placed = []
+    for ipu, count in enumerate(counts):
+        names, modules = zip(*itertools.islice(layers, count), strict=True) if count else ((), ())
+        block = " to ".join(dict.fromkeys((*names[:1], *names[-1:])))
+        placed += [(module, block, ipu) for module in modules]
+    return placed
+
+
+def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed:
+    """Return the modules that each key places: of the keys that name a module, the most specific one does."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    found: dict[nn.Module, tuple[int, str | type]] = {}
+    for key in marks:
+        rank = _rank(key)
+        for module in _named_by(key, model, names):
+            before = found.get(module)
+            if before is None or rank > before[0]:
+                found[module] = rank, key
+            elif rank == before[0] > 0:
+                raise Error(
+                    f"poptorch.annotate: {before[1]!r} and {key!r} place the same {type(module).__name__}\n"
+                    "  fix: ranges that do not overlap; a single name precedes a range, and a range precedes '*'"
+                )
+    used = {key for _, key in found.values()}
+    for key in marks:
+        if key not in used:
+            raise Error(
+                f"poptorch.annotate: {key!r} places nothing, since other keys place all of its modules"
+            )
+    return [
+        (module, key if isinstance(key, str) else key.__name__, marks[key])
+        for module, (_, key) in found.items()
+    ]
+
+
+def _rank(key: str | type) -> int:
+    """Return how specific a key is: 2 for a name, 1 for a range, 0 for `*` and a class."""
+    if not isinstance(key, str) or "*" in key:
+        return 0
+    return 1 if _RANGE.search(key) else 2
+
+
+def _named_by(key: str | type, model: nn.Module, names: list[str]) -> list[nn.Module]:
+    """Return the modules that a key names. Raises Error, if there are none, or none for a number of a range."""
+    if not isinstance(key, str):
+        modules = [module for module in model.modules() if isinstance(module, key)]
+        if not modules:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
+        return modules
+    span = _RANGE.search(key)
+    numbers = range(int(span[1]), int(span[2]) + 1) if span else [""]
+    modules = []
+    for number in numbers:
+        pattern = f"{key[: span.start()]}{number}{key[span.end() :]}" if span else key
+        one = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
+        matching = [name for name in names if one.fullmatch(name)]
+        if not matching:
+            near = did_you_mean(pattern, [*names, *(re.sub(r"\d+", "*", name) for name in names)])
+            raise Error(
+                f"poptorch.annotate: no module is named {pattern!r}{f', of {key!r}' if span else ''}{near}\n"
+                "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part"
+            )
+        modules += map(model.get_submodule, matching)
+    return list(dict.fromkeys(modules))
