@@ -99,11 +99,6 @@ class PrecisionPart:
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the step, which trains; the optimizer itself has no gradients to look at."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise self.lightning.Misconfiguration(
-                "IPUs and the LBFGS optimizer are not compatible: it computes the loss several times for one"
-                " update. Use SGD, Adam, AdamW or RMSprop."
-            )
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if result is None and model.automatic_optimization:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import popdist
 import poptorch
+from poptorch.optim.freeze_optimizer import supported_optimizers
 
 
 class Lightning:
@@ -202,7 +203,7 @@ def check_optimizers(strategy: Any, trainer: Any) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise misconfiguration(
                 "IPUs and the LBFGS optimizer are not compatible: it computes the loss several times for one update."
-                " Use SGD, Adam, AdamW or RMSprop."
+                f" Use one of {supported_optimizers()}."
             )
         other = getattr(optimizer, "max_grad_norm", None)
         if trainer.gradient_clip_val and other not in (None, float("inf"), trainer.gradient_clip_val):

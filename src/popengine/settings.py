@@ -75,6 +75,7 @@ class Optimizer:
         kind:        a key of `popengine.update.optimizer_rules.RULES`
         group_of:    the parameter group of each parameter by canonical name; others are not updated
         state_types: the dtype of each state of the rule by name ("velocity"; "exp_avg", "exp_avg_sq"; ...)
+        flags:       properties of the rule that are on or off; those left out have the default in `RULES`
     """
 
     kind: str
@@ -83,10 +84,7 @@ class Optimizer:
     accumulator_type: torch.dtype = torch.float32
     max_grad_norm: float = float("inf")
     max_grad_value: float = float("inf")
-    centered: bool = False  # RMSprop
-    tf_variant: bool = False  # RMSprop
-    bias_correction: bool = True  # Adam, AdamW, LAMB
-    torch_dampening: bool = False  # SGD: the first step is not dampened (torch.optim.SGD's rule)
+    flags: dict[str, bool] = field(default_factory=dict)
 
     def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
         """Return the dtype of a weight's state, or of its gradient sums (None); float64 for float64 weights."""
@@ -147,10 +145,8 @@ class ReplicaGroups:
 class Hyper:
     """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale.
 
-    Keys of a group: SGD lr, momentum, dampening, weight_decay, nesterov, maximize; Adam, AdamW and LAMB
-    lr, beta1, beta2, eps, weight_decay, maximize (LAMB also max_weight_norm); RMSprop lr, alpha, eps,
-    weight_decay, momentum, maximize; LARS lr, momentum, weight_decay, eta, eps, maximize. And "fused", where torch has
-    one kernel for a whole update, and the user wants that on CPUs: its last bits differ.
+    Keys of a group: the rates of the optimizer's rule in `popengine.update.optimizer_rules` (the pair "betas" as
+    "beta1" and "beta2"), "maximize", and "fused" if the user asks for torch's single kernel, whose last bits differ.
     """
 
     groups: tuple[dict[str, float], ...]

@@ -63,7 +63,7 @@ def sgd(step: Step) -> None:
         velocities = _column(states, "velocity")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
-        if optimizer.torch_dampening:
+        if optimizer.flags.get("torch_dampening"):
             for state, gradient, count in zip(states, gradients, _counts(states), strict=True):
                 if count == 1:
                     state["velocity"].copy_(gradient)
@@ -71,7 +71,7 @@ def sgd(step: Step) -> None:
             torch._foreach_add_(gradients, velocities, alpha=momentum)
         else:
             gradients = velocities
-    elif dampening != 0 and not optimizer.torch_dampening:
+    elif dampening != 0 and not optimizer.flags.get("torch_dampening"):
         # The velocity is all there is of the step, also when nothing of it is carried over.
         torch._foreach_mul_(gradients, 1 - dampening)
     torch._foreach_add_(parameters, gradients, alpha=-lr)
@@ -116,7 +116,7 @@ def _moments(step: Step) -> tuple[list[float], list[float]]:
     squares = _column(states, "exp_avg_sq")
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    if not optimizer.bias_correction:
+    if not optimizer.flags.get("bias_correction", True):
         return [1.0] * len(states), [1.0] * len(states)
     counts = _counts(states)
     return [1 - beta1**count for count in counts], [1 - beta2**count for count in counts]
@@ -126,16 +126,17 @@ def rmsprop(step: Step) -> None:
     """b ← μ·b + g / (√s + eps);  w ← w − lr·b.  TensorFlow: b ← μ·b + lr·g / √(s + eps);  w ← w − b."""
     optimizer, group, parameters, gradients, states = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
+    tf_variant = optimizer.flags.get("use_tf_variant")
     signed(step)
     _decay_gradients(step)
     squares = _column(states, "square_avg")
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
-    if optimizer.centered:
+    if optimizer.flags.get("centered"):
         means = _column(states, "grad_avg")
         torch._foreach_lerp_(means, gradients, 1 - alpha)
         squares = torch._foreach_addcmul(squares, means, means, -1)
-    if optimizer.tf_variant:
+    if tf_variant:
         roots = torch._foreach_sqrt(torch._foreach_add(squares, eps))
     else:
         roots = torch._foreach_sqrt(squares)
@@ -143,8 +144,8 @@ def rmsprop(step: Step) -> None:
     if momentum > 0:
         buffers = _column(states, "momentum_buffer")
         torch._foreach_mul_(buffers, momentum)
-        torch._foreach_addcdiv_(buffers, gradients, roots, lr if optimizer.tf_variant else 1)
-        torch._foreach_add_(parameters, buffers, alpha=-1 if optimizer.tf_variant else -lr)
+        torch._foreach_addcdiv_(buffers, gradients, roots, lr if tf_variant else 1)
+        torch._foreach_add_(parameters, buffers, alpha=-1 if tf_variant else -lr)
     else:
         torch._foreach_addcdiv_(parameters, gradients, roots, -lr)
 

@@ -20,27 +20,25 @@ from popengine.update.optimizer_rules import rule_of
 
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
-    """The state of one parameter before its first update: zeros, but ones for the TensorFlow RMSprop."""
+    """Return the state of one parameter before its first update."""
     state = {}
-    for name in (kept.name for kept in rule_of(optimizer).kept(optimizer)):
-        if name == "step":  # the host reads it
-            state[name] = torch.zeros((), dtype=torch.float32)
+    for kept in rule_of(optimizer).kept(optimizer):
+        if kept.name == "step":  # the host reads it
+            state[kept.name] = torch.zeros((), dtype=torch.float32)
         else:
-            state[name] = _zeros(optimizer, name, parameter)
-    if optimizer.tf_variant:
-        state["square_avg"].fill_(1)
+            state[kept.name] = _zeros(optimizer, kept.name, parameter)
+        if optimizer.flags.get(kept.ones_when):
+            state[kept.name].fill_(1)
     return state
 
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether torch has one kernel for the updates of this parameter."""
-    types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
-    return (
-        rule_of(optimizer).fused is not None
-        and types == {torch.float32}
-        and optimizer.bias_correction
-        and not optimizer.torch_dampening
+    """Return whether torch has one kernel for the updates of this parameter."""
+    types, rule = (
+        {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()},
+        rule_of(optimizer),
     )
+    return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
 
 
 def update(

@@ -1,13 +1,16 @@
-"""The rules of weight updates, one value for each kind of optimizer: all that others have to know of it.
+"""The table of optimizers: how each kind updates weights, and what executors and checkpoints read of it.
 
-A new kind of optimizer is a formula, a rule here, and a class in `poptorch.optim` (listed in `freeze_optimizer.py`).
+A new kind of optimizer is a formula, a rule in `RULES`, and a class in `poptorch/optim/optimizers.py` (or a torch
+optimizer, as the rule's `torch_class`). Checks, snapshots, checkpoints and messages follow from the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from popengine.settings import Optimizer
@@ -18,13 +21,14 @@ from popengine.update.fused_kernels import Kernel
 
 @dataclass(frozen=True)
 class RuleState:
-    """A tensor that a rule keeps of each parameter.
+    """A tensor that an optimizer keeps for each parameter.
 
     Args:
-        file:  its prefix in the `state_dict()` of a poptorch optimizer
-        dtype: the optimizer's attribute that names its dtype; "": it is float32
-        torch: its name in the state of torch's optimizer of this kind, where that is another; "": torch has none
-        when:  the field of `settings.Optimizer` that has to be true; or "momentum": once there is momentum
+        file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer
+        dtype: attribute of the optimizer that holds the tensor's dtype; "" for float32
+        torch: name in the state of `torch_class`, if different; "" if torch has no such tensor
+        when:  flag that must be on for the tensor to exist; "momentum" if it exists once the momentum is not zero
+        ones_when: flag for which the tensor starts with ones; otherwise it starts with zeros
     """
 
     name: str
@@ -32,6 +36,7 @@ class RuleState:
     dtype: str = ""
     torch: str | None = None
     when: str = ""
+    ones_when: str = ""
 
     @property
     def torch_name(self) -> str:
@@ -39,13 +44,30 @@ class RuleState:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """What comes before the formula of a rule that scales each parameter's step by norms.
+class Flag:
+    """A property of an optimizer that is compiled in, and is on or off.
 
     Args:
-        steps: puts in the place of the gradients what is measured beside the weights
-        trust: from the norms of weights and steps, one a parameter, to the ratios: the states "trust" of the formula
-        least: dimensions that a parameter has to have; others have no ratio
+        default:  value of optimizers that don't have the property
+        of_group: whether it is a key of the parameter groups, equal in all; else it is an attribute of the optimizer
+        label:    suffix of the optimizer's type in messages, if the value is not the default
+        read:     computes the value, for a property that is neither a key nor an attribute
+    """
+
+    default: bool = False
+    of_group: bool = False
+    label: str = ""
+    read: Callable[[Any], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The step before the formula of a rule that scales each parameter's step by norms.
+
+    Args:
+        steps: overwrites the gradients with the values whose norm is compared with the weight's
+        trust: returns the ratios (the formula's state "trust") from the norms of weights and steps, one a parameter
+        least: dimensions that a parameter must have; parameters with fewer have no ratio
     """
 
     steps: Formula
@@ -59,26 +81,44 @@ class Rule:
 
     Args:
         rates:  keys of a parameter group that may change from call to call
-        flags:  keys of a parameter group that are compiled in
-        fused:  torch's one kernel for all of it, where there is one
-        layers: the norms it needs
+        states: tensors kept for each parameter
+        flags:  properties that are compiled in, by name
+        fused:  torch's single kernel for the whole update, if there is one
+        layers: the norms that the rule needs
+        torch_class: the torch optimizer that updates by this rule, if there is one
     """
 
     formula: Formula
     rates: tuple[str, ...]
     states: tuple[RuleState, ...]
-    flags: tuple[str, ...] = ()
+    flags: Mapping[str, Flag] = field(default_factory=dict)
     fused: Kernel | None = None
     layers: Layers | None = None
+    torch_class: type[torch.optim.Optimizer] | None = None
+
+    @property
+    def group_keys(self) -> tuple[str, ...]:
+        """The keys that every parameter group must have."""
+        return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
     def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
-        """The states that a parameter has from the beginning."""
+        """Yield the states that a parameter has before its first update."""
         for state in self.states:
             if state.when == "momentum":
                 if state.name in optimizer.state_types:
                     yield state
-            elif not state.when or getattr(optimizer, state.when):
+            elif not state.when or optimizer.flags.get(state.when):
                 yield state
+
+    def changed_flags(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the flags that don't have their default."""
+        return [n for n, flag in self.flags.items() if optimizer.flags.get(n, flag.default) != flag.default]
+
+
+def _has_torch_dampening(optimizer: Any) -> bool:
+    """Return whether the first step is not dampened: so in torch.optim.SGD, and not in poptorch.optim.SGD."""
+    dampened = any(group["dampening"] for group in optimizer.param_groups)
+    return dampened and not getattr(optimizer, "dampens_first_step", False)
 
 
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
@@ -88,6 +128,8 @@ _MOMENTS = (
     RuleState("step", "Step"),
 )
 _ADAM_RATES = ("lr", "betas", "eps", "weight_decay")
+_BIAS = {"bias_correction": Flag(default=True, label="_NO_BIAS")}
+_ADAM_FLAGS = {"amsgrad": Flag(of_group=True), **_BIAS}
 
 RULES: dict[str, Rule] = {
     "sgd": Rule(
@@ -97,24 +139,32 @@ RULES: dict[str, Rule] = {
             RuleState("velocity", "Accl1", "velocity_accum_type", torch="momentum_buffer", when="momentum"),
             RuleState("step", "Step", torch="", when="torch_dampening"),
         ),
+        flags={"torch_dampening": Flag(read=_has_torch_dampening)},
         fused=fused_kernels.sgd,
+        torch_class=torch.optim.SGD,
     ),
-    "adam": Rule(formulas.adam, _ADAM_RATES, _MOMENTS, ("amsgrad",), fused_kernels.adam),
-    "adamw": Rule(formulas.adamw, _ADAM_RATES, _MOMENTS, ("amsgrad",), fused_kernels.adamw),
+    "adam": Rule(
+        formulas.adam, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, fused_kernels.adam, torch_class=torch.optim.Adam
+    ),
+    "adamw": Rule(
+        formulas.adamw, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, fused_kernels.adamw, torch_class=torch.optim.AdamW
+    ),
     "rmsprop": Rule(
         formulas.rmsprop,
         rates=("lr", "momentum", "weight_decay", "alpha", "eps"),
         states=(
-            RuleState("square_avg", "Accl1", _SECOND),
+            RuleState("square_avg", "Accl1", _SECOND, ones_when="use_tf_variant"),
             RuleState("momentum_buffer", "Accl2", _FIRST, when="momentum"),
             RuleState("grad_avg", "Accl3", _FIRST, when="centered"),
         ),
-        flags=("centered",),
+        flags={"centered": Flag(of_group=True, label="_CENTERED"), "use_tf_variant": Flag()},
+        torch_class=torch.optim.RMSprop,
     ),
     "lamb": Rule(
         formulas.lamb,
         rates=(*_ADAM_RATES, "max_weight_norm"),
         states=_MOMENTS,
+        flags=_BIAS,
         layers=Layers(formulas.lamb_steps, formulas.lamb_trust),
     ),
     "lars": Rule(
@@ -127,4 +177,5 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
+    """Return the rule of a snapshot of an optimizer."""
     return RULES[optimizer.kind]

@@ -10,19 +10,26 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.update.optimizer_rules import RULES
 
 from ..enums import MeanReductionStrategy
 from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import freeze_optimizer, rates_of
-from ..optim.optimizer_guard import OptimizerGuard, check_hooks
-from ..optim.state_names import check_states, loaded_rates, rate_entries, state_entries, states_of
-from ..optim.torch_link import Link, engine_state, torch_state
+from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, freeze_optimizer, kind_of, rates_of
+from ..optim.optimizer_state import (
+    TorchLink,
+    check_states,
+    engine_state,
+    loaded_rates,
+    rate_entries,
+    state_entries,
+    states_of,
+    torch_state,
+)
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
 
 _SCALING = "loss_scaling"
-_RATES = ("lr", "momentum", "dampening", "weight_decay", "betas", "eps", "alpha")
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
 
 
@@ -38,7 +45,7 @@ class OptimizerLink:
         self._model, self._lease = model, lease
         self.optimizer: Any = None
         self.hyper: settings.Hyper | None = None
-        self._torch_link: Link | None = None
+        self._torch_link: TorchLink | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
         self._told_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
         self._seen_rates: Any = None  # the rates that were loaded into the optimizer last,
@@ -97,7 +104,7 @@ class OptimizerLink:
                 self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
         elif self._model.training and self._torch_link is None:
-            self._torch_link = Link(self.optimizer, self._model.parameter_names(), self, take)
+            self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)
 
     def release(self) -> None:
         """Leave the optimizer with the state that the devices have; where it is shared out over instances, which may
@@ -234,15 +241,13 @@ class OptimizerLink:
 
 
 def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what may change of an optimizer: of itself, and of each parameter group."""
-    own = {_SCALING: getattr(optimizer, _SCALING, 1.0)}
-    return [
-        own,
-        *(
-            {n: g[n] if not isinstance(g[n], Tensor) else float(g[n]) for n in _RATES if n in g}
-            for g in optimizer.param_groups
-        ),
-    ]
+    """Return the rates of an optimizer: the loss scaling, then those of each parameter group."""
+    rates = RULES[kind_of(optimizer)].rates
+    groups = (
+        {n: float(g[n]) if isinstance(g[n], Tensor) else g[n] for n in rates if n in g}
+        for g in optimizer.param_groups
+    )
+    return [{_SCALING: getattr(optimizer, _SCALING, 1.0)}, *groups]
 
 
 def _by_name(hyper: settings.Hyper) -> list[dict[str, float]]:

@@ -1,8 +1,7 @@
-"""Optimizers: torch's, with the arguments that devices need. They hold the rates; executors update."""
+"""Optimizers: torch's, with PopTorch's arguments. They hold the rates; executors update the weights."""
 
-from poptorch.optim.attributes import VariableAttributes
-from poptorch.optim.optimizer_base import Optimizer
-from poptorch.optim.optimizers import SGD, Adam, AdamW, RMSprop
-from poptorch.optim.own_rule import LAMB, LARS
+from . import optimizers
+from .optimizers import *  # noqa: F403
 
-__all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
+__all__: list[str] = []
+__all__ += optimizers.__all__

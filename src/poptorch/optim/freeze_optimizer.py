@@ -1,11 +1,18 @@
-"""Optimizer -> settings: the rule and its rates as the engine knows them, read once and checked."""
+"""Snapshots of optimizers for the engine, and what `setOptimizer` may change after compilation.
 
+Rates may change; attributes that are compiled in may not; unknown attributes are a warning. What an optimizer of each
+kind has is in the table `popengine.update.optimizer_rules.RULES`.
+"""
+
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 
 from popengine import settings
@@ -15,14 +22,8 @@ from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer
 
 logger = logging.getLogger("poptorch::python")
 
-# AdamW first: torch derives it from Adam.
-_TORCH_KINDS = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.SGD: "sgd",
-    torch.optim.RMSprop: "rmsprop",
-}
-_OURS = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB", "LARS")  # in words
+# Attributes of torch's optimizers that are variable once they differ from their default, as lr always is.
+_VARIABLE_IN_TORCH = ("momentum", "dampening", "weight_decay", "eps")
 
 
 class UnknownParameterError(Error, KeyError):
@@ -34,45 +35,54 @@ def freeze_optimizer(
     names: dict[int, str],
     warn: Callable[[str], None] = logger.warning,
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Check an optimizer and take a snapshot of it.
+    """Check an optimizer and return a snapshot of it: what is compiled in, and the rates.
 
-    Args:   names: id(parameter) -> canonical name, for every parameter of the model
-            warn: told that a subclass's own Python code won't run
-    Raises: AssertionError for an unsupported type or a bad attribute, ValueError for amsgrad,
-            UnknownParameterError for parameters that aren't the model's
+    Args:
+        names: id(parameter) -> canonical name, for every parameter of the model
+        warn:  called with a message if the optimizer is of a subclass, whose own Python code won't run
+    Raises:
+        AssertionError: an unsupported type or a bad attribute
+        ValueError: amsgrad
+        UnknownParameterError: parameters that aren't the model's
     """
     kind = kind_of(optimizer)
     rule = RULES[kind]
-    if type(optimizer) not in _TORCH_KINDS and "_kind" not in vars(type(optimizer)):
+    if type(optimizer) not in _torch_kinds() and "_kind" not in vars(type(optimizer)):
         warn(
             "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
             "poptorch.optim or torch.optim are unlikely to behave as intended; "
             f"the engine runs the update, not the Python of {type(optimizer).__name__}"
         )
-    _check_presence(optimizer, rule, kind)
+    for index, group in enumerate(optimizer.param_groups):
+        for name in rule.group_keys:
+            if name not in group:
+                raise AssertionError(
+                    f"Mandatory attribute {name} not found in parameter group {index} of "
+                    f"the {kind} optimizer; fix: optimizer.param_groups[{index}][{name!r}] = ..."
+                )
     hyper = rates_of(kind, optimizer.param_groups, getattr(optimizer, "loss_scaling", 1.0))
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
+    flags = _flags(optimizer, rule)
     frozen = settings.Optimizer(
         kind=kind,
         group_of=_group_of(optimizer, names),
-        state_types=_state_types(optimizer, rule),
+        state_types={
+            state.name: getattr(optimizer, state.dtype, torch.float32)
+            for state in rule.states
+            if state.dtype
+            and (_has_momentum(optimizer) if state.when == "momentum" else flags.get(state.when, True))
+        },
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
         max_grad_norm=_limit(optimizer, "max_grad_norm"),
         max_grad_value=_limit(optimizer, "max_grad_value"),
-        centered=_is_centered(optimizer, rule),
-        tf_variant=kind == "rmsprop" and bool(getattr(optimizer, "use_tf_variant", False)),
-        bias_correction=bool(getattr(optimizer, "bias_correction", True)),
-        # torch's own SGD does not dampen the first step; poptorch's does.
-        torch_dampening=kind == "sgd"
-        and not isinstance(optimizer, Optimizer)
-        and any(group["dampening"] for group in optimizer.param_groups),
+        flags=flags,
     )
     return frozen, hyper
 
 
 def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> settings.Hyper:
-    """Return the rates of parameter groups as numbers. Raises AssertionError, where one is no number in its range."""
+    """Return the rates of parameter groups as numbers. Raises AssertionError for a value that is not in range."""
     scaling = _number(loss_scaling, "loss_scaling", "the optimizer")
     if not 0 < scaling < math.inf:
         raise AssertionError(
@@ -84,48 +94,73 @@ def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> 
     return settings.Hyper(groups=rates, loss_scaling=scaling)
 
 
+def _torch_kinds() -> dict[type, str]:
+    return {rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None}
+
+
+def _our_classes(base: type[Optimizer] = Optimizer) -> list[type[Optimizer]]:
+    """Return the classes of poptorch's optimizers, which have a rule; not the user's subclasses of them."""
+    subclasses = [kind for below in base.__subclasses__() for kind in (below, *_our_classes(below))]
+    return [kind for kind in dict.fromkeys(subclasses) if "_kind" in vars(kind)]
+
+
+def supported_optimizers() -> str:
+    """Return the names of all optimizers that executors can run, for messages."""
+    ours = [f"poptorch.optim.{kind.__name__}" for kind in _our_classes()]
+    return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _torch_kinds())])
+
+
 def kind_of(optimizer: Any) -> str:
-    """The rule an optimizer stands for, whichever library it's from: a key of `RULES`."""
-    kinds = (kind for of_torch, kind in _TORCH_KINDS.items() if isinstance(optimizer, of_torch))
-    own: Any = optimizer
-    kind: str | None = own._kind if isinstance(optimizer, Optimizer) else next(kinds, None)
-    if kind == "adam":
-        decoupled = {bool(group.get("decoupled_weight_decay")) for group in own.param_groups}
-        if len(decoupled) > 1:
-            raise AssertionError("decoupled_weight_decay must be equal in all parameter groups of Adam")
-        return "adamw" if decoupled == {True} else "adam"
+    """Return the key in `RULES` of the rule that an optimizer of poptorch or torch updates by."""
+    kinds = _torch_kinds()
+    if isinstance(optimizer, Optimizer):
+        kind = optimizer._kind
+    else:  # the nearest class, as torch derives AdamW from Adam
+        kind = next((kinds[base] for base in type(optimizer).__mro__ if base in kinds), None)
+    if kind == "adam" and _equal_in_groups(optimizer, "decoupled_weight_decay"):
+        return "adamw"
     if kind is not None:
         return kind
-    of_torch = sorted(kind.__name__ for kind in _TORCH_KINDS)
-    supported = ", ".join(
-        [*(f"poptorch.optim.{name}" for name in _OURS), *(f"torch.optim.{name}" for name in of_torch)]
-    )
     raise AssertionError(
-        f"Unsupported optimizer type. Types supported: {supported}; "
+        f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
         f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
     )
 
 
 def label_of(optimizer: torch.optim.Optimizer) -> str:
-    """The rule's name in warnings and errors: what of it is compiled in."""
+    """Return the optimizer's type in warnings and errors: its kind, and suffixes for what is compiled in."""
     kind = kind_of(optimizer)
     if kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
-    if _is_centered(optimizer, RULES[kind]):
-        return f"{kind.upper()}_CENTERED"
-    if not getattr(optimizer, "bias_correction", True):
-        return f"{kind.upper()}_NO_BIAS"
-    return kind.upper()
+    rule = RULES[kind]
+    flags = _flags(optimizer, rule)
+    return kind.upper() + "".join(
+        rule.flags[name].label for name in flags if flags[name] != rule.flags[name].default
+    )
 
 
-def _check_presence(optimizer: torch.optim.Optimizer, rule: Rule, kind: str) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        for name in (*rule.rates, *rule.flags):
-            if name not in group:
-                raise AssertionError(
-                    f"Mandatory attribute {name} not found in parameter group {index} of "
-                    f"the {kind} optimizer; fix: optimizer.param_groups[{index}][{name!r}] = ..."
-                )
+def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
+    """Return the value of each property that is compiled in."""
+    values = {}
+    for name, flag in rule.flags.items():
+        if flag.read is not None:
+            values[name] = flag.read(optimizer)
+        elif flag.of_group:
+            values[name] = _equal_in_groups(optimizer, name)
+        else:
+            values[name] = bool(getattr(optimizer, name, flag.default))
+    return values
+
+
+def _equal_in_groups(optimizer: Any, name: str) -> bool:
+    """Return whether a key is true in the parameter groups. Raises AssertionError if they differ."""
+    values = {bool(group.get(name)) for group in optimizer.param_groups}
+    if len(values) > 1:
+        raise AssertionError(
+            f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True, some"
+            " False"
+        )
+    return values == {True}
 
 
 def _rates(rule: Rule, group: dict[str, Any], index: int) -> dict[str, float]:
@@ -155,7 +190,7 @@ def _number(value: Any, name: str, where: str) -> float:
 
 
 def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
-    """A bound on gradients, which any optimizer may have as an attribute."""
+    """Return a bound on gradients, which any optimizer may have as an attribute."""
     limit = _number(getattr(optimizer, name, math.inf), name, "the optimizer")
     if limit < 0:
         raise AssertionError(
@@ -174,31 +209,8 @@ def _betas(betas: Any, where: str) -> tuple[float, float]:
     return _number(betas[0], "betas[0]", where), _number(betas[1], "betas[1]", where)
 
 
-def _is_centered(optimizer: torch.optim.Optimizer, rule: Rule) -> bool:
-    if "centered" not in rule.flags:
-        return False
-    values = {bool(group["centered"]) for group in optimizer.param_groups}
-    if len(values) > 1:
-        raise AssertionError(
-            "centered must be equal in all parameter groups of RMSprop, but some have True, some False"
-        )
-    return values == {True}
-
-
-def _state_types(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[str, torch.dtype]:
-    """The dtype of each state the rule keeps; a momentum that is and stays zero keeps none."""
-    there = {"": True, "centered": _is_centered(optimizer, rule)}
-    if "momentum" in rule.rates:
-        there["momentum"] = _has_momentum(optimizer)
-    return {
-        state.name: getattr(optimizer, state.dtype, torch.float32)
-        for state in rule.states
-        if state.dtype and there[state.when]
-    }
-
-
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is momentum, or can be one day."""
+    """Return whether there is momentum, or may be later."""
     marks = getattr(optimizer, "variable_attrs", None)
     may_change = marks is not None and not marks.isConstant("momentum")
     return may_change or any(group["momentum"] for group in optimizer.param_groups)
@@ -210,7 +222,7 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
         for index, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]
-    # Nothing of a parameter but its identity is read: any other look at one that trains copies all weights to the host.
+    # Only the identity of parameters is read: reading anything else of a marked one copies all weights to the host.
     unknown = [
         f"group {index}, parameter {place}, shape {list(parameter.shape)}"
         for parameter, index, place in members
@@ -225,3 +237,212 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
             "change of its layers"
         )
     return {names[id(parameter)]: index for parameter, index, _ in members}
+
+
+# After compilation -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """The optimizer that was accepted before compilation; later ones are compared with it."""
+
+    label: str
+    frozen: settings.Optimizer
+    group_count: int
+    constants: dict[str, list[Any]]
+
+
+class OptimizerGuard:
+    """Checks each optimizer that an executor is given by `setOptimizer` against the one compiled in.
+
+    Args:
+        relaxed: report unexpected attributes in debug messages (`relaxOptimizerAttributesChecks`)
+        automatic_loss_scaling: whether the loss scaling is adapted, and so may change
+    """
+
+    def __init__(self, relaxed: bool = False, automatic_loss_scaling: bool = False) -> None:
+        self._report = logger.debug if relaxed else logger.warning
+        self._automatic_loss_scaling = automatic_loss_scaling
+        self._accepted: _Accepted | None = None
+        self._attributes: dict[str, set[str]] = {}  # names that are not reported, by place
+        self._warned: set[str] = set()
+
+    def accept(
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
+    ) -> tuple[settings.Optimizer, settings.Hyper]:
+        """Check an optimizer and return a snapshot of it, as `freeze_optimizer`.
+
+        Args:
+            compiled: whether to compare it with the last optimizer before the compilation
+        Raises:
+            Error: an attribute that is compiled in has changed, or the optimizer has hooks for its steps
+        """
+        frozen, hyper = freeze_optimizer(optimizer, names, self._warn_once)
+        check_hooks(optimizer)
+        accepted = _Accepted(
+            label=label_of(optimizer),
+            frozen=frozen,
+            group_count=len(hyper.groups),
+            constants=_constants(optimizer, self._automatic_loss_scaling),
+        )
+        if compiled and self._accepted is not None:
+            _check_compiled(optimizer, self._accepted, accepted)
+        elif self._accepted is None or self._accepted.label != accepted.label:
+            self._attributes = _names(optimizer)
+        self._report_unexpected(optimizer, accepted.label)
+        if not compiled or self._accepted is None:
+            self._accepted = accepted
+        return frozen, hyper
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
+
+    def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
+        for place, found in _names(optimizer).items():
+            known = self._attributes.setdefault(place, set(found))
+            unexpected = sorted(found - known - _known_attributes())
+            if unexpected:
+                known.update(unexpected)  # reported once
+                self._report("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
+
+
+def _known_attributes() -> set[str]:
+    """Return the attributes of poptorch's optimizers, which are expected when one replaces a torch optimizer."""
+    own = {
+        name
+        for kind in (Optimizer, *_our_classes())
+        for name in inspect.get_annotations(kind)
+        if name[0] != "_"
+    }
+    # Group keys of two of them, a bound that any optimizer may have, and a key that torch adds when it loads a state.
+    return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+
+
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Error if the optimizer has hooks of `step()`, which an executor doesn't call."""
+    hooks = {
+        **optimizer._optimizer_step_pre_hooks,
+        **optimizer._optimizer_step_post_hooks,
+        **torch_optimizer._global_optimizer_pre_hooks,
+        **torch_optimizer._global_optimizer_post_hooks,
+    }
+    for hook in hooks.values():
+        if not str(getattr(hook, "__module__", "")).startswith("torch."):  # torch's profiler has one
+            raise Error(
+                f"the optimizer's step hook {getattr(hook, '__qualname__', hook)} would never be called\n"
+                "  why: the executor updates the weights inside of its calls, and not by the optimizer's step()\n"
+                "  fix: remove the hook with its handle; call the function after the executor's call, with one device"
+                " iteration a call for one update each"
+            )
+
+
+def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+    """Return the names of the user's attributes by their place, in words."""
+    attributes = {name for name in vars(optimizer) if not name.startswith("_")}
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        attributes.discard("step")  # a scheduler counts its calls
+    groups = {
+        f"group {index} attribute": {str(name) for name in group}
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    return {
+        "optimizer attribute": attributes,
+        "default group variable": {str(name) for name in optimizer.defaults},
+        **groups,
+    }
+
+
+def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
+    """Return the values that are compiled in: for a key of groups one a group, else one."""
+    rule = RULES[kind_of(optimizer)]
+    names = (*rule.rates, *rule.flags, "velocity_scaling", "maximize", "loss_scaling")
+    return {
+        name: value
+        for name in names
+        if (value := _value(optimizer, name))
+        and not (name == "loss_scaling" and automatic_loss_scaling)
+        and _is_constant(optimizer, rule, name, value)
+    }
+
+
+def _value(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Return the values of a key in the groups, or of an attribute of the optimizer; empty if it has neither."""
+    in_groups = [_plain(group[name]) for group in optimizer.param_groups if name in group]
+    return in_groups or ([getattr(optimizer, name)] if hasattr(optimizer, name) else [])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _is_constant(optimizer: torch.optim.Optimizer, rule: Rule, name: str, value: list[Any]) -> bool:
+    marks = getattr(optimizer, "variable_attrs", None)
+    if marks is not None:
+        return name not in marks or marks.isConstant(name)
+    if name not in _VARIABLE_IN_TORCH or rule.torch_class is None:
+        return name != "lr"
+    default = inspect.signature(rule.torch_class).parameters[name].default
+    return all(each == default for each in value)
+
+
+def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted) -> None:
+    """Raise Error if the compiled program can't run with the new optimizer."""
+    before, after = old.frozen, new.frozen
+    if new.label != old.label:
+        raise Error(
+            f"the optimizer's type can't change once the model is compiled: it was {old.label}, this one is "
+            f"{new.label}.\n  fix: call destroy() on the model first"
+        )
+    if after.accumulator_type != before.accumulator_type:
+        _refuse_accumulator(optimizer, before.accumulator_type, after.accumulator_type)
+    changes = [
+        f"{what}: it was {was}, now it is {now}"
+        for what, was, now in (
+            ("the clipping (max_grad_norm)", before.max_grad_norm, after.max_grad_norm),
+            *((f"the attribute {n!r}", on, after.flags.get(n)) for n, on in before.flags.items()),
+            ("the clipping (max_grad_value)", before.max_grad_value, after.max_grad_value),
+            ("the number of parameter groups", old.group_count, new.group_count),
+            *(
+                (f"the dtype of the state {name!r}", dtype, after.state_types.get(name, dtype))
+                for name, dtype in before.state_types.items()
+            ),
+        )
+        if was != now
+    ]
+    if old.group_count == new.group_count and before.group_of != after.group_of:
+        moved = sorted(n for n, _ in before.group_of.items() ^ after.group_of.items())
+        changes.append(f"the parameter groups of {', '.join(dict.fromkeys(moved))}")
+    if changes:
+        raise Error(
+            f"the {new.label} optimizer changes what is compiled in:\n"
+            + "".join(f"  {change}\n" for change in changes)
+            + "  fix: call destroy() on the model first"
+        )
+    for name, was in old.constants.items():
+        now = _value(optimizer, name) or was
+        if now != was:
+            raise Error(
+                f"modified constant attribute {name!r} of the {new.label} optimizer: it was {was}, "
+                f"now it is {now}, but the model is compiled with the first.\n"
+                f"  fix: give {name} to the constructor of the poptorch optimizer, or call "
+                f"optimizer.variable_attrs.markAsVariable({name!r}), before the model is compiled"
+            )
+
+
+def _refuse_accumulator(optimizer: torch.optim.Optimizer, was: torch.dtype, now: torch.dtype) -> None:
+    if now == torch.float16 and not getattr(optimizer, "use_combined_accum", False):
+        raise ValueError(
+            "accum_type=torch.float16 needs "
+            "options.Training.setMeanAccumulationAndReplicationReductionStrategy("
+            f"poptorch.MeanReductionStrategy.Running), but the model is already "
+            f"compiled with {was}.\n  fix: set this optimizer before the first call, "
+            "or call destroy() on the model first"
+        )
+    raise Error(
+        f"the optimizer's accum_type can't change once the model is compiled: it was {was}, now "
+        f"it is {now}.\n  fix: call destroy() on the model first"
+    )

@@ -1,8 +1,8 @@
-"""What poptorch's optimizers add to torch's: attributes of their own, and state that lives on devices."""
+"""The part of poptorch's optimizers that torch's lack: attributes of their own, and state that executors keep."""
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -11,41 +11,82 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.attributes import VariableAttributes
-from poptorch.optim.state_names import check_states, renamed, states_of
-from poptorch.optim.torch_link import refuse_other_rules
+from poptorch.optim.optimizer_state import check_states, refuse_other_rules, renamed, states_of
 
-# ("ipu_param"; the parameter groups when it was loaded, without parameters; the loss scaling then).
+# ("ipu_param"; the parameter groups when it was loaded, without parameters; the loss scaling at that time).
 LoadedRates = tuple[Mapping[str, Tensor], list[dict[str, Any]], float]
 
-# (ipu_state, ipu_param): tensors by the names that `poptorch.optim.state_names` gives them.
+# (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
 
 ACCUMULATION_TYPES = (torch.float32, torch.float16)
 MAX_WEIGHT_NORM = 65500.0  # of LAMB
 
 
-class Optimizer:
-    """Mixed into a torch optimizer: holds what an executor reads, and gives access to what it keeps.
+class VariableAttributes:
+    """The attributes of an optimizer that may change after compilation.
 
-    The rates are torch's `param_groups`, so learning rate schedulers work. An executor reads them at
+    An attribute is constant unless it was given to the optimizer's constructor or is marked as variable here.
+
+    >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer.variable_attrs.markAsVariable("momentum")
+    """
+
+    def __init__(self, variable: Iterable[str], allowed: Iterable[str]) -> None:
+        self._allowed = tuple(allowed)
+        self._variable: set[str] = set()
+        for name in variable:
+            self.markAsVariable(name)
+
+    def __iter__(self):
+        """Iterate over the names that can be marked."""
+        return iter(self._allowed)
+
+    def __repr__(self) -> str:
+        marks = (f"{name}={'constant' if self.isConstant(name) else 'variable'}" for name in self)
+        return f"VariableAttributes({', '.join(marks)})"
+
+    def isConstant(self, name: str) -> bool:
+        """Return whether changing the attribute after compilation is an error."""
+        self._check(name)
+        return name not in self._variable
+
+    def markAsConstant(self, name: str) -> None:
+        """Refuse changes of the attribute from the next compilation on."""
+        self._check(name)
+        self._variable.discard(name)
+
+    def markAsVariable(self, name: str) -> None:
+        """Allow `setOptimizer` to change the attribute, from the next compilation on."""
+        self._check(name)
+        self._variable.add(name)
+
+    def _check(self, name: str) -> None:
+        known = ", ".join(sorted(self._allowed))
+        assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"
+
+
+class Optimizer:
+    """Base class of poptorch's optimizers, beside a torch optimizer.
+
+    The rates are torch's `param_groups`, so learning rate schedulers work. An executor reads the rates at
     `setOptimizer` only, and keeps the state (momenta, step counts) on its devices.
     """
 
-    _kind: str  # of each class: the key of its rule
-    _defaults: dict[str, Any] | None = None  # of a rule that torch hasn't got: the rates that nobody gives
+    _kind: str  # key of the class's rule in `RULES`
+    _defaults: dict[str, Any] | None = None  # default rates of a rule that torch has no optimizer for
 
-    # Set by an executor while this optimizer is its own; reads the state back from the devices.
+    # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
     _state_reader: Callable[[], DeviceState] | None = None
-    # Loaded by the user, to be uploaded by the executor, which then resets it to None.
-    _pending_state: DeviceState | None = None
-    # The same, where torch's part of the dictionary has the state and there is no devices' part.
-    _pending_torch_state: dict[Tensor, Any] | None = None
-    # Its rates, beside those that the groups had then: for the rates that the user does not change afterwards.
-    _loaded_rates: LoadedRates | None = None
-    # Set by an executor, with the reader. Raises RuntimeError for states that do not fit its parameters.
+    # Raises RuntimeError for states of other shapes than the parameters. Set by the executor, too.
     _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
-    # The last state of an executor that has let go of this optimizer, and the names that it had for the parameters.
+    # State that the user has loaded and the executor has not uploaded yet.
+    _pending_state: DeviceState | None = None
+    # The same, if torch's part of the loaded dictionary has the state and "ipu_state" is None.
+    _pending_torch_state: dict[Tensor, Any] | None = None
+    # Rates of the loaded "ipu_param", and the groups' rates at that time: rates that the user changes later win.
+    _loaded_rates: LoadedRates | None = None
+    # State read from the last executor before it released the optimizer, and its names of the parameters.
     _kept_state: DeviceState | None = None
     _kept_names: Mapping[int, str] = MappingProxyType({})  # id(parameter) -> canonical name
 
@@ -56,14 +97,17 @@ class Optimizer:
 
     @property
     def _attributes(self) -> tuple[str, ...]:
-        """What `variable_attrs` knows, beside the loss scaling."""
-        return (*RULES[self._kind].rates, *RULES[self._kind].flags)
+        """The names in `variable_attrs`, without the loss scaling."""
+        return RULES[self._kind].group_keys
 
     def _construct(self, arguments: dict[str, Any]) -> None:
-        """Initialise torch's class with the arguments that it takes, and set the attributes that it hasn't got.
+        """Initialise torch's class with the arguments that it accepts, and store the others as attributes.
 
-        Args: arguments: `locals()` of the constructor; None: not given. Those of rates make these variable: they may
-                  change after compilation
+        Args:
+            arguments: `locals()` of the constructor; None stands for an argument that was not given. The rates among
+                the given arguments may change after compilation
+        Raises:
+            AssertionError: an accumulation type is not float16 or float32
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
@@ -85,7 +129,7 @@ class Optimizer:
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
     def _with_rates(self, params: ParamsT) -> ParamsT:
-        """Parameter groups, each with a learning rate. Raises ValueError, where one has none."""
+        """Return the parameter groups. Raises ValueError if a group has no learning rate."""
         groups: Any = list(params)
         for index, group in enumerate(groups):
             if not isinstance(group, dict) or "lr" not in group:
@@ -99,22 +143,23 @@ class Optimizer:
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's dictionary, with the devices' part as "ipu_state" and "ipu_param": None before compilation.
+        """Return torch's dictionary with the state on the devices as "ipu_state", its rates as "ipu_param".
 
-        The rates are in torch's part, so that schedulers find them after `load_state_dict`.
+        Both are None before compilation. The rates are in torch's part, too, for schedulers to find them after
+        `load_state_dict`.
         """
         ipu_state, ipu_param = self._device_state()
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict()`: the rates now, the devices' part when an executor next runs.
+        """Load a `state_dict()`: the rates now, the state when an executor next runs.
 
-        Without a devices' part ("ipu_state" is None) the executor takes torch's, which has the momenta of updates on
-        the host, or those of a torch optimizer with the same rule.
+        If "ipu_state" is None, the executor uploads torch's part: the momenta of updates on the host, or of a torch
+        optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", torch's part is the state of
-                another rule, or a state can't be right; nothing is taken over then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another rule, or
+                a state that no update leaves; nothing is loaded then
         """
         if not state_dict:
             raise RuntimeError(
@@ -153,10 +198,11 @@ class Optimizer:
         return self._kept_state or (None, None)
 
     def _release(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """Keep the devices' last state and let go of them; the executor calls this before it forgets us.
+        """Read the state from the devices for the last time; called before the executor ends.
 
-        Args: names: id(parameter) -> its canonical name
-              lost: the state can't be kept, and this is to be called by who asks for it
+        Args:
+            names: id(parameter) -> canonical name
+            lost:  raises the error for later reads, if the state can't be read
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
@@ -164,9 +210,10 @@ class Optimizer:
             self._state_reader, self._state_check = lost, None
 
     def _resume(self, names: Mapping[int, str]) -> None:
-        """Let the next executor upload the state that the last one left, unless another state was loaded since.
+        """Have the next executor upload the state of the last one, unless another state was loaded since.
 
-        Args: names: id(parameter) -> its canonical name in the next executor
+        Args:
+            names: id(parameter) -> canonical name in the next executor
         """
         kept, self._kept_state = self._kept_state, None
         if kept is not None and kept[0] is not None and self._pending_torch_state is None:
@@ -176,7 +223,7 @@ class Optimizer:
     # Copies -----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the link to an executor, torch's hooks and the `step` that schedulers replace."""
+        """Return all attributes but the link to an executor, torch's hooks and the `step` that schedulers replace."""
         attributes = {
             name: value
             for name, value in vars(self).items()

@@ -79,10 +79,15 @@ def devices_of(engine):
 OPTIONS = [
     {},
     {"ipus": (0, 0, 0, 0), "dropout": 0.5},
-    {"kind": "adamw", "counts": (2, 8, 2), "optimizer": {"bias_correction": False}},
-    {"kind": "adam", "counts": (1, 8, 2), "shard_optimizer": 0, "optimizer": {"bias_correction": False}},
+    {"kind": "adamw", "counts": (2, 8, 2), "optimizer": {"flags": {"bias_correction": False}}},
+    {
+        "kind": "adam",
+        "counts": (1, 8, 2),
+        "shard_optimizer": 0,
+        "optimizer": {"flags": {"bias_correction": False}},
+    },
     {"optimizer": {"max_grad_norm": 1.0}},
-    {"kind": "lamb", "optimizer": {"bias_correction": False}},
+    {"kind": "lamb", "optimizer": {"flags": {"bias_correction": False}}},
     {"ipus": (0, 1, 0, 1), "mode": "sharded", "outputs": "sum", "recompute": True, "dropout": 0.5},
     {"training": False, "counts": (20, 1, 1)},
 ]
@@ -185,7 +190,7 @@ def compiled(request):
     torch.manual_seed(0)
     model = kind().train(training)
     names = {key: 0 for key, _ in model.named_parameters()}
-    optimizer = Optimizer("adamw", names, bias_correction=False) if training else None
+    optimizer = Optimizer("adamw", names, flags={"bias_correction": False}) if training else None
     counts = Counts(2, 2 if training else 1)
     settings = Settings(training, counts, Strategy(), optimizer=optimizer, device="cuda")
     graph = capture(model, lambda inputs: model(*inputs), list(samples), training=training, device="cuda")

@@ -101,7 +101,7 @@ def test_adam_and_adamw_have_the_bits_of_torch(kind, build, weight_decay, maximi
 @pytest.mark.parametrize("centered", [False, True])
 def test_rmsprop_has_the_bits_of_torch(centered, weight_decay, momentum):
     rates = decaying(alpha=0.95, eps=1e-7, weight_decay=weight_decay, momentum=momentum)
-    mine, _ = train(rule("rmsprop", centered=centered), rates)
+    mine, _ = train(rule("rmsprop", flags={"centered": centered}), rates)
     theirs = train_with_torch(
         lambda p: torch.optim.RMSprop(
             p, alpha=0.95, eps=1e-7, weight_decay=weight_decay, momentum=momentum, centered=centered
@@ -113,7 +113,7 @@ def test_rmsprop_has_the_bits_of_torch(centered, weight_decay, momentum):
 
 def test_sgd_with_torch_dampening_has_the_bits_of_torch():
     rates = decaying(momentum=0.9, dampening=0.3, weight_decay=0.1, nesterov=0.0)
-    mine, _ = train(rule("sgd", torch_dampening=True), rates)
+    mine, _ = train(rule("sgd", flags={"torch_dampening": True}), rates)
     theirs = train_with_torch(
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.1), rates
     )
@@ -173,7 +173,7 @@ def test_without_bias_correction_the_moments_are_used_as_they_are(kind):
         return w - r["lr"] * memory["m"] / (memory["v"].sqrt() + r["eps"])
 
     rates = decaying(beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)
-    mine, _ = train(rule(kind, bias_correction=False), rates)
+    mine, _ = train(rule(kind, flags={"bias_correction": False}), rates)
     assert_close(mine, reference(formula, rates), rtol=1e-4, atol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_the_tensorflow_rmsprop_starts_at_one_with_eps_in_the_root_and_lr_in_the
         return w - memory["v"]
 
     rates = decaying(alpha=0.9, eps=1e-3, weight_decay=0.1, momentum=momentum)
-    mine, _ = train(rule("rmsprop", tf_variant=True, centered=centered), rates)
+    mine, _ = train(rule("rmsprop", flags={"use_tf_variant": True, "centered": centered}), rates)
     assert_close(mine, reference(formula, rates, start=1.0), rtol=1e-4, atol=1e-5)
 
 
@@ -206,7 +206,7 @@ def test_lamb_scales_each_step_by_the_norm_of_its_weight(max_weight_norm, bias_c
         return w - r["lr"] * w.norm().clamp(max=r["max_weight_norm"]) / u.norm() * u
 
     rates = decaying(beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.01, max_weight_norm=max_weight_norm)
-    mine, _ = train(rule("lamb", bias_correction=bias_correction), rates)
+    mine, _ = train(rule("lamb", flags={"bias_correction": bias_correction}), rates)
     assert_close(mine, reference(formula, rates), rtol=1e-4, atol=1e-5)
 
 

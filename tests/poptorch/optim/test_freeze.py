@@ -68,14 +68,14 @@ def test_extra_arguments_reach_the_settings():
             max_grad_norm=2.0,
         )
     )
-    assert (frozen.accumulator_type, frozen.max_grad_norm, frozen.bias_correction) == (
+    assert (frozen.accumulator_type, frozen.max_grad_norm, frozen.flags["bias_correction"]) == (
         torch.float16,
         2.0,
         False,
     )
     assert frozen.state_types == {"exp_avg": torch.float16, "exp_avg_sq": torch.float32}
     assert hyper.loss_scaling == 64.0
-    assert not frozen.torch_dampening
+    assert "torch_dampening" not in frozen.flags
 
 
 def test_a_tensor_learning_rate_is_read():

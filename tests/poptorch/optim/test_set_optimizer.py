@@ -11,7 +11,7 @@ from executor_models import Trained, batch, options
 import poptorch
 from popengine.errors import Error
 from poptorch.optim import LAMB, SGD, Adam, AdamW
-from poptorch.optim.optimizer_guard import OptimizerGuard
+from poptorch.optim.freeze_optimizer import OptimizerGuard
 
 MODEL = torch.nn.Linear(3, 2)
 NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}

@@ -1,0 +1,292 @@
+"""The state of an optimizer outside of an executor: in poptorch's format, in torch's, and in torch's optimizers.
+
+poptorch's optimizers have two dictionaries of tensors in their `state_dict()`. Prefixes are those of `RULES`:
+
+ipu_state   Accl1___<parameter>   first state of the rule: velocity, first moment, or RMSprop's square average
+            Accl2___<parameter>   second moment, or RMSprop's momentum buffer
+            Accl3___<parameter>   mean of the gradients (centered RMSprop)
+            Step___<parameter>    number of updates
+ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
+
+torch's optimizers keep torch's own format, so a checkpoint can be loaded in plain PyTorch, and the other way round.
+"""
+
+import copy
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from popengine import settings
+from popengine.update.optimizer_rules import RULES, rule_of
+
+State = dict[str, Tensor]
+
+_SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
+_SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
+_NO_RATES = ("nesterov", "maximize", "fused")  # keys of a snapshot's groups that are switches
+
+
+# poptorch's format ------------------------------------------------------------------------------------
+
+
+def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
+    """Return the "ipu_state" of states by canonical parameter name. Tensors are not copied."""
+    prefixes = {state.name: state.file for state in RULES[kind].states}
+    return {
+        f"{prefixes[name]}___{parameter}": value
+        for parameter, state in states.items()
+        for name, value in state.items()
+    }
+
+
+def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
+    """Return the states in an "ipu_state" by parameter, without entries that this kind of optimizer doesn't have."""
+    names = {state.file: state.name for state in RULES[kind].states}
+    states: dict[str, State] = {}
+    for key, value in ipu_state.items():
+        prefix, _, parameter = key.partition("___")
+        if parameter and prefix in names:
+            states.setdefault(parameter, {})[names[prefix]] = value
+    return states
+
+
+def check_states(
+    kind: str, states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> None:
+    """Check states before they are loaded.
+
+    Args:
+        states: of each parameter, by the rule's names
+        shapes: of the parameters; those left out are not compared
+    Raises:
+        RuntimeError: a state that no update leaves, such as a negative number of updates
+    """
+    for parameter, state in states.items():
+        for name, value in state.items():
+            found = value.detach()
+            if name == "step":
+                is_count = bool((found.isfinite() & (found >= 0) & (found == found.floor())).all())
+                wrong = "" if is_count else "a count of updates is a whole number, 0 or more"
+            elif name in _SQUARES and bool((found < 0).any()):
+                wrong = "a mean of squares is nowhere negative"
+            else:
+                shape = shapes.get(parameter, tuple(found.shape))
+                wrong = "" if tuple(found.shape) == shape else f"the parameter has the shape {list(shape)}"
+            if wrong:
+                shown = found.tolist() if found.numel() == 1 else f"a tensor of the shape {list(found.shape)}"
+                raise RuntimeError(
+                    f"the state to be loaded can't be right: {name} of {parameter} is {shown}\n"
+                    f"  why: {wrong}\n"
+                    f"  fix: load what state_dict() of an optimizer of this kind ({kind}) returned for this model"
+                )
+
+
+def renamed(entries: Mapping[str, Tensor] | None, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return entries of "ipu_state" or "ipu_param" for parameters that have other names (old -> new)."""
+    result = {}
+    for key, value in (entries or {}).items():
+        before, mark, parameter = key.rpartition(_SPECIFIC if _SPECIFIC in key else "___")
+        result[f"{before}{mark}{names.get(parameter, parameter)}"] = value
+    return result
+
+
+def _entry_name(rate: str) -> str:
+    """Return the name of a rate in "ipu_param"; weight_decay, for example, is weightDecay there."""
+    first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
+    """Return the "ipu_param" of one snapshot: scalars by parameter.
+
+    SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
+    and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
+    """
+    scaling = hyper.loss_scaling
+    entries = {"lossScaling_FLOAT": torch.tensor(float(scaling))}
+    for parameter, index in optimizer.group_of.items():
+        rates = hyper.groups[index]
+        if "dampening" in rates and rates["momentum"] == 0:
+            step = rates["lr"] * (1 - rates["dampening"])
+            values = {
+                "scaledLearningRate0": step / scaling,
+                "weightDecayScaleFactor0": 1 - step * rates["weight_decay"],
+            }
+        else:
+            values = {_entry_name(name): rate for name, rate in rates.items() if name not in _NO_RATES}
+        for name, value in values.items():
+            entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
+    return entries
+
+
+def loaded_rates(
+    optimizer: settings.Optimizer, hyper: settings.Hyper, ipu_param: Mapping[str, Tensor]
+) -> settings.Hyper:
+    """Return the rates of an "ipu_param", and of `hyper` where "ipu_param" has none.
+
+    If the parameters of one group differ, the group has the rates of its last parameter.
+    """
+    loaded = {key: float(value) for key, value in ipu_param.items()}
+
+    def newer(name: str, old: float, factor: float = 1.0) -> float:
+        """Return the loaded rate, or the old one if both are equal in float32, the type of the entries."""
+        value = loaded.get(name, old / factor) * factor
+        return old if math.isclose(value, old, rel_tol=1e-6) else value
+
+    scaling = newer("lossScaling_FLOAT", hyper.loss_scaling)
+    groups = [dict(rates) for rates in hyper.groups]
+    for parameter, index in optimizer.group_of.items():
+        rates, suffix = groups[index], f"{_SPECIFIC}{parameter}"
+        for name in rates:
+            if name not in _NO_RATES:
+                rates[name] = newer(_entry_name(name) + suffix, hyper.groups[index][name])
+        undamped = 1 - rates.get("dampening", 1)
+        if f"scaledLearningRate0{suffix}" in loaded and undamped:
+            rates["lr"] = newer(f"scaledLearningRate0{suffix}", hyper.groups[index]["lr"], scaling / undamped)
+            step, factor = rates["lr"] * undamped, loaded.get(f"weightDecayScaleFactor0{suffix}", 1)
+            if step and not math.isclose(factor, 1 - step * rates["weight_decay"], abs_tol=1e-6):
+                rates["weight_decay"] = (1 - factor) / step
+    return settings.Hyper(tuple(groups), scaling)
+
+
+# torch's format ---------------------------------------------------------------------------------------
+
+
+def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
+    """Return one parameter's state after `steps` updates as torch's optimizer of this kind has it."""
+    names = {each.name: each.torch_name for each in RULES[kind].states}
+    result = {names[name]: value for name, value in state.items() if names[name]}
+    if names.get("step", "step"):  # torch counts the updates of every rule but SGD
+        result.setdefault("step", torch.tensor(float(steps)))
+    return result
+
+
+def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
+    """Return the engine's state of one parameter from torch's, without what the rule doesn't keep."""
+    names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
+    result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
+    if optimizer.flags.get("torch_dampening") and result:
+        result["step"] = torch.ones(())  # there was a first update
+    return result
+
+
+def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Check torch's part of a `state_dict()` before it is loaded into an optimizer of this kind.
+
+    Raises:
+        RuntimeError: the state is that of another kind of optimizer or of another model, or no update leaves it
+    """
+    states = RULES[kind].states
+    always = {state.torch_name for state in states if state.dtype and not state.when}
+    sometimes = {"step", *(state.torch_name for state in states)} - always - {""}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, state in state_dict.get("state", {}).items():
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        if tensors and not always <= set(tensors) <= always | sometimes:
+            raise RuntimeError(
+                f"the state to be loaded into {type(optimizer).__name__} is of another kind of optimizer: of parameter"
+                f" {index} it has {', '.join(sorted(tensors))}, and {type(optimizer).__name__} keeps"
+                f" {', '.join(sorted(always | sometimes))}\n"
+                "  fix: use the optimizer that wrote it, or go on with a new one"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
+            shape = parameters[index].shape if index < len(parameters) else None
+        if any(value.dim() and value.shape != shape for value in tensors.values()):
+            found = next(tuple(value.shape) for value in tensors.values() if value.dim())
+            raise RuntimeError(
+                f"the state to be loaded into {type(optimizer).__name__} is of another model: parameter {index} had"
+                f" shape {found}, and has {None if shape is None else tuple(shape)}\n"
+                "  fix: give the optimizer the parameters that it had, in the same order"
+            )
+        names = {each.torch_name: each.name for each in states if each.torch_name}
+        check_states(kind, {f"parameter {index}": {names.get(n, n): v for n, v in tensors.items()}})
+
+
+# torch's optimizers while an executor trains ------------------------------------------------------------
+
+_LOST = (
+    "_pando_lost_state"  # attribute of an optimizer whose state is lost: the handle of the hook that raises
+)
+_PICKLED = "__getstate__"  # set on the optimizer itself: copies and pickles use it instead of the class's
+
+
+class OptimizerHolder(Protocol):
+    """The part of an executor that `TorchLink` calls."""
+
+    frozen: settings.Optimizer
+
+    def torch_states(self) -> dict[str, State]: ...
+    def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None: ...
+
+
+class TorchLink:
+    """Hooks that connect a torch optimizer with its executor; they do nothing after the executor is gone.
+
+    The state lives on the devices, and `optimizer.state` is empty meanwhile. `state_dict()` reads the state from the
+    devices; a state loaded by `load_state_dict()` is uploaded before the next call.
+
+    Args:
+        names: id(parameter) -> canonical name
+        take:  whether the executor loads the state that the optimizer has now
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: OptimizerHolder, take: bool
+    ) -> None:
+        self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
+        if (lost := vars(optimizer).pop(_LOST, None)) is not None:
+            lost.remove()
+        vars(optimizer)[_PICKLED] = self._pickled
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
+            optimizer.register_load_state_dict_pre_hook(
+                functools.partial(refuse_other_rules, owner.frozen.kind)
+            ),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._take()),
+        ]
+        if take:
+            self._take()
+
+    def _take(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.load_states(self._optimizer.state, self._names)
+        self._empty()
+
+    def _fill(self) -> None:
+        owner = self._owner()
+        states = owner.torch_states() if owner is not None else {}
+        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+            state = states.get(self._names.get(id(parameter), ""))
+            if state:
+                self._optimizer.state[parameter] = state
+
+    def _empty(self) -> None:
+        if self._owner() is not None:
+            self._optimizer.state.clear()
+
+    def _pickled(self) -> dict[str, Any]:
+        """Return the attributes of a copy or pickle of the optimizer, with the state that the devices have."""
+        self._fill()
+        result = dict(type(self._optimizer).__getstate__(self._optimizer))
+        result["state"] = copy.copy(result["state"])
+        self._empty()
+        return result
+
+    def release(self, lost: Callable[[], NoReturn] | None = None) -> None:
+        """Write the state into the optimizer and remove the hooks; if the state is lost, reading it calls `lost`."""
+        if lost is None:
+            self._fill()
+            vars(self._optimizer).pop(_PICKLED, None)
+        else:
+            vars(self._optimizer)[_LOST] = self._optimizer.register_state_dict_pre_hook(lambda _: lost())
+            vars(self._optimizer)[_PICKLED] = lost
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,108 @@
+"""A new kind of optimizer: a formula, a rule in the table and a class; all else follows from the table."""
+
+import copy
+
+import pytest
+import torch
+
+import poptorch
+from popengine.update.formulas import Step
+from popengine.update.optimizer_rules import RULES, Flag, Rule, RuleState
+from poptorch.optim.optimizers import OwnRule
+
+
+def signed_mean(step: Step):
+    """m ← μ·m + (1 − μ)·g;  w ← w − lr·sign(m)."""
+    means = [state["mean"] for state in step.states]
+    torch._foreach_lerp_(means, step.gradients, 1 - step.group["momentum"])
+    rate = -step.group["lr"] * (2 if step.optimizer.flags.get("doubled") else 1)
+    torch._foreach_add_(step.parameters, [mean.sign() for mean in means], alpha=rate)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    rule = Rule(
+        signed_mean,
+        rates=("lr", "momentum"),
+        states=(RuleState("mean", "Accl1", "mean_type"),),
+        flags={"doubled": Flag(label="_DOUBLED")},
+    )
+    monkeypatch.setitem(RULES, "toy", rule)
+
+    class Toy(OwnRule):
+        _kind = "toy"
+        _defaults = {"lr": 0.125, "momentum": 0.5}
+        doubled: bool = False
+
+    return Toy
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layer(x) ** 2, "mean")
+
+
+def options():
+    return poptorch.Options().showCompilationProgressBar(False)
+
+
+def batches():
+    torch.manual_seed(2)
+    return [torch.randn(4, 3) for _ in range(3)]
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_it_trains_as_on_the_host(toy, doubled):
+    host, device = Net(), Net()
+    stepping = toy(host.parameters(), lr=0.25, doubled=doubled)
+    executor = poptorch.trainingModel(device, options(), toy(device.parameters(), lr=0.25, doubled=doubled))
+    for batch in batches():
+        stepping.zero_grad()
+        host(batch).backward()
+        stepping.step()
+        executor(batch)
+    assert torch.equal(host.layer.weight, device.layer.weight)
+    assert not torch.equal(host.layer.weight, Net().layer.weight)
+
+
+def test_its_state_and_rates_are_in_checkpoints_and_go_on_from_there(toy):
+    def trained(count, state=None, model=None):
+        model = model or Net()
+        optimizer = toy(model.parameters())
+        executor = poptorch.trainingModel(model, options(), optimizer)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for batch in batches()[count]:
+            executor(batch)
+        return copy.deepcopy(optimizer.state_dict()), model
+
+    state, model = trained(slice(2))
+    assert state["ipu_state"].keys() == {"Accl1___layer.weight", "Accl1___layer.bias"}
+    assert state["ipu_param"]["learningRate___specific___layer.weight"] == 0.125
+    assert state["ipu_param"]["momentum___specific___layer.bias"] == 0.5
+    host = Net()
+    host.load_state_dict(copy.deepcopy(model.state_dict()))
+    _, resumed = trained(slice(2, 3), state, host)
+    _, expected = trained(slice(3))
+    assert torch.equal(resumed.layer.weight, expected.layer.weight)
+
+
+def test_messages_and_checks_know_it(toy):
+    model = Net()
+    executor = poptorch.trainingModel(model, options(), toy(model.parameters(), lr=0.25))
+    executor(batches()[0])
+    with pytest.raises(poptorch.Error, match="it was TOY, this one is TOY_DOUBLED"):
+        executor.setOptimizer(toy(model.parameters(), lr=0.25, doubled=True))
+    with pytest.raises(poptorch.Error, match="modified constant attribute 'momentum'"):
+        executor.setOptimizer(toy(model.parameters(), lr=0.25, momentum=0.75))
+    with pytest.raises(
+        AssertionError, match="Unknown attribute eps, allowed values: loss_scaling, lr, momentum"
+    ):
+        toy(model.parameters()).variable_attrs.markAsVariable("eps")
+    with pytest.raises(AssertionError, match=r"Types supported: .*poptorch\.optim\.Toy, .*torch\.optim\.SGD"):
+        poptorch.trainingModel(Net(), options(), torch.optim.Rprop(model.parameters()))
