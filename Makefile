@@ -4,7 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-lightning test test-avx2 test-all kube check fuzz bench bench-all clean
+# Processes that run tests at the same time.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
+
+.PHONY: demo demo-lightning test test-fast test-avx2 test-all kube check fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,14 +25,20 @@ demo-lightning: $(READY)
 	$(BIN)/python examples/fashion_mnist_lightning/simple_lightning_ipu.py --epochs 1
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# Units: no programs of several processes, no examples, no browser.
+FAST := $(wildcard tests/test_*.py) tests/popengine tests/poptorch
+test-fast: $(READY)
+	$(PYTEST) -m "not slow" $(FAST)
 
 # The tests that compare numbers, once more by the kernels of a processor with AVX2 and without AVX-512.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-avx2: $(READY)
 	env $(AVX2) $(BIN)/python -X faulthandler -m pytest tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
 
-test-all: test test-avx2
+test-all: $(READY) test-avx2
+	$(PYTEST)
 
 # A real Kubernetes API server for tests/ipujob, kept in ~/.cache/pando-kube; without it those tests are skipped.
 kube:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import re
 import socket
 import struct
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -163,7 +163,11 @@ def _interface(address: str) -> str | None:
 
 
 def _has(interface: str, address: str) -> bool:
-    """Return whether an IPv4 address is the interface's, as Linux tells."""
+    """Return whether an IPv4 address is the interface's; False on systems other than Linux."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
     request = struct.pack("256s", interface.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)

@@ -23,6 +23,12 @@ def main(words: Sequence[str] | None = None) -> int:
     log = Log(request.verbosity)
     if hosts.WATCH in os.environ:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
+    if not hasattr(os, "pidfd_open"):
+        log.error(
+            "error: this system lacks pidfd_open and prctl, by which poprun ends every process of a training\n"
+            "  fix: use Linux 5.3 or newer; elsewhere torchrun starts instances: torchrun --nproc-per-node 2 train.py"
+        )
+        return 2
     try:
         if len(request.hosts) > 1 and NUM_NODES not in os.environ:
             _announce(request, request.hosts, log)

@@ -22,7 +22,7 @@ from ipujob.cli import main
 ROOT = Path(__file__).parents[2]
 JOBS = "/apis/graphcore.ai/v1alpha1/namespaces/default/ipujobs"
 PODS = "/api/v1/namespaces/default/pods"
-LIMIT = 40  # seconds; nothing takes more than a few on an idle machine
+LIMIT = 240  # seconds; a few on an idle machine
 _COLLECTIONS = {
     "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
     "Namespace": "/api/v1/namespaces",

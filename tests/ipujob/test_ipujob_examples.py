@@ -159,7 +159,7 @@ def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
         )
 
         def ask(body):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}", data=body.encode(), timeout=60) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}", data=body.encode(), timeout=240) as answer:
                 return json.load(answer)
 
         assert all(side in (0, 1) for side in ask("[[0.5, 0.1], [-1, 2]]"))
@@ -169,7 +169,7 @@ def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
         assert "points must be of shape [count, 2], and are [1, 3]" in refused.value.read().decode()
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     assert process.returncode == 130
 
 

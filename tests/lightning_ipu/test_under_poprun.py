@@ -11,7 +11,7 @@ PROGRAM = Path(__file__).parent / "program_of_instances.py"
 
 
 def run(*command):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 

@@ -18,7 +18,7 @@ def run(code, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -37,7 +37,7 @@ def run(tmp_path, instances, replicas, *how):
         for launch in launches
     ]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * instances
+        assert [process.wait(timeout=300) for process in processes] == [0] * instances
     finally:
         for process in processes:
             process.kill()

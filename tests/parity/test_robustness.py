@@ -65,7 +65,7 @@ def test_two_executors_in_two_threads_train_as_alone(alone):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
     assert failed == []
     assert (
         not torch.compiler.is_compiling()
@@ -78,7 +78,7 @@ def test_an_executor_is_compiled_and_called_in_another_thread_than_the_main_one(
     executor, rows = executor_of(Digits), batches(Digits, UPDATES)
     thread = threading.Thread(target=lambda: given.extend(losses(executor, rows)))
     thread.start()
-    thread.join(120)
+    thread.join(240)
     assert same(given, alone[Digits])
     assert len(losses(executor, rows[:1])) == 1  # and in the main one again
 
@@ -93,7 +93,7 @@ def test_an_executor_that_is_collected_while_another_runs_disturbs_nobody(alone)
     thread.start()
     del gone
     gc.collect()
-    thread.join(120)
+    thread.join(240)
     assert watched() is None
     assert same(given, alone[Digits])
 
@@ -146,6 +146,6 @@ def test_two_threads_that_call_one_executor_wait_for_each_other():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []

@@ -16,7 +16,7 @@ from popengine.errors import UnrecoverableError
 from popengine.run.row_functions import RowFunctions
 from popengine.update.optimizer_rules import RULES
 
-PATIENCE = 10.0  # seconds until a test has failed
+PATIENCE = 240.0  # seconds until a test has failed
 
 
 class Net(nn.Module):

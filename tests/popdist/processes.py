@@ -16,7 +16,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "poptorch.executor", "popdist.poptorch", "popdist.collectives", "torch._dynamo"]
 )
-LIMIT = 240  # seconds; a test that hangs fails
+LIMIT = 240  # seconds until a test that hangs fails
 
 
 @dataclass
@@ -38,7 +38,7 @@ def free_port():
 
 def launches(instances, replicas=1):
     """The environment of each instance."""
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "POPDIST_INIT_TIMEOUT": "30"}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "POPDIST_INIT_TIMEOUT": str(LIMIT)}
     return [
         {**Launch(instances * replicas, replicas, 1, i * replicas, i, instances, i).variables(), **where}
         for i in range(instances)

@@ -116,10 +116,10 @@ def small_disk(tmp_path):
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "pando", str(folder)]
     if shutil.which("mount") is None:
         pytest.skip("needs the program mount")
-    if (made := subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)).returncode:
+    if (made := subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)).returncode:
         pytest.skip(f"file systems can not be mounted here: {made.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=240)
 
 
 def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_the_next_is_written_when_there_is_room(
@@ -154,11 +154,11 @@ def test_what_several_instances_could_not_write_goes_though_one_of_them_comes_la
 
     early, late_one = writing(1 - late), writing(late)
     early.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 240
     while early.is_alive() and not list(small_disk.glob("c/*/*.failed")) and time.monotonic() < until:
         time.sleep(0.01)
     late_one.start()
-    early.join(30), late_one.join(30)
+    early.join(240), late_one.join(240)
     assert list((small_disk / "c").iterdir()) == []
     cause = f"[Errno 28] No space left on device: '{small_disk / 'c'}'"
     assert early.failure == cause

@@ -99,7 +99,7 @@ def imported(first, folder):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     return done.stdout + done.stderr

@@ -269,13 +269,12 @@ def wait_for_another(folder, where):
         while not (folder / "interrupted").exists():
             time.sleep(0.05)
         return caught(act), caught(act)
-    (folder / "waits").touch()
     try:
+        (folder / "waits").touch()
         act()
     except KeyboardInterrupt:
-        (
-            folder / "interrupted"
-        ).touch()  # instance 1 waits for it: so the wait for instance 1 has ended before
+        # Instance 1 waits for this file: so the wait for instance 1 has ended before.
+        (folder / "interrupted").touch()
         return caught(act)
 
 
@@ -305,13 +304,12 @@ def slow_in_the_middle(folder, iterations):
         inner = updates._average
 
         def slow(*sums):
+            (folder / "waits").touch()  # both are in the call now
             while not (folder / "interrupted").exists():
                 time.sleep(0.05)
             inner(*sums)
 
         updates._average = slow
-    else:
-        (folder / "waits").touch()
     try:
         executor(*again)
     except KeyboardInterrupt:

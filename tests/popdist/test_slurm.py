@@ -36,7 +36,7 @@ def step(tasks):
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_NUM_TASKS": str(tasks),
-        "POPDIST_INIT_TIMEOUT": "30",
+        "POPDIST_INIT_TIMEOUT": str(processes.LIMIT),
     }
     return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(tasks)]
 

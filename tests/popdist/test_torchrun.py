@@ -40,7 +40,7 @@ def test_processes_of_torchrun_train_together_also_after_a_restart(tmp_path):
     program.write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", program, here, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=processes.LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = [ended.value for ended in processes.run(met_and_trained, 2)]
     assert [torch.load(tmp_path / name) for name in "01"] == expected

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from poprun import agent, cli  # noqa: F401  the agent loads torch, once for all forks
 
-LIMIT = 240  # seconds; nothing here takes more than a few on a quiet machine
+LIMIT = 240  # seconds; a few on an idle machine
 MARK = "POPRUN_TEST_MARK"
 
 
@@ -91,7 +91,7 @@ class Poprun:
         self._agent = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
         return self._agent
 
-    def nothing_left(self, limit: float = 10) -> bool:
+    def nothing_left(self, limit: float = LIMIT) -> bool:
         deadline = time.monotonic() + limit
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -104,4 +104,4 @@ class Poprun:
             except ProcessLookupError:
                 continue
         if self.code is None:
-            self.wait(10)
+            self.wait()

@@ -16,7 +16,7 @@ LIMIT = 300  # seconds, on a machine that does much else
 
 
 def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def ended(runs):
     finally:
         for run in runs:
             run.terminate()
-            run.wait(30)
+            run.wait(LIMIT)
 
 
 def listening(host):
@@ -80,7 +80,7 @@ def listening(host):
         ["ip", "netns", "exec", host, sys.executable, "-S", "-c", LISTENS],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=LIMIT,
         check=True,
     )
     return set(found.stdout.split())

@@ -21,7 +21,7 @@ MEETS = (
     "popdist.init()\n"
     "popdist.synchronize()\n"
     "os.write(1, f'met {popdist.getInstanceIndex()}\\n'.encode())\n"
-    "time.sleep(100)"
+    "time.sleep(1000)"
 )
 
 
@@ -77,13 +77,13 @@ def test_callers_without_the_secret_change_nothing_and_nothing_is_unpickled(trai
     for place in ours:
         for wrong in ("", "guessed"):
             with pytest.raises(StoreError, match="secret"):
-                Store(*place, wrong, 5)
+                Store(*place, wrong, 60)
 
 
 def answers(host, port, secret):
     """Whether a store serves there, for those that know the secret."""
     try:
-        return Store(host, port, secret, 5).check(["attempt/0/here/0"])
+        return Store(host, port, secret, 60).check(["attempt/0/here/0"])
     except (StoreError, OSError):
         return False
 

@@ -67,7 +67,7 @@ def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun
     program = (
         "import os, sys, time\n"
         "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'], flush=True)\n"
-        "sys.exit(4) if os.environ['RANK'] == '1' else time.sleep(50)"
+        "sys.exit(4) if os.environ['RANK'] == '1' else time.sleep(1000)"
     )
     words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=1", *PYTHON, program)
     first, second = nodes(poprun, 2, words)
@@ -139,7 +139,7 @@ def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
         "is_first = os.environ['RANK'] == '0'\n"
         "if is_first: open(sys.argv[1] + '/here', 'w').close()\n"
         "while not os.path.exists(sys.argv[1] + '/here'): time.sleep(0.01)\n"
-        "time.sleep(50) if is_first else sys.exit(6)"
+        "time.sleep(1000) if is_first else sys.exit(6)"
     )
     words = (
         "-H",
@@ -169,7 +169,7 @@ def test_an_instance_that_fails_after_another_nodes_is_not_called_the_first(popr
         "rank = os.environ['RANK']\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "open(sys.argv[1] + rank, 'w').close()\n"
-        "if rank in '13': time.sleep(50)\n"
+        "if rank in '13': time.sleep(1000)\n"
         "while not all(os.path.exists(sys.argv[1] + one) for one in '0123'): time.sleep(0.01)\n"
         "time.sleep(0 if rank == '2' else 2)\n"
         "sys.exit(6 if rank == '2' else 9)"

@@ -10,7 +10,7 @@ import pytest
 
 PYTHON = (sys.executable, "-S", "-c")
 TWO = ("--num-replicas", 2, "--num-instances", 2)
-WAITS = "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(50)"
+WAITS = "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(1000)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS
 
 
@@ -56,7 +56,7 @@ def test_only_one_instance_may_be_shown_and_a_bar_stays_a_bar(poprun):
 
 
 def test_the_first_failure_is_named_and_its_last_lines_are_shown_though_it_was_silenced(poprun):
-    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(50)"
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(1000)"
     run = poprun(*TWO, "--only-output-from-instance=0", *PYTHON, program)
     assert run.wait() == 1
     assert run.err.read_text() == (
@@ -115,7 +115,7 @@ def test_a_signal_to_poprun_ends_all_with_the_codes_of_shells(poprun, number, co
     run = poprun(*TWO, *PYTHON, WAITS)
     run.until("here 0."), run.until("here 1.")
     os.kill(run.pid, number)
-    assert run.wait(20) == code
+    assert run.wait() == code
     assert run.nothing_left()
 
 
@@ -125,10 +125,8 @@ def test_an_instance_killed_by_a_signal_counts_as_in_shells_and_a_survivor_that_
     run = poprun(*TWO, *PYTHON, STUBBORN)
     run.until("here 0."), run.until("here 1.")
     victim = run.processes("time.sleep")[0]
-    begun = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    assert run.wait(20) == 137
-    assert time.monotonic() - begun < 15  # 5 are meant; machines are slow
+    assert run.wait() == 137
     assert "failed first, with signal SIGKILL" in run.said()
     assert run.nothing_left()
 
@@ -141,8 +139,8 @@ def test_no_orphan_is_left_when_poprun_itself_is_killed(poprun, which):
     run.until("here 0."), run.until("here 1.")
     agent = run.agent()
     os.kill(run.pid if which == "the guard" else agent, signal.SIGKILL)
-    assert run.wait(20) == (-signal.SIGKILL if which == "the guard" else 137)
-    assert run.nothing_left(20)
+    assert run.wait() == (-signal.SIGKILL if which == "the guard" else 137)
+    assert run.nothing_left()
 
 
 def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
@@ -152,7 +150,7 @@ def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
         "print('attempt', attempt)\n"
         "assert attempt == os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "if attempt != '2':\n"
-        "    sys.exit(3) if os.environ['RANK'] == '0' else time.sleep(50)"
+        "    sys.exit(3) if os.environ['RANK'] == '0' else time.sleep(1000)"
     )
     run = poprun(*TWO, "--max-restarts", 2, *PYTHON, program)
     assert run.wait() == 0, run.said()
@@ -162,16 +160,20 @@ def test_a_failure_starts_all_instances_again_as_often_as_is_allowed(poprun):
     assert "all instances start again, 1 of at most 1 times" in run.said()
 
 
-def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun):
+def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun, tmp_path):
     program = (
-        "import os, time; print('here', os.environ['RANK'] + '.', flush=True); time.sleep(1.5); print('done')"
+        "import os, sys, time\n"
+        "print('here', os.environ['RANK'] + '.', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "print('done')"
     )
-    run = poprun(*TWO, *PYTHON, program)
+    run = poprun(*TWO, *PYTHON, program, tmp_path / "end")
     run.until("here 0."), run.until("here 1.")
     stopped = run.processes("time.sleep")[0]
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(2)
     os.kill(stopped, signal.SIGCONT)
+    (tmp_path / "end").touch()
     assert run.wait() == 0
     assert run.out.read_text().count("done") == 2
 
@@ -179,7 +181,7 @@ def test_an_instance_that_was_stopped_for_a_while_goes_on(poprun):
 def test_poprun_is_a_program_and_says_what_is_wrong_with_a_command_line():
     def said(*words):
         done = subprocess.run(
-            [sys.executable, "-m", "poprun", *words], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "poprun", *words], capture_output=True, text=True, timeout=300
         )
         return done.returncode, done.stdout + done.stderr
 

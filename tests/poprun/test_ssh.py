@@ -51,7 +51,7 @@ def reached(tmp_path):
     folder, port = tmp_path / "ssh-files", free_port()
     folder.mkdir()
     for name in ("host", "user"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=20)
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=LIMIT)
     (folder / "server").write_text(SERVER.format(port=port, folder=folder))
     (folder / "client").write_text(CLIENT.format(port=port, folder=folder))
     (folder / "ssh").write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/client "$@"\n')
@@ -62,14 +62,14 @@ def reached(tmp_path):
         [SSHD, "-D", "-e", "-f", folder / "server"], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
     try:
-        until = time.monotonic() + 20
-        while subprocess.run([folder / "ssh", "127.0.0.2", "true"], check=False, timeout=20).returncode:
+        until = time.monotonic() + LIMIT
+        while subprocess.run([folder / "ssh", "127.0.0.2", "true"], check=False, timeout=LIMIT).returncode:
             assert server.poll() is None and time.monotonic() < until, "sshd does not answer"
             time.sleep(0.1)
         yield {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(LIMIT)
 
 
 WORDS = ("-H", HOSTS, "--num-replicas=2", "--num-instances=2", "-x", "GLOO_SOCKET_IFNAME=lo", sys.executable)
@@ -87,7 +87,7 @@ def test_nothing_is_left_on_the_hosts_when_poprun_is_killed(poprun, reached, tmp
     program = (
         "import os, sys, time\n"
         "open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "time.sleep(200)"
+        "time.sleep(1000)"
     )
     run = poprun(*WORDS, "-c", program, f"{tmp_path}/pid-", **reached)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
@@ -97,7 +97,7 @@ def test_nothing_is_left_on_the_hosts_when_poprun_is_killed(poprun, reached, tmp
         time.sleep(0.05)
     pids = [int(file.read_text()) for file in files]
     os.kill(run.pid, 9)
-    until = time.monotonic() + 30
+    until = time.monotonic() + LIMIT
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < until, "an instance outlives poprun"
         time.sleep(0.05)

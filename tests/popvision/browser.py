@@ -129,7 +129,7 @@ class Browser:
         os.close(self._in)
         self._process.terminate()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=240)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

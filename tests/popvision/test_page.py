@@ -305,8 +305,11 @@ def test_the_page_never_stays_empty_when_its_script_fails(chromium, report, tmp_
     broken = tmp_path / "broken.html"
     broken.write_text(report.read_text().replace('"figures":{', '"figure":{'))
     chromium.open(broken)
-    time.sleep(0.1)
-    assert "This page can't show the profile" in chromium.value("document.querySelector('.fault').innerText")
+    shown = """new Promise(done => (function look() {
+        const fault = document.querySelector('.fault');
+        fault ? done(fault.innerText) : setTimeout(look, 10);
+    })())"""
+    assert "This page can't show the profile" in chromium.value(shown)
 
 
 def test_wasd_steer_the_trace_and_back_leads_back(chromium, report):

@@ -21,11 +21,14 @@ from popvision.analysis import figures
 
 WIDTH, ROWS = 48, 4
 SLOW = 0.03  # seconds
+slept: list[float] = []  # seconds of each call of `slow`
 
 
 @torch.library.custom_op("popvision_test::slow", mutates_args=())
 def slow(x: torch.Tensor) -> torch.Tensor:
+    begun = time.perf_counter()
     time.sleep(SLOW)
+    slept.append(time.perf_counter() - begun)
     return x.clone()
 
 
@@ -68,15 +71,16 @@ def train(
 
 
 def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
+    slept.clear()
     train(tmp_path, slow_block=1)
+    most = 1.7 * max(slept)  # on a loaded machine a sleep lasts longer than it was meant to
     profile = load(tmp_path / "training" / "profile.pop")
     found = figures(profile)
     assert found.slowest == 1
-    # Never less than the sleep; how much more is up to who else uses the cores.
-    assert SLOW <= found.stages[1].forward / 1e9 < 1.7 * SLOW
+    assert SLOW <= found.stages[1].forward / 1e9 < most
     operation = max(profile.operations, key=lambda operation: operation.ns)
     assert (operation.kind, operation.block) == ("popvision_test.slow", "block1")
-    assert SLOW <= operation.ns / operation.calls / 1e9 < 1.7 * SLOW
+    assert SLOW <= operation.ns / operation.calls / 1e9 < most
     assert operation.where.startswith(__file__)
 
 
@@ -102,13 +106,13 @@ def test_what_one_micro_batch_waited_is_no_time_of_an_operation(tmp_path):
     options = poptorch.Options().deviceIterations(5).enableProfiling(tmp_path)
     inference = poptorch.inferenceModel(model, options.showCompilationProgressBar(False))
     inference.compile(torch.zeros(5, 2))
-    _pauses = iter(2 * [0, 0, 0.2, 0, 0])
+    _pauses = iter(2 * [0, 0, 2.0, 0, 0])
     for _ in range(2):
         inference(torch.zeros(5, 2))
     inference.detachFromDevice()
     profile = load(tmp_path / "inference" / "profile.pop")
     (operation,) = [row for row in profile.operations if row.kind == "popvision_test.pausing"]
-    assert operation.calls == 5 and operation.ns < 0.1e9
+    assert operation.calls == 5 and operation.ns < 1e9
 
 
 def test_a_run_writes_profiles_of_both_kinds_and_one_page(tmp_path):

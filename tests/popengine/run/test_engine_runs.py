@@ -190,7 +190,7 @@ def test_an_engine_that_is_closed_ends_its_threads():
     assert threads
     engine.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(240)
         assert not thread.is_alive()
 
 

@@ -106,7 +106,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
     engine._step.codes[0][:] = map(slow, codes)
 
     def interrupted(call):
-        running.wait(5)
+        running.wait(240)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -27,7 +27,7 @@ def outputs(tmp_path_factory):
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
     place = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place).execute()
     return [
         {mime: text for output in cell.outputs for mime, text in output.get("data", {}).items()}
         for cell in notebook.cells

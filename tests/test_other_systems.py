@@ -1,0 +1,63 @@
+"""Systems other than Linux: Pando imports and trains without what only Linux has; poprun names what is missing."""
+
+import subprocess
+import sys
+
+HIDE = """
+import os, sys, sysconfig, torch
+sysconfig.get_config_vars()  # read from a file that is named after the real system
+for name in ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "waitid", "eventfd", "memfd_create"):
+    if hasattr(os, name):
+        delattr(os, name)
+sys.modules["fcntl"] = None  # an import raises ImportError
+sys.platform = "darwin"
+"""
+IMPORT = """
+import pkgutil
+from importlib import import_module
+for package in ("popart", "popdist", "popengine", "poprun", "poptorch", "popvision"):
+    for module in pkgutil.walk_packages(import_module(package).__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+"""
+TRAIN = """
+import poptorch
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = poptorch.BeginBlock(torch.nn.Linear(4, 4), "first", ipu_id=0)
+        self.last = poptorch.BeginBlock(torch.nn.Linear(4, 1), "last", ipu_id=1)
+    def forward(self, x):
+        return poptorch.identity_loss(self.last(self.first(x)), "mean")
+options = poptorch.Options().deviceIterations(2)
+options.Training.gradientAccumulation(4)
+model = Both()
+trainer = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+batch = torch.ones(8, 4)
+losses = [trainer(batch).item() for _ in range(3)]
+assert losses[2] < losses[1] < losses[0], losses
+loader = poptorch.DataLoader(options, torch.utils.data.TensorDataset(batch))
+assert trainer(*next(iter(loader))).item() < losses[2]
+print("trained")
+"""
+LAUNCH = """
+from poprun import cli
+sys.exit(cli.main(["--num-instances", "2", "--num-replicas", "2", "true"]))
+"""
+
+
+def run(*parts):
+    command = [sys.executable, "-c", "".join((HIDE, *parts))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_every_module_is_imported_and_a_pipeline_trains_without_what_only_linux_has():
+    done = run(IMPORT, TRAIN)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+def test_poprun_says_what_the_system_lacks():
+    done = run(LAUNCH)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "poprun: error: this system lacks pidfd_open and prctl" in done.stderr
+    assert "fix: use Linux 5.3 or newer" in done.stderr
