@@ -159,7 +159,9 @@ def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
         )
 
         def ask(body):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}", data=body.encode(), timeout=240) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}", data=body.encode(), timeout=240
+            ) as answer:
                 return json.load(answer)
 
         assert all(side in (0, 1) for side in ask("[[0.5, 0.1], [-1, 2]]"))

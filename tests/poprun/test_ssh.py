@@ -51,7 +51,9 @@ def reached(tmp_path):
     folder, port = tmp_path / "ssh-files", free_port()
     folder.mkdir()
     for name in ("host", "user"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=LIMIT)
+        subprocess.run(
+            [keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=LIMIT
+        )
     (folder / "server").write_text(SERVER.format(port=port, folder=folder))
     (folder / "client").write_text(CLIENT.format(port=port, folder=folder))
     (folder / "ssh").write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/client "$@"\n')

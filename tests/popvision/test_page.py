@@ -4,7 +4,6 @@ Screenshots lie in `build/screenshots`.
 """
 
 import dataclasses
-import time
 from pathlib import Path
 
 import pytest
