@@ -40,8 +40,6 @@ TWICE = """
     Part
     Piece
     Recorder
-    Request
-    Store
 """
 
 

@@ -1,4 +1,4 @@
-"""Processes that train one model together: their number, this one's place among them, and how they meet.
+"""Processes that train one model together: their number, the index of this process, and how they connect.
 
     import popdist
 
@@ -6,7 +6,7 @@
         popdist.init()
         opts = popdist.poptorch.Options(ipus_per_replica=4)
 
-Without a launcher everything says: one instance, one replica.
+Without a launcher there is one instance with one replica.
 """
 
 from __future__ import annotations
@@ -89,13 +89,11 @@ def getDeviceId(ipus_per_replica: int = 0) -> int:
 
 
 def init() -> None:
-    """Meet the other instances. Call once, before any collective; with one instance it does nothing.
-
-    The address comes from MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+    """Connect to the other instances. Call it once, before any collective; with one instance it does nothing.
 
     Raises:
-        poptorch.Error: not all instances are there after POPDIST_INIT_TIMEOUT seconds (by default 600), or the
-            address is in use
+        poptorch.Error: an instance is missing after POPDIST_INIT_TIMEOUT seconds (by default 600), or the address
+            (MASTER_ADDR and MASTER_PORT) is in use
     """
     launch = _read()
     if launch.instances > 1:
@@ -114,17 +112,19 @@ def isBackendInitialized() -> bool:
 
 
 def synchronize() -> None:
-    """Wait until all instances are here.
+    """Wait until all instances have called this.
 
     Raises:
-        poptorch.Error: another one is somewhere else in the program, has failed, or is gone
+        poptorch.Error: another instance is at another place in the program, has failed, or is gone
     """
     _collectives().barrier("popdist.synchronize()")
 
 
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `fn` on these instances only; the others return None at once. Inside, `synchronize` and
-    `popdist.collectives` involve only them."""
+    """Call `fn` on these instances and return its value; the others return None at once.
+
+    Inside `fn`, `synchronize` and `popdist.collectives` involve only these instances.
+    """
     chosen = sorted(set(instances))
     if getInstanceIndex() not in chosen:
         return None
@@ -141,11 +141,11 @@ def _collectives() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`popdist.poptorch` and `popdist.Checkpoint` load PopTorch, `popdist.collectives` torch, at their first use."""
+    """Import PopTorch or torch only when `popdist.poptorch`, `Checkpoint`, `resumable` or `collectives` is used."""
     import importlib
 
     if name in ("poptorch", "collectives"):
         return importlib.import_module(f"popdist.{name}")
-    if name == "Checkpoint":
-        return importlib.import_module("popdist.checkpoint").Checkpoint
+    if name in ("Checkpoint", "resumable"):
+        return getattr(importlib.import_module("popdist.checkpoint"), name)
     raise AttributeError(f"module 'popdist' has no attribute {name!r}")

@@ -1,30 +1,28 @@
-"""Checkpoints of a training in any number of instances: complete or not there, written while it goes on.
+"""Checkpoints of a training that any number of instances restores, written in the background.
 
-    checkpoint = popdist.Checkpoint("checkpoints", every=100)
-    checkpoint.restore(trainer, loader, schedule=scheduler)
-    for epoch in range(loader.state_dict()["epoch"], epochs):
-        for batch in loader:
-            trainer(*batch)
-            scheduler.step()
-            checkpoint.step()
+    checkpoint = popdist.Checkpoint.every(calls=20)
+    for batch in popdist.resumable(loader, checkpoint, trainer, epochs=3, schedule=scheduler):
+        trainer(*batch)
+        scheduler.step()
 
-What is written where is in `checkpoint_files.py`. Instances exchange nothing but the choice of what to restore, and
-meet otherwise in the folder only, so one that dies leaves nobody waiting. torch.distributed.checkpoint is not used: it
-coordinates its writers in collectives, and has nothing to reshard where all have the same weights.
+`checkpoint_files.py` describes the files. Instances communicate only to choose the checkpoint that they restore, and
+otherwise through the folder, so that no instance waits for one that has died. torch.distributed.checkpoint is not used:
+its writers coordinate in collectives.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import poptorch
-from popengine.environment import read
+from popengine.environment import CHECKPOINTS, read
 from poptorch.data.randomness import random_state, set_random_state
 from poptorch.executor.training_state import set_training_state, training_state
 from poptorch.logs import logger
@@ -32,39 +30,43 @@ from poptorch.logs import logger
 from . import checkpoint_files as files
 from . import collectives
 
-_AT_EXIT = 60  # seconds that the end of a program waits for what is being written
+_AT_EXIT = 60  # seconds that the end of a program waits for a checkpoint under way
 
 
 class Checkpoint:
-    """Saves a training every few calls, and restores the newest that is whole.
+    """Saves a training every few calls, and restores the newest checkpoint that is complete and undamaged.
 
     Args:
-        directory: of all checkpoints, the same for all instances; on several hosts a shared file system
-        every:     calls from one checkpoint to the next; 0: only `save()` makes one
-        keep:      how many of the newest stay
+        directory: of all checkpoints, the same in all instances; with several hosts on a shared file system
+        every:     calls from one checkpoint to the next; 0: only `save()` writes one
+        keep:      number of the newest checkpoints that stay
     """
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2) -> None:
         if every < 0 or keep < 1:
             raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
-        self._directory, self._every, self._keep = Path(directory).absolute(), every, keep
+        self._directory, self._calls_between, self._keep = Path(directory).absolute(), every, keep
         self._launch = read()
         self._model: Any = None
         self._parts: dict[str, Any] = {}
-        self._run = (
-            ""  # drawn once for all instances, so that nobody takes a killed run's files for this one's
-        )
+        self._run = ""  # random and equal in all instances: distinguishes the files of a killed run
         self._writing: files.Writing | None = None
+        self._saved_call = 0
         self.calls = 0
-        """Calls that the training has made, those before the checkpoint that was restored included."""
+        """Calls that the training has made, including those before the restored checkpoint."""
+
+    @classmethod
+    def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
+        """Return a checkpoint of every `calls` calls; by default in the folder of `poprun --checkpoint-dir`."""
+        return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
-        """Go on from the newest checkpoint that is whole; say what later ones are of. Call it once, before training.
+        """Restore the newest good checkpoint, and set what later ones contain. Call it once, before training.
 
         Args:
-            model:  a training executor; it may be compiled or not
+            model:  a training executor, compiled or not
             loader: a `poptorch.DataLoader`, or None
-            others: anything with `state_dict` and `load_state_dict`, such as schedulers, equal in all instances
+            others: objects with `state_dict` and `load_state_dict`, such as schedulers, equal in all instances
         Returns: the calls that were made before; 0 without a checkpoint
         Raises:
             Error: the checkpoint is of another model, or several instances have not called `popdist.init()`
@@ -75,20 +77,22 @@ class Checkpoint:
         for folder in map(Path, self._from_first(lambda: list(map(str, files.complete(self._directory))))):
             faults = self._of_all(files.faults(folder, self._launch.instance, self._launch.instances))
             if not faults:
-                self._take(folder)
+                self._load(folder)
                 return self.calls
             logger.warning("checkpoint %s is damaged: %s; the one before is taken", folder, "; ".join(faults))
         return 0
 
     def step(self) -> None:
-        """Count a call of the model, and write a checkpoint after every few. All instances call it after each one."""
+        """Count a call of the model, and save if a checkpoint is due. All instances call this after each call."""
         self.calls += 1
-        if self._every and self.calls % self._every == 0:
+        if self._calls_between and self.calls % self._calls_between == 0:
             self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint, of a copy of everything. What could not be written is a warning, here or at the
-        next one: the training goes on, and older checkpoints stay."""
+        """Begin to write a checkpoint from a copy of the state.
+
+        A checkpoint that can't be written is a warning, here or at the next one; the training and older ones go on.
+        """
         if self._model is None:
             raise poptorch.Error(
                 "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
@@ -97,13 +101,13 @@ class Checkpoint:
         place = files.Place(
             self._directory, self.calls, self._run, self._launch.instance, self._launch.instances
         )
-        state = self._state()
         replicas = self._launch.instances * self._model._options.replication_factor
-        self._writing = files.Writing(place, state, replicas, self._keep)
+        self._writing = files.Writing(place, self._state(), replicas, self._keep)
         self._writing.start()
+        self._saved_call = self.calls
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until what is being written is complete; warn if it could not be written."""
+        """Wait until the checkpoint under way is complete; warn if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -117,69 +121,91 @@ class Checkpoint:
                 writing.failure,
             )
 
-    # ---- what is in it -----------------------------------------------------------------------------------
+    # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """This instance's file. Weights and optimizer state are shared out: each instance writes some parameters."""
+        """Return the contents of this instance's file: shares of weights and of optimizer state, and the rest."""
         training = training_state(self._model)
         grouped, is_shared = self._grouped(), training.pop("shares_state")
-        mine = {}
+        shares = {}
         for kind in ("weights", "optimizer"):
             names = sorted(training[kind])
             chosen = set(names[self._launch.instance :: self._launch.instances]) | grouped
             if is_shared and kind == "optimizer":
-                chosen = names  # all that this instance has
-            mine[kind] = {name: training[kind][name] for name in names if name in chosen}
+                chosen = names  # this instance has a shard only
+            shares[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
-            **{name: value for name, value in training.items() if name not in mine},
-            **mine,
+            **training,
+            **shares,
             "calls": self.calls,
             "host_random": random_state(),
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def _grouped(self) -> set[str]:
-        """Parameters of which instances have different values."""
+        """Return the parameters that have different values in different instances."""
         return set(getattr(self._model, "per_replica_params", {}))
 
-    def _take(self, folder: Path) -> None:
-        """Take this instance's share of a checkpoint that may be of another number of instances."""
-        found = files.read(folder)
-        each = found.replicas // found.instances
+    def _load(self, folder: Path) -> None:
+        """Load this instance's share of a checkpoint of any number of instances."""
+        saved = files.read(folder)
+        each = saved.replicas // len(saved.files)
         here = self._model._options.replication_factor
-        # The old replicas in the place of this instance's, and the old instance that had the first of them.
-        replicas = [(self._launch.instance * here + i) % found.replicas for i in range(here)]
-        own = found.files[replicas[0] // each]
+        # The saved replicas in the place of this instance's, and the file with the first of them.
+        replicas = [(self._launch.instance * here + i) % saved.replicas for i in range(here)]
+        own = saved.files[replicas[0] // each]
         whole = {
-            kind: {name: value for one in found.files for name, value in one[kind].items()}
+            kind: {name: value for file in saved.files for name, value in file[kind].items()}
             for kind in ("weights", "optimizer")
         }
         for kind in whole:
             whole[kind].update({n: v for n, v in own[kind].items() if n in self._grouped()})
-        buffers = [_of_replica(found.files[r // each]["buffers"], r % each) for r in replicas]
+        buffers = [_buffers_of(saved.files[r // each]["buffers"], r % each) for r in replicas]
         set_training_state(self._model, {**own, **whole, "buffers": buffers})
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
             raise poptorch.Error(
                 f"checkpoint {folder} and restore() differ in {', '.join(unknown)}\n"
-                f"  fix: give restore() what it was given when that was saved, or another directory"
+                f"  fix: give restore() the same arguments as when it was saved, or another directory"
             )
         for name, part in self._parts.items():
             part.load_state_dict(own["parts"][name])
         set_random_state(own["host_random"])
-        self.calls = own["calls"]
+        self.calls = self._saved_call = own["calls"]
         logger.info("the training goes on after call %d, from %s", self.calls, folder)
 
-    # ---- all instances -----------------------------------------------------------------------------------
+    # ---- communication -----------------------------------------------------------------------------------
 
     def _from_first(self, make: Callable[[], list[str]]) -> list[str]:
-        """What instance 0 makes of it, in all instances."""
+        """Return instance 0's result of `make`, in all instances."""
         mine = _as_bytes(make()) if self._launch.instance == 0 else torch.empty(0, dtype=torch.uint8)
         return _as_texts(collectives.all_gather(mine))
 
-    def _of_all(self, faults: list[str]) -> list[str]:
-        """The faults that any instance has found."""
-        return _as_texts(collectives.all_gather(_as_bytes(faults)))
+    def _of_all(self, texts: list[str]) -> list[str]:
+        """Return the texts of all instances."""
+        return _as_texts(collectives.all_gather(_as_bytes(texts)))
+
+
+def resumable(
+    loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
+) -> Iterator[Any]:
+    """Yield the batches of `epochs` epochs that are left after the newest checkpoint, and save on the way.
+
+    All instances make one call of the executor for each batch. The state after the last call is saved, too, so that a
+    program that is started again after its end yields no batch.
+
+    Args:
+        loader, executor, others: as of `Checkpoint.restore`, which this calls
+    """
+    checkpoint.restore(executor, loader, **others)
+    state_of: Callable[[], dict[str, Any]] = loader.state_dict  # pyright: ignore[reportAttributeAccessIssue]
+    while state_of()["epoch"] < epochs:
+        for batch in loader:
+            yield batch
+            checkpoint.step()
+    if checkpoint.calls != checkpoint._saved_call:
+        checkpoint.save()
+    checkpoint.wait()
 
 
 def _as_bytes(texts: list[str]) -> torch.Tensor:
@@ -190,6 +216,6 @@ def _as_texts(value: torch.Tensor) -> list[str]:
     return bytes(value.tolist()).decode().split("\0")[:-1]
 
 
-def _of_replica(buffers: list[Mapping[str, torch.Tensor]], replica: int) -> dict[str, torch.Tensor]:
-    """A replica's buffers; before the first call there is one set for all."""
+def _buffers_of(buffers: list[Mapping[str, torch.Tensor]], replica: int) -> dict[str, torch.Tensor]:
+    """Return a replica's buffers; before the first call there is one set for all."""
     return dict(buffers[replica if replica < len(buffers) else 0])

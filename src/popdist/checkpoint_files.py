@@ -1,13 +1,13 @@
-"""The files of checkpoints, and when each instance writes which.
+"""The files of checkpoints, and when each instance writes them.
 
-    call-120/                       complete: it was renamed when all was in it, and on the disk
-        manifest.json               instances, replicas, and each file's size and checksum
+    call-120/                       complete: renamed when all files were in it and on the disk
+        manifest.json               replicas, and each file's size and checksum
         instance-0.pt ...
     call-130.5f3a9c01.unfinished/   being written, by the run of this number
         instance-0.pt  instance-0.done  instance-1.pt  instance-2.failed ...
 
-Each instance writes its file and then says `done`, or why it has failed; instance 0 waits for all of these, and then
-renames the folder, or removes it. So an instance that dies takes no checkpoint with it but the one under way.
+Each instance writes its file and then `done`, or `failed` with the reason; instance 0 waits for these of all, and then
+renames the folder, or removes it. So an instance that dies can only lose the checkpoint under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where an instance writes its part of a checkpoint."""
+    """Where an instance writes its file of a checkpoint."""
 
     directory: Path
     calls: int
@@ -50,11 +50,9 @@ class Place:
         return self.directory / f"call-{self.calls}.{self.run}{_UNFINISHED}"
 
 
-@dataclass(frozen=True)
-class Found:
+class SavedTraining(NamedTuple):
     """A checkpoint in memory."""
 
-    instances: int
     replicas: int
     files: list[dict[str, Any]]  # by instance
 
@@ -65,12 +63,12 @@ class Writing(threading.Thread):
     def __init__(self, place: Place, state: dict[str, Any], replicas: int, keep: int) -> None:
         super().__init__(name=f"checkpoint {place.calls}", daemon=True)
         self.place, self._state, self._replicas, self._keep = place, state, replicas, keep
-        self.failure = ""
+        self.failure = ""  # Checkpoint.wait warns of it
 
     def run(self) -> None:
         try:
             self._write()
-        except Exception as error:  # Checkpoint.wait warns of it
+        except Exception as error:
             self.failure = str(error)
         finally:
             self._state = {}
@@ -90,7 +88,7 @@ class Writing(threading.Thread):
         except Exception as error:
             if isinstance(error, OSError):
                 error = OSError(error.errno, error.strerror, str(self.place.directory))
-            with contextlib.suppress(OSError):  # on a full disk, in the room that the file had
+            with contextlib.suppress(OSError):  # on a full disk, in the space of the file
                 part.write_text(f"instance {self.place.instance}: {error}")
             with contextlib.suppress(OSError):
                 part.rename(folder / f"{name}.failed")
@@ -99,14 +97,8 @@ class Writing(threading.Thread):
     def _complete(self) -> None:
         folder = self.place.unfinished
         try:
-            written = self._of_all(folder)
-            manifest = {
-                "format": _FORMAT,
-                "calls": self.place.calls,
-                "instances": self.place.instances,
-                "replicas": self._replicas,
-                "files": written,
-            }
+            sums = self._sums_of_all(folder)
+            manifest = {"format": _FORMAT, "replicas": self._replicas, "files": sums}
             _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
             for path in folder.glob("*.done"):
                 path.unlink()
@@ -118,11 +110,15 @@ class Writing(threading.Thread):
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        _tidy(self.place, self._keep)
+        for path in complete(self.place.directory)[self._keep :]:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.place.directory.glob(f"call-*{_UNFINISHED}"):
+            if self.place.run not in path.name:  # of a killed run
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _of_all(self, folder: Path) -> dict[str, Any]:
-        """Return the files of all instances. Raises: RuntimeError, if an instance could not write, or doesn't come."""
-        written: dict[str, Any] = {}
+    def _sums_of_all(self, folder: Path) -> dict[str, Any]:
+        """Return sizes and checksums by file. Raises: RuntimeError, if an instance could not write its file in time."""
+        sums: dict[str, Any] = {}
         failures: list[str] = []
         until = time.monotonic() + _PATIENCE
         for instance in range(self.place.instances):
@@ -134,44 +130,49 @@ class Writing(threading.Thread):
             if failed.exists():
                 failures.append(failed.read_text() or f"instance {instance} could not write to {folder}")
             else:
-                written |= json.loads(done.read_text())
+                sums |= json.loads(done.read_text())
         if failures:
             raise RuntimeError("; ".join(failures))
-        return written
+        return sums
 
 
 def complete(directory: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first."""
-    found = [path for path in directory.glob("call-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    """Return the complete checkpoints in a folder, newest first."""
+    return sorted(
+        (path for path in directory.glob("call-*") if path.name[5:].isdecimal()), key=call_of, reverse=True
+    )
+
+
+def call_of(checkpoint: Path) -> int:
+    """Return the number of calls before a complete checkpoint."""
+    return int(checkpoint.name[5:])
 
 
 def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """Return the faults of a checkpoint's files; one of several readers checks a share of them."""
+    """Return the faults of a checkpoint's files; each of several readers checks a share of the files."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-        wanted = sorted(manifest["files"].items())
+        sums = sorted(manifest["files"].items())
         if manifest["format"] != _FORMAT:
             return [f"it is of format {manifest['format']}, and this is {_FORMAT}"] if reader == 0 else []
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [
         f"{name} is not what was written"
-        for name, expected in wanted[reader::readers]
+        for name, expected in sums[reader::readers]
         if _checksum(folder / name) != expected
     ]
 
 
-def read(folder: Path) -> Found:
-    """Return a checkpoint that has no faults."""
+def read(folder: Path) -> SavedTraining:
+    """Return a checkpoint without faults."""
     manifest = json.loads((folder / _MANIFEST).read_text())
-    count = manifest["instances"]
-    loaded = [torch.load(folder / f"instance-{i}.pt", weights_only=True) for i in range(count)]
-    return Found(count, manifest["replicas"], loaded)
+    paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
+    return SavedTraining(manifest["replicas"], [torch.load(path, weights_only=True) for path in paths])
 
 
-class _Summed:
-    """A file that is written once, from its beginning to its end, and its checksum."""
+class _ChecksumFile:
+    """A file that computes its checksum as it is written, and keeps the error that torch.save hides."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.size, self.sum = file, 0, 0
@@ -194,10 +195,10 @@ class _Summed:
 def _save(path: Path, state: Any) -> list[int]:
     """Write a file to the disk and return its size and checksum."""
     with open(path, "wb") as file:
-        summed = _Summed(file)
+        summed = _ChecksumFile(file)
         try:
             torch.save(state, summed)  # pyright: ignore[reportArgumentType]
-        except RuntimeError as error:  # torch doesn't say why a write has failed
+        except RuntimeError as error:
             raise summed.error or error from None
         file.flush()
         os.fsync(file.fileno())
@@ -232,12 +233,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _tidy(place: Place, keep: int) -> None:
-    """Delete all but the newest checkpoints, and the files that killed runs have left."""
-    for path in complete(place.directory)[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in place.directory.glob(f"call-*{_UNFINISHED}"):
-        if place.run not in path.name:
-            shutil.rmtree(path, ignore_errors=True)

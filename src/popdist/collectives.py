@@ -1,7 +1,7 @@
-"""Collectives of instances outside the model: sums of metrics, equal first weights, results of all.
+"""Collectives of instances outside the model: all-reduce of metrics, broadcast of weights, all-gather of results.
 
-Inside `execute_on_instances` only its instances take part. Each has to call the same, with the same shapes; one that
-does not, or is gone, is an error in all of them within seconds.
+Inside `execute_on_instances` only its instances take part. All have to make the same call with the same shapes. If an
+instance does not, or is gone, all raise an error within seconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from popengine.run.instances.process_group import ProcessGroup, group_of
 T = TypeVar("T")
 
 _TAG = 4  # of messages; those of models begin at process_group.FIRST_TAG
-_chosen: Sequence[int] | None = None  # inside execute_on_instances
+_chosen: Sequence[int] | None = None  # instances of execute_on_instances
 
 
 def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
-    """Return the sum, mean, smallest or largest of all instances' values, element by element.
+    """Return the sum, mean, minimum or maximum of all instances' values, element by element.
 
-    Sums are made in an order that depends on the number of instances only, so they are the same bits everywhere.
+    The order of a sum depends on the number of instances only, so all instances get the same bits.
 
     Args:
-        value: a tensor, which is left as it is, or a number; of the same shape and dtype in all instances
+        value: a tensor (not changed) or a number, of the same shape and dtype in all instances
         op:    "sum", "mean", "min" or "max"
     Returns: a new tensor; a float for a number
     """
@@ -62,10 +62,11 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
 
 
 def broadcast(values: Any, root: int = 0) -> Any:
-    """Give all instances the tensors of one, in place: a tensor, or a mapping such as `model.state_dict()`.
+    """Copy the tensors of one instance to all, in place.
 
     Args:
-        root: the instance whose values all get
+        values: a tensor, or a mapping such as `model.state_dict()`
+        root:   the instance whose values are sent
     Returns: `values`
     """
     group = _group()
@@ -77,9 +78,9 @@ def broadcast(values: Any, root: int = 0) -> Any:
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
 
     def work() -> None:
-        given = [value.detach() for value in tensors.values()]
-        for chosen in by_dtype(given):
-            mine = [given[index] for index in chosen]
+        detached = [value.detach() for value in tensors.values()]
+        for chosen in by_dtype(detached):
+            mine = [detached[index] for index in chosen]
             flat = torch.cat([value.reshape(-1).cpu() for value in mine])
             _broadcast(group, flat, group.ranks.index(root))
             for value, part in zip(mine, flat.split([value.numel() for value in mine]), strict=True):
@@ -91,7 +92,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
 
 
 def _broadcast(group: ProcessGroup, flat: Tensor, root: int) -> None:
-    """Scatter from the root, then all-gather: so the root sends each element once, and not to each instance."""
+    """Broadcast as scatter and all-gather, so that the root sends each element once."""
     cuts = even_cuts(flat.numel(), group.size)
     shares = [flat[start:stop] for start, stop in pairwise(cuts)]
     if group.rank == root:
@@ -106,7 +107,7 @@ def _broadcast(group: ProcessGroup, flat: Tensor, root: int) -> None:
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Return the rows of all instances, in their order; each may have another number of rows.
+    """Return the rows of all instances, concatenated in their order; the numbers of rows may differ.
 
     Args:
         value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances
@@ -134,7 +135,7 @@ def all_gather(value: Tensor) -> Tensor:
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
-    """Wait until all instances are here."""
+    """Wait until all instances have called this."""
     group = _group()
     if group is not None:
         group.barrier(what)
@@ -146,7 +147,7 @@ def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor]
 
 
 def _group() -> ProcessGroup | None:
-    """Return the instances that take part; None for this one alone."""
+    """Return the process group of the instances that take part; None, if this is the only one."""
     size = read().instances
     if size == 1:
         return None
@@ -158,7 +159,7 @@ def _group() -> ProcessGroup | None:
 
 @contextmanager
 def among(chosen: Sequence[int]) -> Iterator[None]:
-    """Let only these instances take part inside the `with` statement."""
+    """Restrict collectives inside the `with` statement to these instances."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

@@ -1,4 +1,4 @@
-"""`popdist.poptorch.Options`: PopTorch's options with what the launcher decided filled in."""
+"""`popdist.poptorch.Options`: PopTorch's options with the launcher's number of replicas and processes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Options(poptorch.Options):
     """Options of one instance among several.
 
     Args:
-        ipus_per_replica: as the model uses them; by default, and always in agreement with, poprun's
+        ipus_per_replica: ipus that the model uses; by default poprun's --ipus-per-replica
     Raises:
-        RuntimeError: another number of ipus a replica than poprun was told
+        RuntimeError: it differs from poprun's
     """
 
     _ipus_per_replica: int

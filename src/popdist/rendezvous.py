@@ -1,4 +1,4 @@
-"""The first meeting: instances that know an address find each other, within a time limit."""
+"""`popdist.init`: connects the instances that know one address, within a time limit."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from popengine.environment import SECRET, STORE, Launch, is_one_host
 from popengine.errors import Error
 from popengine.run.instances import process_group
 
-from .signed_store import Server, Store, is_loopback, own_address
+from .signed_store import Server, SignedStore, is_loopback, own_address
 
 logger = logging.getLogger("popengine")
 
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
-_kept: list[Any] = []  # torch keeps no reference to a store written in Python
-_PATIENCE = 0.2  # seconds; an interrupt does not end a wait in another thread
+_stores: list[Any] = []  # torch keeps no reference to a store written in Python
+_PATIENCE = 0.2  # seconds between two looks for an interrupt, which does not end a wait in another thread
 _PATIENCE_AT_EXIT = 2.0  # seconds
 
 
 def meet(launch: Launch) -> None:
-    """Meet the other instances, once.
+    """Connect to the other instances, once.
 
     Raises:
-        Error: no address, one in use, or not everybody came
+        Error: no address is set, it is in use, or an instance is missing after the time limit
     """
     if dist.is_initialized():
         process_group.current()
@@ -59,8 +59,8 @@ def meet(launch: Launch) -> None:
 def _leave() -> None:
     process_group.leave()
     if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
-        for store in _kept:
-            if isinstance(store, Store):
+        for store in _stores:
+            if isinstance(store, SignedStore):
                 store.close()
         process_group.join_threads(_PATIENCE_AT_EXIT)
 
@@ -110,7 +110,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return the store at the address, which poprun serves, or torchrun, or else instance 0."""
+    """Return the store at the address: of poprun, of torchrun, or of instance 0."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launch.instance == 0 and not of_torchrun and STORE not in os.environ
     secret = os.environ.get(SECRET, "")
@@ -122,15 +122,15 @@ def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
                 address, port, None, False, timeout=timedelta(seconds=seconds), wait_for_workers=False
             )
         else:
-            store = Store(address, port, secret, seconds)
+            store = SignedStore(address, port, secret, seconds)
     except RuntimeError as error:
         raise Error(
-            f"popdist.init(): instance {launch.instance} found nobody at {address}:{port} in {seconds:g} s:"
+            f"popdist.init(): instance {launch.instance} found no store at {address}:{port} in {seconds:g} s:"
             f" {str(error).splitlines()[0]}\n"
             "  fix: MASTER_ADDR must be the host of instance 0, and MASTER_PORT its port, in all instances;"
             f" {SECRET} must be equal in all, if it is set; {TIMEOUT} is the limit in seconds"
         ) from error
-    _kept.append(store)
+    _stores.append(store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # poprun's and torchrun's store outlives restarts
     return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
 
@@ -152,7 +152,7 @@ def _serve(address: str, port: int, secret: str) -> None:
 
 
 def _interface(address: str) -> str | None:
-    """Return the network interface by which the other instances reach this one; None: gloo has to find one."""
+    """Return the network interface by which other instances reach this one; None: gloo chooses one."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
         own = own_address(address)
@@ -163,7 +163,7 @@ def _interface(address: str) -> str | None:
 
 
 def _has(interface: str, address: str) -> bool:
-    """Return whether an IPv4 address is the interface's; False on systems other than Linux."""
+    """Return whether an interface has this IPv4 address; False on systems other than Linux."""
     if sys.platform != "linux":
         return False
     import fcntl

@@ -1,9 +1,9 @@
-"""A small store of keys and values by which processes meet: one of them serves it, the others connect.
+"""A key-value store for rendezvous: one process serves it, the others connect.
 
-torch's TCPStore listens on all interfaces and serves every caller. This server listens on one address, and answers only
-callers that know the secret: each message is signed with HMAC-SHA256 over the secret, fresh numbers of both ends and a
-counter, so that nothing can be forged, replayed or reflected. Messages are JSON; nothing is unpickled or run.
-They are not encrypted.
+torch's TCPStore listens on all interfaces and serves every caller. This server listens on one address, and serves only
+callers that know the secret: each message is signed with HMAC-SHA256 over the secret, nonces of both ends and a
+counter, so that no message can be forged, replayed or reflected. Messages are JSON and not encrypted; nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _LARGEST = 1 << 22  # bytes of a message that the server reads
 _ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
-_HANDSHAKE = 10.0  # seconds for a caller to show that it knows the secret
+_HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
@@ -75,22 +75,22 @@ class _Channel:
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _read(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            part = self._socket.recv(min(size - len(found), 1 << 16))
+        data = bytearray()
+        while len(data) < size:
+            part = self._socket.recv(min(size - len(data), 1 << 16))
             if not part:
                 raise ConnectionError("the other end has closed the connection")
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
 
 
 class Server:
-    """Serves a store in threads of this process until it ends.
+    """Serves a store in threads of this process until `close`.
 
     Args:
         host:    the name or address to listen on
-        port:    0: any that is free
-        secret:  callers must know it
+        port:    0: any free port
+        secret:  which callers have to know
         is_open: other hosts connect, so that a name which means loopback here means `own_address`, too
     Raises:
         OSError: the address is not one of this host, or in use
@@ -100,23 +100,34 @@ class Server:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
         family, address = _resolved(host, port)
         addresses = [address]
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
         self.is_reachable = not all(map(is_loopback, addresses))  # by other hosts
-        for one in addresses:
-            listening = socket.create_server((one, port), family=family, backlog=1024)
+        for each in addresses:
+            listening = socket.create_server((each, port), family=family, backlog=1024)
+            self._sockets.add(listening)
             self.port: int = listening.getsockname()[1]
             threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
 
+    def close(self) -> None:
+        """Stop listening, and close all connections."""
+        for each in list(self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
     def _accept(self, listening: socket.socket) -> None:
-        while True:
-            connected, _ = listening.accept()
-            threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+        with suppress(OSError):  # closed
+            while True:
+                connected, _ = listening.accept()
+                threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
         held: list[str] = []
+        self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError, KeyError):
             connected.settimeout(_HANDSHAKE)
             channel = _Channel(connected, self._secret, is_server=True)
@@ -127,34 +138,42 @@ class Server:
                     answer = _OPERATIONS[name](self._values, held, *arguments)
                 channel.send(answer)
         with self._lock:
+            self._sockets.discard(connected)
             for key in held:
                 self._values.pop(key, None)
 
 
-def _get(values: dict[str, str], held: list[str], keys: Sequence[str]) -> list[str | None]:
+_Values = dict[str, str]
+
+
+def _get(values: _Values, held: list[str], keys: Sequence[str]) -> list[str | None]:
     return [values.get(key) for key in keys]
 
 
-def _set(values: dict[str, str], held: list[str], key: str, value: str) -> None:
+def _find(values: _Values, held: list[str], prefix: str) -> _Values:
+    return {key: value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _set(values: _Values, held: list[str], key: str, value: str) -> None:
     values[key] = value
 
 
-def _add(values: dict[str, str], held: list[str], key: str, amount: int) -> int:
+def _add(values: _Values, held: list[str], key: str, amount: int) -> int:
     values[key] = str(int(values.get(key, "0")) + amount)
     return int(values[key])
 
 
-def _compare_set(values: dict[str, str], held: list[str], key: str, expected: str, desired: str) -> str:
+def _compare_set(values: _Values, held: list[str], key: str, expected: str, desired: str) -> str:
     if values.get(key, "") == expected:
         values[key] = desired
     return values.get(key, expected)
 
 
-def _delete(values: dict[str, str], held: list[str], key: str) -> bool:
+def _delete(values: _Values, held: list[str], key: str) -> bool:
     return values.pop(key, None) is not None
 
 
-def _hold(values: dict[str, str], held: list[str], key: str, value: str) -> bool:
+def _hold(values: _Values, held: list[str], key: str, value: str) -> bool:
     if key in values and key not in held:
         return False
     values[key] = value
@@ -163,30 +182,29 @@ def _hold(values: dict[str, str], held: list[str], key: str, value: str) -> bool
 
 
 _OPERATIONS: dict[str, Any] = {
-    "get": _get,
-    "set": _set,
-    "add": _add,
-    "compare_set": _compare_set,
-    "delete": _delete,
-    "hold": _hold,
+    each.__name__[1:]: each for each in (_get, _find, _set, _add, _compare_set, _delete, _hold)
 }
 
 
-class Store(dist.Store):
+class SignedStore(dist.Store):
     """A connection to a `Server`, as torch.distributed takes it.
 
     Args:
         patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
+        timeout:  seconds after which a server that does not answer is gone; None: no limit
     Raises:
         StoreError: no server listens there in this time, or it has another secret
     """
 
-    def __init__(self, host: str, port: int, secret: str, patience: float) -> None:
+    def __init__(
+        self, host: str, port: int, secret: str, patience: float, timeout: float | None = None
+    ) -> None:
         super().__init__()
         self._patience = patience
         self._lock = threading.Lock()
         self._socket = _connected(host, port, patience)
         try:
+            self._socket.settimeout(timeout)
             self._channel = _Channel(self._socket, secret, is_server=False)
             self._call("get", [])
         except (OSError, StoreError) as error:
@@ -207,6 +225,10 @@ class Store(dist.Store):
     def read(self, keys: Sequence[str]) -> list[str | None]:
         """Return the values of these keys now, None for those that are not there."""
         return self._call("get", list(keys))
+
+    def find(self, prefix: str) -> dict[str, str]:
+        """Return all keys with a prefix and their values, oldest keys first."""
+        return self._call("find", prefix)
 
     # ---- as torch calls it -------------------------------------------------------------------------------
 
@@ -235,7 +257,7 @@ class Store(dist.Store):
         until, pause = time.monotonic() + seconds, 0.001
         while not self.check(keys):
             if time.monotonic() > until:
-                raise StoreError(f"nothing was said of {', '.join(keys)} for {seconds:g} s")
+                raise StoreError(f"{', '.join(keys)} not set after {seconds:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
 
@@ -249,7 +271,7 @@ class Store(dist.Store):
 
 
 def _text(value: str | bytes) -> str:
-    """Return bytes as letters of the same numbers."""
+    """Return bytes as a string of characters with the same codes."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
@@ -267,17 +289,17 @@ def _connected(host: str, port: int, patience: float) -> socket.socket:
 
 
 def _resolved(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
-    """Return the address of a name; of IPv4, if it has one."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    """Return the address of a host name: an IPv4 address, if the name has one."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def own_address(host: str) -> str:
-    """Return this host's address on the way to another host, which need not answer.
+    """Return this host's address on the route to another host, which need not answer.
 
-    Debian's hosts file gives this host's own name a loopback address. For that name it is the address of the default
-    route, by which other hosts reach this one.
+    Debian's hosts file maps the host's own name to a loopback address. For that name the result is the address of the
+    default route, by which other hosts reach this one.
     """
     family, address = _resolved(host)
     if is_loopback(address) and host not in ("localhost", address):

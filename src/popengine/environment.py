@@ -29,6 +29,9 @@ NODE_RANK = "POPRUN_NODE_RANK"
 STORE = "POPDIST_STORE"
 SECRET = "POPDIST_SECRET"
 
+# The folder of `poprun --checkpoint-dir`.
+CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"
+
 # A folder with the names of other libraries, for programs where those are absent.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 

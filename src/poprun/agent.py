@@ -31,7 +31,7 @@ from popengine.environment import SECRET, STORE, path_with_aliases
 
 from . import Log
 from . import instance as instance_program
-from .command_line import Request
+from .command_line import CommandLine
 from .guard import exit_code
 from .hangs import Hangs
 from .hosts import CONSEQUENCE, WATCH
@@ -44,7 +44,7 @@ _LOOK = 0.2  # seconds between two looks at the other nodes and at what instance
 _LAST_LINES = 20
 
 
-def work(request: Request, node: Node, log: Log, folder: str) -> int:
+def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     """Run this node's instances to their end, and return the exit code of the first that failed."""
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
@@ -67,7 +67,7 @@ def work(request: Request, node: Node, log: Log, folder: str) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, request: Request, node: Node, nodes: Nodes, log: Log, folder: str) -> None:
+    def __init__(self, request: CommandLine, node: Node, nodes: Nodes, log: Log, folder: str) -> None:
         self._request, self._node, self._nodes, self._log = request, node, nodes, log
         count = local_instances(request, node.count)
         self._first = node.rank * count  # number of this node's first instance
@@ -206,7 +206,7 @@ def _escaped(words: Sequence[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
-def _silenced(request: Request, instance: int) -> Std:
+def _silenced(request: CommandLine, instance: int) -> Std:
     """Return the streams of an instance that go to a file instead of to the terminal."""
     if request.only_output not in (None, instance):
         return Std.ALL

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from popengine.environment import NUM_NODES
 
 from . import Log, guard, hosts
-from .command_line import Request, parse
+from .command_line import CommandLine, parse
 from .topology import Node, local_instances, node_of, table
 
 
@@ -49,13 +49,13 @@ def main(words: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(request: Request, node: Node, log: Log, folder: str) -> int:
+def _work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     from . import agent  # loads torch, which the guard does not use
 
     return agent.work(request, node, log, folder)
 
 
-def _announce(request: Request, names: Sequence[str], log: Log) -> None:
+def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
         log.warning(f"of no effect without IPUs: {options}")

@@ -1,7 +1,7 @@
-"""The command line of poprun, as one frozen value.
+"""The command line of poprun, as a frozen value.
 
-Real command lines have values that begin with dashes, options cut short, and `=` or a blank before a value. So the
-words are first joined to `--name=value`, and only then handed to argparse.
+Real command lines have values that begin with dashes, abbreviated options, and `=` or a blank before a value. So the
+words are joined to `--name=value` before argparse reads them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n", "f")
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLine:
     """The options and the program of a command line."""
 
     program: tuple[str, ...]
@@ -37,59 +38,45 @@ class Request:
     numa_aware: bool = False
     prints_topology: bool = False
     verbosity: int = 0
-    recorded: tuple[str, ...] = ()  # options that were given and have no effect here
+    recorded: tuple[str, ...] = ()  # options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
 
 
-def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> Request:
-    """Return the request of a command line. A faulty one ends the program, as argparse does: exit code 2."""
+def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
+    """Return the value of a command line. A faulty one ends the program, as argparse does: exit code 2."""
     parser = _Parser()
     own, program = parser.split(words)
-    given = parser.parse_args(own)
-    if given.import_config:
-        parser.take_over(given.import_config)
-        given = parser.parse_args(own)
-    if given.export_config:
-        parser.export(given, given.export_config)
+    options = parser.parse_args(own)
+    if options.import_config:
+        parser.import_defaults(options.import_config)
+        options = parser.parse_args(own)
+    if options.export_config:
+        values = {name: value for name, value in vars(options).items() if not name.endswith("port_config")}
+        Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
         parser.error("the program is missing: poprun [options] program [args...]")
-    for name in ("num_replicas", "num_instances", "ipus_per_replica"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
-    if not given.hang_timeout >= 0:
-        parser.error(f"--hang-timeout must not be negative, got {given.hang_timeout:g}")
-    if given.num_replicas % given.num_instances:
-        parser.error(
-            f"--num-replicas {given.num_replicas} is not a multiple of --num-instances {given.num_instances}: "
-            "every instance runs the same number of replicas"
-        )
-    for name in ("only_output_from_instance", "only_stdout_from_instance"):
-        chosen = getattr(given, name)
-        if chosen is not None and not 0 <= chosen < given.num_instances:
-            parser.error(
-                f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {given.num_instances - 1}"
-            )
-    mpi = _mpi(parser, " ".join([*given.mpi_global_args, *given.mpi_local_args]))
-    variables = _variables([*mpi.x, *given.x], environment)
-    if given.executable_cache_path:
-        variables["POPTORCH_CACHE_DIR"] = str(Path(given.executable_cache_path).absolute())
-    return Request(
+    parser.check(options)
+    mpi, ignored_mpi = parser.mpi_options([*options.mpi_global_args, *options.mpi_local_args])
+    variables = _variables([*mpi.x, *options.x], environment)
+    if options.executable_cache_path:
+        variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
+    return CommandLine(
         program=tuple(program),
-        replicas=given.num_replicas,
-        instances=given.num_instances,
-        ipus_per_replica=given.ipus_per_replica,
-        hosts=tuple(host.strip() for host in (given.host or "").split(",") if host.strip()),
-        max_restarts=given.max_restarts,
-        hang_timeout=given.hang_timeout,
+        replicas=options.num_replicas,
+        instances=options.num_instances,
+        ipus_per_replica=options.ipus_per_replica,
+        hosts=tuple(host.strip() for host in (options.host or "").split(",") if host.strip()),
+        max_restarts=options.max_restarts,
+        hang_timeout=options.hang_timeout,
         variables=tuple(variables.items()),
-        tags_output=given.tag_output or mpi.tag_output,
-        only_output=given.only_output_from_instance,
-        only_stdout=given.only_stdout_from_instance,
-        numa_aware=given.numa_aware,
-        prints_topology=given.print_topology,
-        verbosity=given.verbosity,
-        recorded=tuple(name for name in _RECORDED if getattr(given, name.replace("-", "_")) is not None),
-        ignored_mpi=tuple(mpi.ignored),
+        tags_output=options.tag_output or mpi.tag_output,
+        only_output=options.only_output_from_instance,
+        only_stdout=options.only_stdout_from_instance,
+        numa_aware=options.numa_aware,
+        prints_topology=options.print_topology,
+        verbosity=options.verbosity,
+        recorded=tuple(name for name in _RECORDED if getattr(options, name.replace("-", "_")) is not None),
+        ignored_mpi=tuple(ignored_mpi),
     )
 
 
@@ -112,68 +99,45 @@ class _Parser(argparse.ArgumentParser):
             epilog="Several popruns make one training where each has POPRUN_NUM_NODES, POPRUN_NODE_RANK, MASTER_ADDR "
             "and MASTER_PORT in its environment: each starts its node's share of the instances.",
         )
-        self._actions_by_name: dict[str, argparse.Action] = {}
-        add = self._add
-        add("--num-replicas", type=int, default=1, metavar="N", help="replicas in all instances")
-        add("--num-instances", type=int, default=1, metavar="N", help="processes; must divide the replicas")
-        add("--ipus-per-replica", type=int, default=1, metavar="N", help="ipus that a replica's model uses")
+        number = {"type": int, "metavar": "N"}
+        several = {"action": "append", "default": []}
+        add, switch = self.add_argument, self._add_switch
+        add("--num-replicas", **number, default=1, help="replicas in all instances")
+        add("--num-instances", **number, default=1, help="processes; must divide the replicas")
+        add("--ipus-per-replica", **number, default=1, help="ipus that a replica's model uses")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances, reached by ssh")
-        add(
-            "--max-restarts",
-            type=int,
-            default=0,
-            metavar="N",
-            help="start all again that often after a failure",
-        )
-        add(
-            "--hang-timeout",
-            type=float,
-            default=600,
-            metavar="SECONDS",
-            help="end an instance that others wait for and that does nothing for so long (600); 0: never",
-        )
-        add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all instances")
-        add(
-            "--executable-cache-path",
-            metavar="DIR",
-            help="where the first instance leaves compiled models as files",
-        )
-        self._add_switch("--tag-output", False, "begin each line with its instance's number")
-        add("--only-output-from-instance", type=int, metavar="N", help="silence the others")
-        add("--only-stdout-from-instance", type=int, metavar="N", help="silence the others' standard output")
-        self._add_switch("--numa-aware", False, "keep each instance on the cores of one NUMA node")
-        self._add_switch("--print-topology", False, "print which instance runs which replicas, and where")
-        add(
-            "--mpi-global-args", action="append", default=[], metavar="TEXT", help="-x and --tag-output count"
-        )
-        add("--mpi-local-args", action="append", default=[], metavar="TEXT", help="-x and --tag-output count")
-        self._add_switch("--allow-run-as-root", None, "accepted; anybody may run poprun")
-        add(
-            "--import-config",
-            metavar="FILE",
-            help="options from a file; those on the command line come first",
-        )
+        add("--max-restarts", **number, default=0, help="start all again that often after a failure")
+        text = "end an instance that others wait for and that does nothing for so long (600); 0: never"
+        add("--hang-timeout", type=float, default=600, metavar="SECONDS", help=text)
+        add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
+        text = "where the first instance leaves compiled models as files"
+        add("--executable-cache-path", metavar="DIR", help=text)
+        switch("--tag-output", False, "begin each line with its instance's number")
+        add("--only-output-from-instance", **number, help="silence the others")
+        add("--only-stdout-from-instance", **number, help="silence the others' standard output")
+        switch("--numa-aware", False, "keep each instance on the cores of one NUMA node")
+        switch("--print-topology", False, "print which instance runs which replicas, and where")
+        for name in ("--mpi-global-args", "--mpi-local-args"):
+            add(name, **several, metavar="TEXT", help="-x and --tag-output count")
+        switch("--allow-run-as-root", None, "accepted; every user may run poprun")
+        add("--import-config", metavar="FILE", help="options from a file; the command line's come first")
         add("--export-config", metavar="FILE", help="write the options to a file")
         add("-v", "--verbose", dest="verbosity", action="count", default=0, help="say more; -vv: say all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {_version()}")
         for name in _RECORDED:
-            spellings = ["--update-partitions"] if name == "update-partition" else []
+            spellings = [f"--{name}"] + ["--update-partitions"] * (name == "update-partition")
             if name in _SWITCHES:
-                self._add_switch(f"--{name}", None, "accepted, of no effect here", *spellings)
+                switch(spellings, None, "accepted, of no effect here")
             else:
-                add(f"--{name}", metavar="VALUE", help="accepted, of no effect here")
+                add(*spellings, metavar="VALUE", help="accepted, of no effect here")
 
-    def _add(self, *names: str, **how: Any) -> argparse.Action:
-        action = self.add_argument(*names, **how)
-        self._actions_by_name |= dict.fromkeys(names, action)
-        return action
-
-    def _add_switch(self, name: str, default: bool | None, text: str, *spellings: str) -> None:
-        self._add(name, *spellings, type=_switch, default=default, metavar="yes|no", help=text)
+    def _add_switch(self, names: str | list[str], default: bool | None, text: str) -> None:
+        names = [names] if isinstance(names, str) else names
+        self.add_argument(*names, type=_switch, default=default, metavar="yes|no", help=text)
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return poprun's own words, each with its value, and the program with its arguments."""
+        """Return poprun's own words, each joined with its value, and the program with its arguments."""
         own: list[str] = []
         rest = list(words)
         while rest and rest[0].startswith("-"):
@@ -181,15 +145,12 @@ class _Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             name, equals, value = word.partition("=")
-            if re.fullmatch(r"-v+", word) or name in ("-h", "--help"):
-                own.append(word)
-                continue
-            action = self._named(name)
-            if action.nargs == 0:  # it takes no value
+            action = self._action(name) if not re.fullmatch(r"-v+", word) else None
+            if action is None or action.nargs == 0:  # it takes no value
                 own.append(word)
             elif action.type is _switch and not equals:
-                given = bool(rest) and rest[0].lower() in (*YES, *NO)
-                own.append(f"{action.option_strings[0]}={rest.pop(0) if given else 'yes'}")
+                has_value = bool(rest) and rest[0].lower() in (*YES, *NO)
+                own.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
             else:
                 if not equals and not rest:
                     self.error(f"argument {name}: a value is missing")
@@ -198,9 +159,9 @@ class _Parser(argparse.ArgumentParser):
                 own.append(f"{full}{between}{value if equals else rest.pop(0)}")
         return own, rest
 
-    def _named(self, name: str) -> argparse.Action:
-        """Return the option of this name, or the only one that begins so."""
-        known = self._actions_by_name
+    def _action(self, name: str) -> argparse.Action:
+        """Return the option of this name, or the only one that begins with it."""
+        known = self._option_string_actions
         if name in known:
             return known[name]
         meant = [full for full in known if name.startswith("--") and full.startswith(name)]
@@ -210,22 +171,43 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
         self.error(f"unknown option {name}")
 
-    def take_over(self, path: str) -> None:
-        """Use the values of a file of `export` as defaults."""
+    def import_defaults(self, path: str) -> None:
+        """Use the values of a file of `--export-config` as defaults."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             self.error(f"--import-config {path}: {error}")
-        known = {action.dest for action in self._actions_by_name.values()}
-        if not isinstance(values, dict) or set(values) - known:
-            self.error(
-                f"--import-config {path}: no file of --export-config; unknown: {sorted(set(values) - known)}"
-            )
+        unknown = set(values) - {action.dest for action in self._actions}
+        if not isinstance(values, dict) or unknown:
+            self.error(f"--import-config {path}: no file of --export-config; unknown: {sorted(unknown)}")
         self.set_defaults(**values)
 
-    def export(self, given: argparse.Namespace, path: str) -> None:
-        values = {name: value for name, value in vars(given).items() if not name.endswith("port_config")}
-        Path(path).write_text(json.dumps(values, indent=2) + "\n")
+    def check(self, options: argparse.Namespace) -> None:
+        """End the program with a message if numbers are out of range."""
+        for name in ("num_replicas", "num_instances", "ipus_per_replica"):
+            if getattr(options, name) < 1:
+                self.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+        if not options.hang_timeout >= 0:
+            self.error(f"--hang-timeout must not be negative, got {options.hang_timeout:g}")
+        replicas, instances = options.num_replicas, options.num_instances
+        if replicas % instances:
+            self.error(
+                f"--num-replicas {replicas} is not a multiple of --num-instances {instances}: "
+                "every instance runs the same number of replicas"
+            )
+        for name in ("only_output_from_instance", "only_stdout_from_instance"):
+            chosen = getattr(options, name)
+            if chosen is not None and not 0 <= chosen < instances:
+                self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {instances - 1}")
+
+    def mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options for mpirun that have an effect here, and its other words."""
+        known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        known.error = lambda message: self.error(f"in --mpi-*-args: {message}")
+        known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
+        known.add_argument("--tag-output", "-tag-output", action="store_true")
+        known.add_argument("--allow-run-as-root", action="store_true")
+        return known.parse_known_args(shlex.split(" ".join(texts)))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"poprun: error: {message}\n  fix: poprun --help lists all options\n")
@@ -237,43 +219,17 @@ def _switch(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
 
 
-@dataclass
-class _Mpi:
-    x: list[str]
-    ignored: list[str]
-    tag_output: bool = False
-
-
-def _mpi(parser: _Parser, text: str) -> _Mpi:
-    """Return the options for mpirun that have an effect here."""
-    found = _Mpi([], [])
-    words = shlex.split(text)
-    while words:
-        word = words.pop(0)
-        if word == "-x":
-            if not words:
-                parser.error("-x in --mpi-*-args: the name of a variable is missing")
-            found.x.append(words.pop(0))
-        elif word in ("--tag-output", "-tag-output"):
-            found.tag_output = True
-        elif word != "--allow-run-as-root":
-            found.ignored.append(word)
-    return found
-
-
 def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of words `NAME=VALUE`, or `NAME`, which has its value in the environment."""
-    found = {}
+    variables = {}
     for word in words:
         name, equals, value = word.partition("=")
         if equals or name in environment:
-            found[name] = value if equals else environment[name]
-    return found
+            variables[name] = value if equals else environment[name]
+    return variables
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("pando-torch")
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""A parent process of poprun that ends all processes of a training.
+"""The guard: poprun's parent process, which ends all processes of a training.
 
 torch.distributed.elastic does not end the instances when it is killed, and never the processes that they have started.
-So poprun forks: the child works, and its parent, the guard, forwards signals to the child, adopts processes that lose
-their parent, and ends them. If the guard is killed, the kernel sends the child a signal.
+So poprun forks: the child runs the training, and the guard forwards signals to the child, adopts orphaned processes,
+and kills them. If the guard is killed, the kernel sends the child a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(work: Callable[[], int]) -> int:
-    """Run `work` in a child and return its exit code; no process that it has started outlives a failure."""
+    """Call `work` in a child process and return its exit code; after a failure no descendant is left."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -32,13 +32,13 @@ def run(work: Callable[[], int]) -> int:
     child = os.fork()
     if child == 0:
         os._exit(_as_child(work, guard))
-    asked: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
-        asked.append(number)
+        received.append(number)
         with suppress(ProcessLookupError):
             # A second signal ends the child at once.
-            os.kill(child, number if len(asked) == 1 else signal.SIGKILL)
+            os.kill(child, number if len(received) == 1 else signal.SIGKILL)
 
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
@@ -46,20 +46,20 @@ def run(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     status = _wait_for(child)
     code = exit_code(os.waitstatus_to_exitcode(status))
-    if asked:
-        code = 128 + asked[0]
+    if received:
+        code = 128 + received[0]
     if code:
         _end_adopted()
     return code
 
 
 def exit_code(code: int) -> int:
-    """Return an exit code as shells do: 128 plus the number of the signal that ended a process."""
+    """Return an exit code as a shell reports it: 128 plus the signal's number for a process that a signal ended."""
     return 128 - code if code < 0 else code
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal as soon as its parent is gone."""
+    """Let the kernel send this process a signal when its parent ends."""
     _prctl(_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone already
         os.kill(os.getpid(), number)
@@ -73,7 +73,7 @@ def _as_child(work: Callable[[], int], guard: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     code = 1
     try:
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # to end what it has started also when the guard is gone
+        _prctl(_SET_CHILD_SUBREAPER, 1)  # it kills its descendants also when the guard has been killed
         end_with(guard, signal.SIGTERM)
         code = work()
     except SystemExit as leaving:
@@ -92,7 +92,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """Return the child's status at its end; until then reap adopted processes."""
+    """Return the child's exit status; reap adopted processes meanwhile."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -100,7 +100,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_adopted() -> None:
-    """Kill all adopted processes, and then those that they leave."""
+    """Kill all adopted processes, and those that these orphan."""
     while children := _children():
         for pid in children:
             with suppress(ProcessLookupError):
@@ -111,9 +111,10 @@ def _end_adopted() -> None:
 
 def _children() -> list[int]:
     me = os.getpid()
-    with suppress(OSError):
+    try:
         return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
-    return []
+    except OSError:
+        return []
 
 
 def _prctl(what: int, value: int) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from popdist.signed_store import Store, StoreError
+from popdist.signed_store import SignedStore, StoreError
 
 from . import Log
 
@@ -49,7 +49,7 @@ class Hangs:
 
     def __init__(
         self,
-        store: Store,
+        store: SignedStore,
         folder: str,
         processes: Mapping[int, int],
         instances: int,

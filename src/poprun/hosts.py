@@ -1,4 +1,4 @@
-"""Several hosts: a poprun on each, started by ssh, which are nodes of one training."""
+"""Starts a poprun on each of several hosts by ssh."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from contextlib import suppress
 from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 
 from . import Log
-from .command_line import Request
+from .command_line import CommandLine
 from .guard import exit_code
 from .topology import local_instances
 
 _HERE = ("localhost", socket.gethostname())
 _PORT = "29500"
-_PATIENCE = 8  # seconds for a host to end after another has failed: more than it gives its instances
-_PATIENCE_FOR_CAUSE = (
-    30  # seconds for the host that failed first to end, after another one has ended because of it
-)
-CONSEQUENCE = 75  # exit code of a host that ended because another one did, with WATCH
+_PATIENCE = 8  # seconds for a host to end after another has failed: longer than its own limit for instances
+_PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
+CONSEQUENCE = 75  # exit code of a host that ended because another one failed, with WATCH
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # the variable of a poprun that ends as soon as its standard input does
 
 
-def work(request: Request, words: Sequence[str], log: Log) -> int:
+def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
     """Run poprun with the same words on every host, and return the exit code of the first that failed."""
     local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
@@ -65,7 +63,7 @@ def work(request: Request, words: Sequence[str], log: Log) -> int:
 
 
 def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close standard input of each process: ssh forwards its end, but no signals."""
+    """Close standard input of each process, since ssh forwards no signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):
@@ -73,15 +71,12 @@ def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _hint(code: int) -> str:
-    return (
-        ": ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
-        if code == 255
-        else ""
-    )
+    text = ": ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
+    return text if code == 255 else ""
 
 
-def _variables(request: Request, rank: int, secret: str) -> dict[str, str]:
-    """Return what the poprun of a host finds in its environment."""
+def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
+    """Return the environment variables of a host's poprun."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and any(name not in _HERE for name in request.hosts):
         address = socket.gethostname()  # as the others know this host
@@ -99,7 +94,7 @@ def _variables(request: Request, rank: int, secret: str) -> dict[str, str]:
 def _start(
     host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host. Variables travel by standard input: every user can read a command line."""
+    """Start the poprun of a host. It reads variables from standard input: every user can read a command line."""
     command = [sys.executable, "-m", "poprun", *words]
     if host in _HERE:
         log.debug(shlex.join(command))
@@ -112,7 +107,7 @@ def _start(
     log.debug(shlex.join(remote))
     process = subprocess.Popen(remote, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # its exit code tells
+    with suppress(BrokenPipeError):  # ssh has failed: `work` reads its exit code
         process.stdin.write(settings.encode())
         process.stdin.flush()
     return process

@@ -1,9 +1,9 @@
-"""Replaces itself by the program of one instance. Python runs this file alone, in milliseconds.
+"""Replaces itself by the program of one instance. Python runs this file without the package, in milliseconds.
 
     python -I -S instance.py AGENT PROGRAM [ARGS...]
 
-The process keeps two settings when the program takes its place: the kernel kills it with its agent, and it runs on the
-cores of POPRUN_CORES.
+Two settings of the process survive exec: the kernel kills it when its agent ends, and it runs on the cores of
+POPRUN_CORES.
 """
 
 import ctypes

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from popdist.signed_store import Server, Store, StoreError
+from popdist.signed_store import Server, SignedStore, StoreError
 from popengine.environment import SECRET
 
 from . import Log
@@ -54,7 +54,7 @@ class Nodes(RendezvousHandler):
         self._id = secrets.token_hex(8)
         self._ids: list[str] = []  # of the popruns of this round
         self._server: Server | None = None
-        self.store: Store | None = None
+        self.store: SignedStore | None = None
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
         self.address = f"{node.address}:{node.port}"
 
@@ -82,7 +82,7 @@ class Nodes(RendezvousHandler):
                     raise Lost(self._is_lost("0")) from None
                 self._log.warning(f"{self._is_lost('0')}; {self._waiting(until)}")
 
-    def _connected(self, until: float) -> Store:
+    def _connected(self, until: float) -> SignedStore:
         """Return the connection to the store; node 0 begins to serve it."""
         node = self._node
         if self.store is not None:
@@ -94,7 +94,7 @@ class Nodes(RendezvousHandler):
             self._log.info(f"node {node.rank} of {node.count} waits for the others at {self.address}")
         port = self._server.port if self._server else node.port
         try:
-            self.store = Store(node.address, port, self.secret, max(until - time.monotonic(), 0.0))
+            self.store = SignedStore(node.address, port, self.secret, max(until - time.monotonic(), 0.0))
         except StoreError as error:
             raise Lost(
                 f"node 0 is not to be reached at {self.address}: {error}\n"
@@ -125,7 +125,7 @@ class Nodes(RendezvousHandler):
             )
         return server
 
-    def _formed(self, store: Store, wish: int, until: float) -> int:
+    def _formed(self, store: SignedStore, wish: int, until: float) -> int:
         """Return the number of the round in which all nodes are."""
         warned, began = time.monotonic(), time.monotonic()
         known = self.round >= 0
@@ -158,10 +158,10 @@ class Nodes(RendezvousHandler):
                     )
                 time.sleep(_LOOK)
 
-    def _hold(self, store: Store, number: int) -> bool:
+    def _hold(self, store: SignedStore, number: int) -> bool:
         return store.hold(_key(self._node.rank), json.dumps({"id": self._id, "round": number}))
 
-    def _records(self, store: Store) -> list[Any]:
+    def _records(self, store: SignedStore) -> list[Any]:
         """Return each node's record, None for one that is missing.
 
         Raises:
@@ -172,7 +172,7 @@ class Nodes(RendezvousHandler):
             raise Lost(f"another node has given up: the poprun of node {failed} says why")
         return [record and json.loads(record) for record in records]
 
-    def _address_for_torch(self, store: Store) -> tuple[str, int]:
+    def _address_for_torch(self, store: SignedStore) -> tuple[str, int]:
         """Return an address on node 0 for programs that call torch.distributed themselves; nothing listens there."""
         key = f"torch/{self.round}"
         if self._node.rank == 0:

@@ -1,4 +1,4 @@
-"""Which node runs which instances, and which instance runs which replicas on which cores: values, and their table."""
+"""The nodes of a training, the instances of a node, and the replicas and cores of an instance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from popengine import environment
 
-from .command_line import Request
+from .command_line import CommandLine
 
 _PORT = 29500  # as torchrun's
 _SHOWN = 16  # replicas that a table shows one by one
@@ -51,15 +51,15 @@ def node_of(variables: Mapping[str, str]) -> Node:
     return Node(rank, count, address, number("MASTER_PORT", _PORT if count > 1 else 0))
 
 
-def local_instances(request: Request, nodes: int) -> int:
+def local_instances(request: CommandLine, nodes: int) -> int:
     """Return the number of instances of each node. Raises: ValueError, if it is not the same."""
     if request.instances % nodes:
         raise ValueError(f"{request.instances} instances can't be shared out over {nodes} nodes")
     return request.instances // nodes
 
 
-def launch_of(request: Request, instance: int, nodes: int) -> environment.Launch:
-    """Return an instance's place, as popdist reads it."""
+def launch_of(request: CommandLine, instance: int, nodes: int) -> environment.Launch:
+    """Return the launch of an instance, as popdist reads it."""
     replicas = request.replicas // request.instances
     return environment.Launch(
         total_replicas=request.replicas,
@@ -73,9 +73,9 @@ def launch_of(request: Request, instance: int, nodes: int) -> environment.Launch
 
 
 def cores_of(local_instance: int, instances: int) -> list[int]:
-    """Return the cores of the NUMA node that an instance belongs to; none where the host is one node.
+    """Return the cores of an instance's NUMA node; none if the host has one NUMA node.
 
-    Neighbouring instances belong to the same NUMA node.
+    Neighbouring instances have the same NUMA node.
     """
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
@@ -85,7 +85,7 @@ def cores_of(local_instance: int, instances: int) -> list[int]:
 
 
 def _listed(text: str) -> list[int]:
-    """Return the numbers of a list as Linux writes it: 0, 1, 2, 8 for "0-2,8"."""
+    """Return the numbers of a list in Linux's format: 0, 1, 2, 8 for "0-2,8"."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -93,7 +93,7 @@ def _listed(text: str) -> list[int]:
     return numbers
 
 
-def table(request: Request, hosts: Sequence[str]) -> str:
+def table(request: CommandLine, hosts: Sequence[str]) -> str:
     """Return the topology as poprun prints it.
 
     ```

@@ -64,6 +64,27 @@ def test_the_newest_few_stay_and_what_killed_runs_left_goes(tmp_path):
     assert sorted(path.name for path in (tmp_path / "call-4").iterdir()) == ["instance-0.pt", "manifest.json"]
 
 
+def test_resumable_yields_the_batches_that_are_left_and_saves_after_the_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("POPDIST_CHECKPOINT_DIR", str(tmp_path))
+
+    def batches(training, stop=None):
+        checkpoint = popdist.Checkpoint.every(calls=5)
+        resumable = popdist.resumable(
+            training.loader, checkpoint, training.trainer, epochs=3, schedule=training.schedule
+        )
+        for number, batch in enumerate(resumable, start=checkpoint.calls + 1):
+            training.trainer(*batch)
+            yield checkpoint.calls
+            if number == stop:
+                checkpoint.wait()
+                return
+
+    assert list(batches(Training(options(), tmp_path / "unused"), stop=6)) == [0, 1, 2, 3, 4, 5]
+    assert list(batches(Training(options(), tmp_path / "unused", seed=99))) == [5, 6, 7, 8, 9, 10, 11]
+    assert [path.name for path in files.complete(tmp_path)] == ["call-12", "call-10"]
+    assert list(batches(Training(options(), tmp_path / "unused", seed=98))) == []
+
+
 def trained_to_four(folder):
     training = Training(options(), folder)
     training.restore()

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from popdist.signed_store import Server, Store, StoreError
+from popdist.signed_store import Server, SignedStore, StoreError
 
 SECRET = "of this test"
 
@@ -18,7 +18,7 @@ def server():
 
 
 def connected(server):
-    return Store("localhost", server.port, SECRET, 20)
+    return SignedStore("localhost", server.port, SECRET, 20)
 
 
 def test_connections_read_what_others_have_set(server):
@@ -34,8 +34,8 @@ def test_get_waits_for_a_key_and_names_it_when_it_does_not_come(server):
     store, other = connected(server), connected(server)
     threading.Timer(0.2, other.set, ("late", "1")).start()
     assert store.get("late") == b"1"
-    with pytest.raises(StoreError, match="nothing was said of never"):
-        Store("localhost", server.port, SECRET, 0.1).get("never")
+    with pytest.raises(StoreError, match="never not set after"):
+        SignedStore("localhost", server.port, SECRET, 0.1).get("never")
 
 
 def test_a_key_that_is_held_is_its_holders_alone_and_vanishes_with_its_connection(server):
@@ -52,7 +52,7 @@ def test_a_key_that_is_held_is_its_holders_alone_and_vanishes_with_its_connectio
 @pytest.mark.parametrize("wrong", ["", "guessed", SECRET + " "])
 def test_another_secret_is_refused(server, wrong):
     with pytest.raises(StoreError, match="does not take this process's secret"):
-        Store("localhost", server.port, wrong, 5)
+        SignedStore("localhost", server.port, wrong, 5)
 
 
 def spoken(server, *messages):
@@ -85,7 +85,7 @@ def test_a_recorded_connection_can_not_be_played_again(server):
             copied(inner, outer, recorded)
 
         threading.Thread(target=pass_on, daemon=True).start()
-        store = Store("localhost", between.getsockname()[1], SECRET, 20)
+        store = SignedStore("localhost", between.getsockname()[1], SECRET, 20)
         store.add("n", 1)
     nonce, *messages = recorded[0][:16], recorded[0][16:], *recorded[1:]
     assert len(nonce) == 16 and messages

@@ -5,17 +5,19 @@ import shlex
 
 import pytest
 
-from poprun.command_line import Request, parse
+from poprun.command_line import CommandLine, parse
 
 HERE = {"PATH": "/bin", "PYTHONPATH": "/py"}
 
 
-def request(line: str) -> Request:
+def request(line: str) -> CommandLine:
     return parse(shlex.split(line), HERE)
 
 
 def test_options_have_the_documented_defaults():
-    assert request("python3 train.py --epochs 2") == Request(program=("python3", "train.py", "--epochs", "2"))
+    assert request("python3 train.py --epochs 2") == CommandLine(
+        program=("python3", "train.py", "--epochs", "2")
+    )
 
 
 VIPU = "--vipu-server-host=$HOST --vipu-partition=part --vipu-server-timeout=600 --vipu-allocation=all"
@@ -129,7 +131,7 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("--num-i 3 python3", "--num-i is ambiguous: --num-instances, --num-ilds"),
         ("--offline-mode=perhaps python3", "'perhaps' is neither yes nor no"),
         ("--only-output-from-instance 1 python3", "--only-output-from-instance 1: the instances are 0 to 0"),
-        ("--mpi-local-args=-x python3", "the name of a variable is missing"),
+        ("--mpi-local-args=-x python3", "in --mpi-*-args: argument -x: expected one argument"),
         ("--import-config /no/such/file python3", "No such file or directory"),
     ],
 )

@@ -13,7 +13,7 @@ import listening
 import pytest
 from torch.distributed import TCPStore
 
-from popdist.signed_store import Store, StoreError
+from popdist.signed_store import SignedStore, StoreError
 
 TWO = ("--num-replicas", 2, "--num-instances", 2)
 MEETS = (
@@ -77,13 +77,13 @@ def test_callers_without_the_secret_change_nothing_and_nothing_is_unpickled(trai
     for place in ours:
         for wrong in ("", "guessed"):
             with pytest.raises(StoreError, match="secret"):
-                Store(*place, wrong, 60)
+                SignedStore(*place, wrong, 60)
 
 
 def answers(host, port, secret):
     """Whether a store serves there, for those that know the secret."""
     try:
-        return Store(host, port, secret, 60).check(["attempt/0/here/0"])
+        return SignedStore(host, port, secret, 60).check(["attempt/0/here/0"])
     except (StoreError, OSError):
         return False
 

@@ -5,14 +5,14 @@ from textwrap import dedent
 import pytest
 
 from popengine.environment import Launch
-from poprun.command_line import Request
+from poprun.command_line import CommandLine
 from poprun.topology import Node, _listed, launch_of, local_instances, node_of, table
 
-FOUR = Request(("python3",), replicas=8, instances=4, ipus_per_replica=2)
+FOUR = CommandLine(("python3",), replicas=8, instances=4, ipus_per_replica=2)
 
 
 def test_the_table_shows_hosts_over_instances_over_replicas():
-    drawn = table(Request(("python3",), replicas=4, instances=2), ["localhost"])
+    drawn = table(CommandLine(("python3",), replicas=4, instances=2), ["localhost"])
     assert [line.rstrip() for line in drawn.splitlines()] == dedent("""\
          ===========================
         |      poprun topology      |
@@ -28,7 +28,7 @@ def test_the_table_shows_hosts_over_instances_over_replicas():
 
 
 def test_a_large_table_shows_ranges_of_replicas():
-    drawn = table(Request(("python3",), replicas=64, instances=4), ["a", "b"])
+    drawn = table(CommandLine(("python3",), replicas=64, instances=4), ["a", "b"])
     assert drawn.splitlines()[-2] == "| replicas  | 0 to 15  | 16 to 31 | 32 to 47 | 48 to 63 |"
     assert len({len(line) for line in drawn.splitlines()}) == 1
 
