@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-fast test-avx2 test-all kube check fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-fast test-avx2 test-all kube check docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The documentation as a site: build/site/index.html. Every link and page is checked.
+docs: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seconds 60

@@ -1,6 +1,18 @@
-"""The code of docs/guide runs, page by page."""
+"""The documents hold: their code runs, page by page, and prints what stands below it; the site builds from them.
 
+A page's blocks run from top to bottom in one folder:
+
+- ```` ```python ```` runs, and with `title="train.py"` becomes that file;
+- ```` ```sh ```` runs where a text block follows, and is for reading elsewhere;
+- ```` ```text ```` right after one of these is what it prints; `...` stands for anything, also for lines.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -8,23 +20,110 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "docs" / "guide"
-PAGES = [path for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"]
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GUIDE = [path for path in sorted((DOCS / "guide").glob("*.md")) if path.stem != "README"]
+FOLDERS = ("guide", "concepts", "coming_from")
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES += [path for folder in FOLDERS for path in sorted((DOCS / folder).glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_a_page_runs(page, tmp_path, monkeypatch):
+def blocks(page):
+    """(kind, title, text, first line, what it has to print or None) of each python and sh block."""
+    text, found = page.read_text(), []
+    for match in BLOCK.finditer(text):
+        kind, rest, code = match.groups()
+        if kind == "text" and found and not text[found[-1]["end"] : match.start()].strip():
+            found[-1]["prints"] = code
+        title = re.search(r'title="([^"]+)"', rest)
+        line = text[: match.start(3)].count("\n")
+        found.append(
+            {"kind": kind, "title": title and title[1], "code": code, "line": line, "end": match.end()}
+        )
+    return [block for block in found if block["kind"] in ("python", "sh")]
+
+
+RUN = [page for page in PAGES if any(block["kind"] == "python" for block in blocks(page))]
+
+
+def printed(pattern, output):
+    """Return whether an output is what a page shows, where `...` stands for anything."""
+    parts = [re.escape(part) for part in pattern.strip().split("...")]
+    return re.fullmatch(".*".join(parts), output.strip(), re.DOTALL) is not None
+
+
+def run_in_shell(commands):
+    """Return what the commands print, with this Python's programs first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        ["bash", "-e"], input=commands, capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_as_python(block, page, module):
+    """Return what the block prints. It stays on its lines, so that a failure names the line of the page."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile("\n" * block["line"] + block["code"], str(page), "exec"), vars(module))
+    return output.getvalue()
+
+
+@pytest.fixture
+def same_threads_after():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("same_threads_after")
+@pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
+def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Each snippet stays on its lines, so that a failure names the line of the page.
-    pieces = re.split(r"^```python$(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    code = "".join(piece if i % 2 else "\n" * piece.count("\n") for i, piece in enumerate(pieces))
-    assert code.strip(), "a page without code"
     module = types.ModuleType("guide")  # a real one, so that its classes can be pickled
     monkeypatch.setitem(sys.modules, "guide", module)
     torch.manual_seed(0)
-    exec(compile(code, str(page), "exec"), vars(module))
+    for block in blocks(page):
+        expected = block.get("prints")
+        if block["title"]:
+            Path(block["title"]).write_text(block["code"])
+        elif block["kind"] == "python":
+            output = run_as_python(block, page, module)
+            assert expected is None or printed(expected, output), f"line {block['line']}: {output}"
+        elif expected is not None:
+            output = run_in_shell(block["code"])
+            assert printed(expected, output), f"line {block['line']}: {output}"
+
+
+def test_every_page_of_the_guide_has_code_that_runs():
+    assert [page.name for page in GUIDE if page not in RUN] == []
 
 
 def test_the_contents_list_every_page():
-    contents = (FOLDER / "README.md").read_text()
-    assert [page.name for page in PAGES if f"({page.name})" not in contents] == []
+    contents = (DOCS / "guide" / "README.md").read_text()
+    assert [page.name for page in GUIDE if f"({page.name})" not in contents] == []
+
+
+def test_the_drawings_of_schedules_are_what_describe_prints(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import pictures
+
+    for name, svg in pictures.drawings().items():
+        assert (DOCS / "images" / name).read_text() == svg, "python scripts/pictures.py"
+
+
+def test_the_site_builds_and_needs_no_other_host(tmp_path):
+    if importlib.util.find_spec("material") is None:
+        pytest.skip('mkdocs-material is not installed: pip install ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    loads = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    assert {page.name: found for page in pages if (found := loads.findall(page.read_text()))} == {}
+    listed = re.findall(r"^- \[[^\]]*\]\(([^)]*)\)", (tmp_path / "llms.txt").read_text(), re.MULTILINE)
+    assert len(listed) > 40 and [name for name in listed if not (tmp_path / name).is_file()] == []

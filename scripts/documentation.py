@@ -1,0 +1,159 @@
+"""Hooks of mkdocs: what the site holds beside docs/, links between both, and each page as plain Markdown.
+
+mkdocs calls the `on_...` functions by their names (mkdocs.yml names this file).
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# Pages of the repository outside docs/, at the same paths in the site; pictures beside them are taken along.
+OUTSIDE = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "examples/**/*.md",
+    "benchmarks/**/*.md",
+]
+FENCES = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)")
+
+_markdown: dict[str, str] = {}  # by the page's path in the site
+
+
+def on_config(config: Any) -> None:
+    """Put the pages that guide/README.md lists into the navigation, in its groups."""
+    contents: list[Any] = ["guide/README.md"]
+    pages = contents
+    for line in (ROOT / "docs/guide/README.md").read_text().splitlines():
+        if line.startswith("## "):
+            pages = []
+            contents.append({line[3:]: pages})
+        elif page := re.match(r"[-\d.]+ \[([^\]]*)\]\(([\w-]+\.md)\)", line):
+            pages.append({page[1]: f"guide/{page[2]}"})
+    config.nav = [{"How to": contents} if entry == {"How to": "guide"} else entry for entry in config.nav]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages outside docs/, their pictures, and the reference that is made from the code."""
+    for pattern in OUTSIDE:
+        for page in sorted(ROOT.glob(pattern)):
+            for path in [page, *sorted(page.parent.glob("*.png"))] if page.parent != ROOT else [page]:
+                name = path.relative_to(ROOT).as_posix()
+                if files.get_file_from_path(name) is None:
+                    files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
+    files.append(File.generated(config, "reference/api.md", content=api_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links of the repository into links of the site."""
+    here = page.file.src_uri
+    parts = FENCES.split(markdown)
+    parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
+    text = "".join(parts).replace('"docs/images/', '"images/')
+    _markdown[here] = text
+    return text
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Put drawings into the page itself, so that they follow its colours, and link its plain text."""
+
+    def inlined(found: re.Match[str]) -> str:
+        name = os.path.normpath((PurePosixPath(page.file.dest_uri).parent / found[2]).as_posix())
+        drawing = (ROOT / "docs" / name).read_text()
+        return f'<div class="picture" role="img" aria-label="{found[1]}">{drawing}</div>'
+
+    html = re.sub(r'<p><img alt="([^"]*)" src="([^"]*\.svg)" ?/?></p>', inlined, html)
+    plain = PurePosixPath(page.file.src_uri).name
+    return f'{html}<p class="plain-text"><a href="{plain}">This page as plain Markdown</a></p>'
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page as plain Markdown beside its HTML, and llms.txt, which lists them."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for name, text in sorted(_markdown.items(), key=lambda item: (item[0] != "README.md", item[0])):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+        title = re.search(r"^# (.+)$", text, re.MULTILINE)
+        first = re.search(r"^(?![#>`|<!\-\s])(.+?(?:\.|:)(?=\s))", text, re.MULTILINE | re.DOTALL)
+        summary = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first[1]).split()) if first else ""
+        lines.append(f"- [{title[1] if title else name}]({name}): {summary}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _link(found: re.Match[str], here: str, files: Files) -> str:
+    """Return the link to the same thing in the site, or its words alone where the site doesn't have it."""
+    bang, words, target = found.groups()
+    if re.match(r"[a-z]+:|#", target):
+        return found[0]
+    path, _, anchor = target.partition("#")
+    source = here if (ROOT / here).exists() else f"docs/{here}"
+    name = os.path.normpath((PurePosixPath(source).parent / path).as_posix())
+    if (ROOT / name).is_dir():
+        name += "/README.md"
+    name = name.removeprefix("docs/")
+    if files.get_file_from_path(name) is None:
+        return words if (ROOT / name).exists() else found[0]  # mkdocs says what it doesn't find
+    relative = os.path.relpath(name, PurePosixPath(here).parent)
+    return f"{bang}[{words}]({relative}{'#' + anchor if anchor else ''})"
+
+
+def api_page() -> str:
+    """Return the page of the signatures and docstrings of the public functions and classes."""
+    text = [
+        "# Functions and classes",
+        "",
+        "Signatures and docstrings, made from the code. Setters of options are on",
+    ]
+    text += ["[their own page](options.md), and [all names](names.md) are in one table."]
+    for module in ("poptorch", "poptorch.testing", "popdist", "popdist.collectives"):
+        text += ["", f"## {module}"]
+        space = importlib.import_module(module)
+        for name in sorted(getattr(space, "__all__", None) or vars(space), key=str.lower):
+            thing = getattr(space, name)
+            own = (getattr(thing, "__module__", None) or "").split(".")[0] == module.split(".")[0]
+            if own and not name.startswith("_") and (inspect.isclass(thing) or inspect.isroutine(thing)):
+                text += _described(f"{module}.{name}", thing)
+    return "\n".join(text) + "\n"
+
+
+def _described(path: str, thing: Any) -> list[str]:
+    """Return the lines of one function or class: heading, signature, docstring, and the methods of a class."""
+    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
+        return []  # reference/enums.md has them
+    text = ["", f"### {path.rpartition('.')[2]}", "", "```py", f"{path}{_signature(thing)}", "```", ""]
+    text += _paragraphs(inspect.getdoc(thing) or "")
+    if inspect.isclass(thing):
+        for name, member in sorted(vars(thing).items()):
+            if inspect.isroutine(member) and not name.startswith("_") and (doc := inspect.getdoc(member)):
+                first = " ".join(doc.split("\n\n")[0].split())
+                text += [f"- `{name}{_signature(getattr(thing, name))}`: {first}"]
+    return text
+
+
+def _signature(thing: Any) -> str:
+    try:
+        return re.sub(r"'([^']*)'", r"\1", str(inspect.signature(thing)))
+    except ValueError:  # an alias of a type
+        return ""
+
+
+def _paragraphs(doc: str) -> list[str]:
+    """Return a docstring as Markdown: sections and examples keep their lines."""
+    text = []
+    for paragraph in doc.split("\n\n"):
+        kept = re.match(r"(Args|Returns|Raises|Yields|Example)s?:|>>>|\s", paragraph)
+        text += ["```text", paragraph, "```", ""] if kept else [paragraph, ""]
+    return text

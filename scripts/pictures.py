@@ -1,0 +1,122 @@
+"""Make the pictures of the README and the documents: `python scripts/pictures.py` (needs Chromium for the report).
+
+docs/images/report-light.png and report-dark.png show the profile of examples/mnist_pipeline. The drawings of schedules
+(docs/images/*.svg) are made from the text that `poptorch.describe` prints.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import poptorch
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+_CELL, _ROW, _LEFT = 34, 30, 58
+_STYLE = """\
+  text { font: 12px system-ui, sans-serif; fill: currentColor; }
+  .cell { fill: #fff; text-anchor: middle; font-weight: 600; }
+  .F { fill: #1565c0; } .B { fill: #b8510d; }
+  .idle { fill: none; stroke: currentColor; stroke-opacity: .35; stroke-dasharray: 3 3; }
+  @media (prefers-color-scheme: dark) { :root:not(.md-typeset svg) { color: #ddd; } }"""
+
+
+def report() -> None:
+    """Train the example with a profile, and take pictures of its page, light and dark."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("no Chromium here\n  fix: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        program = ROOT / "examples/mnist_pipeline/train_poptorch.py"
+        flags = ["--epochs", "1", "--profile", "--profile-dir", f"{folder}/report"]
+        subprocess.run([sys.executable, program, *flags], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "popvision", "open", f"{folder}/report", "--no-browser"], check=True
+        )
+        for name, scheme in (("dark", 0), ("light", 1)):
+            subprocess.run(
+                [
+                    *(browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1400,1000"),
+                    *(f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=3000"),
+                    *(f"--user-data-dir={folder}/browser", f"--screenshot={IMAGES}/report-{name}.png"),
+                    f"file://{folder}/report/report.html",
+                ],
+                check=True,
+            )
+
+
+class Chain(torch.nn.Module):
+    """Linear layers, each a block on an ipu of its own, and a loss."""
+
+    def __init__(self, ipus: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            poptorch.BeginBlock(torch.nn.Linear(8, 8), f"B{i}", ipu_id=i) for i in range(ipus)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return poptorch.identity_loss(x, "mean")
+
+
+def schedules(ipus: int, micro_batches: int, sharded: bool = False) -> dict[str, str]:
+    """Return the schedules that `describe` prints, by their first word: those of "core" and of "ipu"."""
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(micro_batches)
+    strategy = poptorch.ShardedExecution if sharded else poptorch.PipelinedExecution
+    options.setExecutionStrategy(strategy(poptorch.AutoStage.SameAsIpu))
+    text = str(poptorch.describe(Chain(ipus), options, torch.randn(2 * micro_batches, 8)))
+    rows = re.findall(r"^(?:core|ipu) \d+ \| .*$", text, re.MULTILINE)
+    return {kind: "\n".join(row for row in rows if row.startswith(kind)) for kind in ("core", "ipu")}
+
+
+def drawing(schedule: str, title: str) -> str:
+    """Return a schedule as SVG: a row for each ipu or core, a cell for each forward (F) or backward (B)."""
+    rows = [
+        (name.strip(), cells.split()) for name, cells in (row.split("|") for row in schedule.splitlines())
+    ]
+    width, height = _LEFT + _CELL * max(len(cells) for _, cells in rows) + 4, _ROW * len(rows) + 4
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">']
+    svg += [f"<title>{title}</title><style>\n{_STYLE}\n</style>"]
+    for y, (name, cells) in enumerate(rows):
+        svg.append(f'<text x="0" y="{y * _ROW + 20}">{name}</text>')
+        for x, cell in enumerate(cells):
+            kind = cell[0] if cell != ".." else "idle"
+            left, top = _LEFT + x * _CELL, y * _ROW + 3
+            svg.append(
+                f'<rect class="{kind}" x="{left}" y="{top}" width="{_CELL - 3}" height="{_ROW - 5}" rx="4"/>'
+            )
+            if cell != "..":
+                svg.append(f'<text class="cell" x="{left + _CELL // 2 - 1}" y="{top + 17}">{cell}</text>')
+    return "\n".join([*svg, "</svg>"]) + "\n"
+
+
+def drawings() -> dict[str, str]:
+    """Return the SVG of each drawing, by its file's name."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # as many rows as `cores.svg` has
+    try:
+        four, sharded = schedules(4, 8), schedules(4, 4, sharded=True)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "pipelined.svg": drawing(
+            four["ipu"], "Four ipus as devices of their own, pipelined, eight micro-batches"
+        ),
+        "sharded.svg": drawing(sharded["ipu"], "Four ipus in turns, sharded"),
+        "cores.svg": drawing(four["core"], "The same step on two cores of this machine"),
+    }
+
+
+if __name__ == "__main__":
+    for file, svg in drawings().items():
+        (IMAGES / file).write_text(svg)
+    report()
