@@ -59,6 +59,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn links of the repository into links of the site."""
     here = page.file.src_uri
+    if here == "README.md":
+        page.meta["hide"] = ["navigation"]  # one entry
     parts = FENCES.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
     text = "".join(parts).replace('"docs/images/', '"images/')

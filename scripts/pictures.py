@@ -105,6 +105,7 @@ def drawings() -> dict[str, str]:
     torch.set_num_threads(2)  # as many rows as `cores.svg` has
     try:
         four, sharded = schedules(4, 8), schedules(4, 4, sharded=True)
+        cores = schedules(3, 6)["core"]
     finally:
         torch.set_num_threads(threads)
     return {
@@ -112,7 +113,7 @@ def drawings() -> dict[str, str]:
             four["ipu"], "Four ipus as devices of their own, pipelined, eight micro-batches"
         ),
         "sharded.svg": drawing(sharded["ipu"], "Four ipus in turns, sharded"),
-        "cores.svg": drawing(four["core"], "The same step on two cores of this machine"),
+        "cores.svg": drawing(cores, "Three ipus and six micro-batches on two cores"),
     }
 
 
