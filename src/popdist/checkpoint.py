@@ -23,7 +23,7 @@ import torch
 
 import poptorch
 from popengine.environment import CHECKPOINTS, read
-from poptorch.data.randomness import random_state, set_random_state
+from poptorch.data.loader_state import random_state, set_random_state
 from poptorch.executor.training_state import set_training_state, training_state
 from poptorch.logs import logger
 

@@ -1,42 +1,60 @@
-"""`AsynchronousDataAccessor`: the next batches are loaded by a worker process while the device computes."""
+"""`AsynchronousDataAccessor`: a worker process loads the next batches while the device computes.
 
+How the dataset gets to the worker is the sharing strategy:
+
+Fork           the worker is a copy of this process: nothing is pickled, so any dataset will do
+ForkServer     the dataset is pickled to a fork of a clean process, which imports torch only once
+SharedMemory   a new interpreter; the dataset is pickled, its tensors move to shared memory
+FileSystem     a new interpreter; the dataset is pickled to a temporary file
+"""
+
+import multiprocessing
+import os
 import pickle
-from collections.abc import Iterable, Iterator
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import wait
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
+import torch.multiprocessing
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
-from poptorch.data.launch import cause_of_death, start, stop
-from poptorch.data.loader_process import EpochEnd, Failed, Item, Ready, Request, Restart
+from poptorch.data.loader_process import EpochEnd, Failed, Item, Ready, Restart, WorkerSettings, serve
+from poptorch.data.loader_state import RandomState, random_state, set_random_state
 from poptorch.enums import SharingStrategy, by_name
-from poptorch.nested_values import with_tensors
+from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, registered_parsers, with_tensors
 
 
 class FetcherError(DataError, AssertionError):
-    """The data fetcher failed or was terminated; programs written for PopTorch catch an AssertionError."""
+    """The worker failed or was terminated. (Programs written for PopTorch catch an AssertionError.)"""
 
 
 class AsynchronousDataAccessor:
-    """Iterates over `dataset` in a worker process, which stays ahead by up to `buffer_size` batches.
+    """Iterates over `dataset` in a worker process, which loads up to `buffer_size` batches ahead.
 
-    A batch is a view of shared memory: it is valid until the next one has been taken, so clone what you
-    want to keep. Tuples arrive as lists. All batches must have the shapes of the first.
+    A batch is a view of shared memory and valid until the next batch has been taken: clone the tensors to keep them.
+    Tuples arrive as lists. All batches must have the shapes of the first.
 
     Args:
-        buffer_size: slots in the ring; at least two are made, as one is in your hands.
-        miss_sleep_time_in_ms: accepted and checked, of no effect: a waiting process sleeps until a message arrives.
-        load_indefinitely: load the beginning of the next epoch as soon as one has ended.
-        early_preload: fill the ring before the first `iter()`.
-        sharing_strategy: how the dataset gets to the worker, see `launch.py`.
-        rebatched_size: cut the rows of the dataset's batches into batches of this size.
+        buffer_size: batches in shared memory; at least two, as the latest one is still in use
+        miss_sleep_time_in_ms: checked, without effect: a waiting process sleeps until a message arrives
+        load_indefinitely: load the beginning of the next epoch as soon as one has ended
+        early_preload: load `buffer_size` batches before the first `iter()`
+        sharing_strategy: how the dataset gets to the worker process
+        rebatched_size: cut the rows of the dataset's batches into batches of this size
     """
 
-    _short_tail = False  # a loader with drop_last=False lets the last batch of an epoch be smaller
+    _short_tail = False  # whether the last batch of an epoch may be smaller
 
     def __init__(
         self,
@@ -52,21 +70,22 @@ class AsynchronousDataAccessor:
         self._length = _length(dataset, rebatched_size)
         slots = max(2, buffer_size)
         granted = slots if early_preload else 1
-        self._kept_back = list(range(granted, slots))  # given to the worker at the first iter()
+        self._kept_back = list(range(granted, slots))  # sent to the worker at the first iter()
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        request = Request(slots, granted, load_indefinitely, rebatched_size, self._short_tail)
-        self._process, self._connection = start(dataset, strategy, request)
+        settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, self._short_tail)
+        self._process, self._connection = _start(dataset, strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
-        self._stop = Finalize(self, stop, args=(self._process, self._connection), exitpriority=10)
+        self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0
-        self._held: int | None = None  # the slot that the user is looking at
-        self._inside = False  # batches of this epoch have been handed out
-        self._ended = False  # next() has nothing to give until iter()
+        self._held: int | None = None  # the slot of the latest batch
+        self._inside = False  # whether an epoch has begun and not ended
+        self._ended = False  # whether next() raises StopIteration until iter()
         self._worker_waits = False
         ready = self._receive("AsynchronousDataAccessor worker thread failed to start")
         assert isinstance(ready, Ready)
         self._ring = ready.ring
-        self._state, self._begun = ready.state, None  # of the loader that is read, pickled
+        # Pickled state of a poptorch.DataLoader after the latest batch, and the part that is equal in an epoch.
+        self._state, self._begun = ready.state, None
         self._skeleton = _with_lists(pickle.loads(ready.skeleton))
 
     def __len__(self) -> int:
@@ -79,10 +98,10 @@ class AsynchronousDataAccessor:
         if self._inside or self._worker_waits:
             epoch = None
             if self._inside:
-                self._state = None  # comes with the next batch of the worker
+                self._state = None  # arrives with the next batch
                 epoch = None if self._begun is None else pickle.loads(self._begun)["epoch"] + 1
             self._generation += 1
-            self._tell(Restart(self._generation, epoch))
+            self._send(Restart(self._generation, epoch))
         self._inside = self._ended = self._worker_waits = False
         return self
 
@@ -91,20 +110,20 @@ class AsynchronousDataAccessor:
         if self._ended:
             raise StopIteration
         while self._kept_back:
-            self._tell(self._kept_back.pop(0))
+            self._send(self._kept_back.pop(0))
         while True:
             message = self._receive("An error occurred in the data fetcher")
             if isinstance(message, Item) and message.generation == self._generation:
                 return self._take(message)
             if isinstance(message, Item):
-                self._tell(message.slot)
+                self._send(message.slot)
             elif isinstance(message, EpochEnd) and message.generation == self._generation:
                 self._inside, self._ended, self._worker_waits = False, True, not message.goes_on
                 self._state, self._begun = message.state, None
                 raise StopIteration
 
     def _loader_state(self) -> dict[str, Any]:
-        """Where the loader that is read would be, had it loaded only what was handed out."""
+        """Return the state of the worker's loader after the latest batch taken here. Raises DataError if not known."""
         if self._state is None:
             raise DataError(
                 "after a break the order of the new epoch is known with its first batch\n"
@@ -114,43 +133,43 @@ class AsynchronousDataAccessor:
         return {**pickle.loads(self._state), **begun}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Let the worker go on from a loader's state."""
+        """Have the worker go on from a loader's state."""
         self._check_alive()
         self._generation += 1
         self._state, self._begun = pickle.dumps(state), None
         self._inside = self._ended = self._worker_waits = False
-        self._tell(Restart(self._generation, state=self._state))
+        self._send(Restart(self._generation, state=self._state))
 
     def terminate(self) -> None:
-        """End the worker process. Iterating afterwards is an error; batches in hand stay valid."""
+        """End the worker process. Iterating afterwards is an error; the latest batch stays valid."""
         self._stop()
 
     def _take(self, item: Item) -> Any:
         if self._held is not None:
-            self._tell(self._held)
+            self._send(self._held)
         self._held, self._inside = item.slot, True
         self._state, self._begun = item.state, item.begun or self._begun
         skeleton = self._skeleton
         if item.skeleton is not None:
             skeleton = _with_lists(pickle.loads(item.skeleton))
         views = self._ring.views(item.slot, item.rows)
-        return skeleton if item.whole else with_tensors(skeleton, iter(views))
+        return skeleton if item.has_tensors else with_tensors(skeleton, iter(views))
 
     def _receive(self, complaint: str) -> Any:
-        """The worker's next message. Raises: an error that begins with `complaint`, if it failed or died."""
+        """Return the worker's next message. Raises an error that begins with `complaint` if the worker failed."""
         wait([self._connection, self._process.sentinel])
         message = None
-        # A dead worker's last messages are read first; then the connection is at its end, or is silent.
+        # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
         with suppress(EOFError, OSError):
             message = self._connection.recv() if self._connection.poll() else None
         if message is not None and not isinstance(message, Failed):
             return message
-        reason = message.reason if message is not None else cause_of_death(self._process)
+        reason = message.reason if message is not None else _cause_of_death(self._process)
         self.terminate()
         raise (FetcherError if hasattr(self, "_ring") else DataError)(f"{complaint}: {reason}")
 
-    def _tell(self, message: int | Restart) -> None:
-        with suppress(OSError):  # a dead worker is reported by _receive, with its cause
+    def _send(self, message: int | Restart) -> None:
+        with suppress(OSError):  # _receive reports a dead worker, with the cause
             self._connection.send(message)
 
     def _check_alive(self) -> None:
@@ -185,13 +204,13 @@ class AsynchronousDataAccessor:
 
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Batches in an epoch, kept as a number: a reference to the dataset could keep its loader alive."""
+    """Return the batches in an epoch; None if not known. (A reference to the dataset could keep its loader alive.)"""
     try:
         batches = len(dataset)
         if rebatched_size is None:
             return batches
         if not isinstance(dataset, TorchLoader) or dataset.batch_size is None:
-            return batches // rebatched_size  # each is taken for one row
+            return batches // rebatched_size  # assuming one row a batch
         if dataset.drop_last:
             return batches * dataset.batch_size // rebatched_size
         rows: Any = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
@@ -201,9 +220,150 @@ def _length(dataset: Any, rebatched_size: int | None) -> int | None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Plain tuples become lists, as torch's own loader returns them."""
+    """Return the value with lists in place of plain tuples, as torch's loader returns them."""
     if type(value) in (tuple, list):
         return [_with_lists(part) for part in value]
     if type(value) is dict:
         return {key: _with_lists(part) for key, part in value.items()}
     return value
+
+
+# The worker process ---------------------------------------------------------------------------------------
+
+_START_METHODS = {
+    SharingStrategy.Fork: "fork",
+    SharingStrategy.ForkServer: "forkserver",
+    SharingStrategy.SharedMemory: "spawn",
+    SharingStrategy.FileSystem: "spawn",
+}
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+# torch sends a generator's state through shared memory that may be freed before the worker opens it.
+ForkingPickler.register(
+    torch.Generator, lambda g: (_generator, (str(g.device), g.get_state().numpy().tobytes()))
+)
+_GUARD = (
+    'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
+    'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
+)
+_GRACE = 3.0  # seconds a worker gets to end its own workers
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """Returns the dataset in the worker, after setting up the worker like this process.
+
+    Args:
+        dataset:      an iterable
+        start_method: of this process: processes of the dataset's own loader start as they would here
+    """
+
+    dataset: Any
+    parsers: dict[type, ICustomArgParser]
+    random: RandomState
+    start_method: str
+
+    def __call__(self) -> Iterable[Any]:
+        multiprocessing.set_start_method(self.start_method, force=True)
+        for arg_type, parser in self.parsers.items():
+            registerCustomArgParser(arg_type, parser)
+        set_random_state(self.random)
+        return self.dataset
+
+
+def _opened(content: bytes) -> Iterable[Any]:
+    # Unpickled after the worker has set the import path, which it does after unpickling its own arguments.
+    return pickle.loads(content)()
+
+
+def _opened_file(path: str) -> Iterable[Any]:
+    try:
+        return _opened(Path(path).read_bytes())
+    finally:
+        os.unlink(path)
+
+
+def _packed(parcel: _Parcel, strategy: SharingStrategy) -> Callable[[], Iterable[Any]]:
+    """Return a function that the worker calls for the dataset."""
+    if strategy == SharingStrategy.ForkServer:
+        return partial(_opened, pickle.dumps(parcel))
+    if strategy == SharingStrategy.FileSystem:
+        content = pickle.dumps(parcel)
+        with tempfile.NamedTemporaryFile(prefix="poptorch-data-", suffix=".pkl", delete=False) as file:
+            file.write(content)
+        return partial(_opened_file, file.name)
+    return parcel
+
+
+def _start(
+    dataset: Any, strategy: SharingStrategy, settings: WorkerSettings
+) -> tuple[BaseProcess, Connection]:
+    """Start a worker process that loads `dataset`. Returns it, and this process's end of the connection."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
+        raise DataError(
+            f"an asynchronous loader is made while its own worker process starts\n  fix: {_GUARD}"
+        )
+    context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
+    if strategy == SharingStrategy.ForkServer:
+        context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
+    ours, theirs = context.Pipe()
+    inherited = ours if strategy == SharingStrategy.Fork else None
+    try:
+        method = multiprocessing.get_start_method()
+        load = _packed(_Parcel(dataset, registered_parsers(), random_state(), method), strategy)
+        process = context.Process(
+            target=serve, args=(theirs, inherited, load, settings), name="poptorch-data", daemon=False
+        )
+        process.start()
+    except BrokenPipeError as error:
+        ours.close()
+        raise DataError(
+            f"the loader's worker process ended before it had read the dataset: see its output above\n"
+            f"  why: usually it imports the script, which makes another loader\n  fix: {_GUARD}"
+        ) from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        ours.close()
+        raise DataError(
+            f"the dataset can't be pickled for its worker (SharingStrategy.{strategy.name}): {error}\n"
+            f"  fix: define its classes, collate_fn and worker_init_fn at the top level of a module, "
+            f"or let the worker inherit them: "
+            f'async_options={{"sharing_strategy": poptorch.SharingStrategy.Fork}}'
+        ) from error
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def _stop(process: BaseProcess, connection: Connection) -> None:
+    """End the worker and all processes that it started."""
+    process.terminate()
+    connection.close()
+    process.join(_GRACE)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+
+
+def _cause_of_death(process: BaseProcess) -> str:
+    """Return why a process ended that no longer answers, with what usually helps."""
+    process.join(_GRACE)
+    code = process.exitcode
+    if code is None:
+        return "the worker process closed its connection"
+    if code >= 0:
+        return (
+            f"the worker process ended with exit code {code}: see its output above\n"
+            f"  why: where that is about a process that starts, the worker has run the script anew\n  fix: {_GUARD}"
+        )
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGKILL": "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
+        "SIGBUS": "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
+    }
+    return f"the worker process (pid {process.pid}) was killed by {name}\n  fix: " + hints.get(
+        name, "look for native code in the dataset that crashes"
+    )

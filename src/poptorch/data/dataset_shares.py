@@ -1,7 +1,7 @@
-"""Partition: which rows of a dataset one of several processes reads, the same number in each.
+"""The rows of a dataset that each of several processes reads, equally many in each.
 
-By replica (`Options.Distributed.rowsByReplica`): each global batch is dealt out to the replicas of all processes.
-Otherwise as PopTorch does: each process has a contiguous share of the order.
+By replica (`Options.Distributed.rowsByReplica`): each global batch is divided among the replicas of all processes.
+Otherwise as in PopTorch: each process has a contiguous share of the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from poptorch.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The block of (permuted) positions that belongs to one process."""
+    """The block of (permuted) positions that one process reads."""
 
     start: int
     size: int
@@ -28,9 +28,10 @@ class Share:
 
 
 def share_of(rows: int, batch: int, processes: int, process: int, drop_last: bool) -> Share:
-    """Contiguous blocks: whole batches with `drop_last`, otherwise all rows, the first processes one more.
+    """Return a process's contiguous block: whole batches with `drop_last`, otherwise all rows as evenly as possible.
 
-    Raises: DataError, if there isn't a whole batch for each process.
+    Raises:
+        DataError: there isn't a whole batch for each process
     """
     if not drop_last:
         size, longer = divmod(rows, processes)
@@ -54,23 +55,23 @@ def partition_of(
     others: Mapping[str, Any],
     generator: torch.Generator | None = None,
 ) -> Sampler[int] | None:
-    """Return the sampler of this process's rows; None where torch's own sampler has to read them all.
+    """Return the sampler of this process's rows; None if torch's sampler is to read all of them.
 
     Args:
-        others:    the loader's arguments that determine the same, by name; None: not given
-        generator: draws the order of a single process
+        others:    the user's samplers, by the name of the loader's argument; None if not given
+        generator: the user's generator for the order
 
     Raises:
-        DataError: one of these is given, or there isn't a batch for each process
+        DataError: a sampler is given, or there isn't a batch for each process
         AssertionError: the dataset can't be partitioned
     """
     distributed, counts = options.Distributed, options._counts()
     by_replica = distributed.rows_by_replica
     if distributed.numProcesses == 1:
-        # In one process, too, the order comes from the options' seed, so that any other number has the same.
+        # The order of one process, too, comes from the options' seed: it is the same for any number of processes.
         is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
-        is_free = all(value is None for value in others.values())
-        if not (is_seeded and is_free) or micro_batch is None or isinstance(dataset, IterableDataset):
+        has_sampler = any(value is not None for value in others.values())
+        if not is_seeded or has_sampler or micro_batch is None or isinstance(dataset, IterableDataset):
             return None
     for name, value in others.items():
         if value is not None:
@@ -112,15 +113,15 @@ def partition_of(
 
 
 class ReplicaSampler(Sampler[int]):
-    """Positions of the rows that the replicas of one process read, in an order that is one for all processes.
+    """Positions of the rows that the replicas of one process read, from an order that is the same in all processes.
 
-    The order is cut into pieces of `width` rows, what the replicas of a process read at once, and process p reads
-    each p-th of `processes` pieces. So a replica's rows in an update are the same in any number of processes. The
-    order of an epoch is the next permutation of a generator with the seed.
+    The order is cut into pieces of `width` rows, which the replicas of a process read at once. Of each `processes`
+    pieces, process p reads piece p. So a replica's rows in an update are the same for any number of processes. The
+    order of an epoch is the next permutation from a generator with the seed.
 
     Args:
-        dealt: rows of the order that are read; the others are the incomplete last batch
-        seed:  None: rows are read in order
+        dealt: rows of the order that are read; the rest is the incomplete last batch
+        seed:  None to read rows in order
     """
 
     def __init__(
@@ -144,11 +145,10 @@ class ReplicaSampler(Sampler[int]):
 
 
 class PartitionSampler(Sampler[int]):
-    """Positions of one process's contiguous share, of a new permutation in each epoch where a `seed` is given.
+    """Positions of one process's contiguous share, of a new permutation in each epoch if a `seed` is given.
 
-    The permutation is one for all processes: each draws it whole, from a generator with the same seed. The
-    shares start behind the leftovers in the first epoch and before them in the second, so that two epochs
-    reach every position.
+    All processes draw the same permutation, from generators with the same seed. The shares start after the leftover
+    positions in the first epoch and at position 0 in the second, so that two epochs reach every position.
     """
 
     def __init__(self, rows: int, share: Share, seed: int | None) -> None:

@@ -1,9 +1,12 @@
 """`DataLoader`: torch's loader, whose batch is what one call of an executor consumes.
 
-The rows of a combined batch are in the order in which an executor reads them, so this only has to multiply
-the micro-batch size. Which rows a process reads is in `dataset_shares.py`, reading ahead in `accessor.py`.
+The rows of a combined batch are in the order in which an executor reads them, so the loader only multiplies the size of
+the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py` loads ahead.
 """
 
+import os
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -14,36 +17,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor
-from poptorch.data.batch_waits import noting_waits
 from poptorch.data.dataset_shares import partition_of
-from poptorch.data.loader_warnings import capped, warn_about_copies, warn_about_tail
-from poptorch.data.progress import Progress, Resumable, checked
+from poptorch.data.loader_state import Progress, Resumable, checked
 from poptorch.data.rows import grouped
 from poptorch.enums import DataLoaderMode, by_name
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options
 
-# The counts that the first tensor of a combined batch was loaded for.
+# Recorders of profiles. `note(kind, start)`: something began at `start` (`time.perf_counter_ns`) and has ended now. A
+# loader has no reference to its model, so all are called.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+# The counts that a combined batch was loaded for, by its first tensor.
 _counts = WeakTensorKeyDictionary()
 
 
 def counts_of(tensor: torch.Tensor) -> Counts | None:
     """Return the counts that a loader has made a tensor for; None for other tensors."""
     return _counts.get(tensor)
-
-
-def _with_counts(batches: Iterator[Any], counts: Counts) -> Iterator[Any]:
-    """Yield the same batches, and note the counts that each was loaded for."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        for tensor in tensors_of(batch)[:1]:
-            _counts[tensor] = counts
-        yield batch
-        del batch
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -88,8 +80,7 @@ class DataLoader(torch.utils.data.DataLoader):
             f"the first argument of a DataLoader is a poptorch.Options, got {type(options).__name__}"
         )
         options._freeze()
-        # Who rebuilds a loader with another sampler, as Lightning does, takes these: batch_size is the combined one.
-        self._remember({**locals(), **kwargs})
+        self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
         self._drops_last = drop_last
@@ -104,7 +95,7 @@ class DataLoader(torch.utils.data.DataLoader):
         combined = None if micro_batch is None else micro_batch * options._counts().product
         self._combined_batch_size = combined
         self._worker_size = worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
-        self._shares = options.Distributed.numProcesses  # of which each has a position of its own
+        self._shares = options.Distributed.numProcesses  # processes that have a position of their own
         if auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
             generator = kwargs.get("generator")
@@ -114,8 +105,8 @@ class DataLoader(torch.utils.data.DataLoader):
             if options.Distributed.rows_by_replica:
                 self._shares = 1
 
-        num_workers = capped(num_workers, dataset)
-        warn_about_copies(dataset, num_workers, kwargs.get("worker_init_fn"))
+        num_workers = _capped(num_workers, dataset)
+        _warn_of_copies(dataset, num_workers, kwargs.get("worker_init_fn"))
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
@@ -129,18 +120,18 @@ class DataLoader(torch.utils.data.DataLoader):
             **kwargs,
         )
         if not drop_last:
-            warn_about_tail(self._rows(), combined, batch_sampler, self._group)
+            _warn_of_tail(self._rows(), combined, batch_sampler, self._group)
         if self.mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """Rows of a combined batch; None where the loader can't know."""
+        """Rows of a combined batch; None if not known."""
         return self._combined_batch_size
 
     @property
     def drops_last(self) -> bool:
-        """Is an incomplete combined batch left out? (`drop_last` is what torch's loader was told.)"""
+        """Whether an incomplete combined batch is left out. (`drop_last` is the argument of torch's loader.)"""
         return self._drops_last
 
     @property
@@ -153,24 +144,26 @@ class DataLoader(torch.utils.data.DataLoader):
             self._accessor.terminate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: after `load_state_dict` another one of the same dataset and arguments gives the rows
-        that this one would give next, also in the epochs that follow.
+        """Return the state of the loader: a loader of the same dataset and arguments that loads it yields the same rows
+        next, also in later epochs.
 
         `"epoch"` counts the epochs that have ended, `"position"` the batches of the present one that were handed out.
-        Random numbers that a dataset draws in processes of `num_workers` are not part of it.
+        Random numbers that a dataset draws in processes of `num_workers` are not part of the state.
 
         Raises:
-            DataError: mode Async, and a new epoch was begun after a break, but nothing of it was taken
+            DataError: an asynchronous loader has begun a new epoch after a break, without a batch so far
         """
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on, with the next `iter()`, where the loader of that state was. In mode Sync this also puts the global
-        random numbers of torch, numpy and Python back. The number of processes and the size of calls may differ from
-        that loader's where rows belong to replicas (`Options.Distributed.rowsByReplica`) or one process reads all.
+        """Go on from a `state_dict()` with the next `iter()`.
+
+        In mode Sync this also sets the global random generators of torch, numpy and Python. The number of processes
+        and the size of calls may differ from the saved ones if rows belong to replicas
+        (`Options.Distributed.rowsByReplica`) or one process reads all.
 
         Raises:
-            DataError: the state is not a loader's, or this loader can't go on from there
+            DataError: the value is not a loader's state, or this loader can't go on from it
         """
         state = checked(state_dict, self)
         if self._accessor is None:
@@ -189,7 +182,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._whole(rows, self._combined_batch_size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return noting_waits(_with_counts(self._batches(), self.options._counts()))
+        return _observed(self._batches(), self.options._counts())
 
     def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:
@@ -205,20 +198,23 @@ class DataLoader(torch.utils.data.DataLoader):
         return Resumable(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process loads there, without a worker of its own."""
+        """Return the attributes of a copy, which loads in its own process."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
 
-    def _remember(self, arguments: dict[str, Any]) -> None:
-        """Keep the constructor's arguments, by the names under which Lightning looks for them (and puts its own)."""
+    def _save_arguments(self, arguments: dict[str, Any]) -> None:
+        """Save the constructor's arguments under the names by which Lightning reads them to rebuild a loader.
+
+        Lightning would save the arguments of torch's constructor, with the combined batch size.
+        """
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
-            for name in ("self", "kwargs", "__class__"):  # locals of the constructor, but no arguments
+            for name in ("self", "kwargs", "__class__"):  # locals of the constructor that are not arguments
                 arguments.pop(name, None)
-            kept = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
-            self.__dict__.update({f"__pl_saved_{name}": value for name, value in kept.items()})
+            saved = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
+            self.__dict__.update({f"__pl_saved_{name}": value for name, value in saved.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
 
     def _rows_of_a_call(self) -> int | None:
-        """Rows by which all processes together move on in the order of an epoch; None where that is not known."""
+        """Return the rows of one call of all processes, or of a share's own process; None if not known."""
         if self._combined_batch_size is None:
             return None
         return self._combined_batch_size * (1 if self._shares > 1 else self.options.Distributed.numProcesses)
@@ -227,7 +223,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return parts // size if self._drops_last else -(-parts // size)
 
     def _rows(self) -> int | None:
-        """Rows that this process reads in an epoch, where that is known."""
+        """Return the rows that this process reads in an epoch; None if not known."""
         source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
         try:
             return len(source) if isinstance(source, Sized) else None
@@ -235,7 +231,7 @@ class DataLoader(torch.utils.data.DataLoader):
             return None
 
     def _rebatching(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Rows that torch's loader should load at once, if the worker regroups them; None if it doesn't."""
+        """Return the rows that torch's loader loads at once if the worker regroups them, else None."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -243,9 +239,19 @@ class DataLoader(torch.utils.data.DataLoader):
         ragged = self.mode == DataLoaderMode.Async and not self._drops_last
         if batch_sampler is not None or not (ragged or self.mode == DataLoaderMode.AsyncRebatched):
             return None
-        if combined is None or combined == 1:  # complete batches, or rows: nothing to regroup
+        if combined is None or combined == 1:  # nothing to regroup
             return None
         return worker_size or combined
+
+    def _warn_of_no_batch(self) -> None:
+        if self.mode == DataLoaderMode.Sync:  # an asynchronous loader raises
+            rows, combined = self._rows(), self.combinedBatchSize
+            logger.warning(
+                "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device "
+                "iterations x accumulation x replicas). Use more data, or lower one of these",
+                "too few" if rows is None else rows,
+                "more" if combined is None else combined,
+            )
 
     def _go_asynchronous(self, async_options: dict[str, Any]) -> None:
         if self.pin_memory:
@@ -263,7 +269,7 @@ class _RaggedAccessor(AsynchronousDataAccessor):
 
 
 def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:
-    """None, where it is not known. Raises: DataError, for arguments that exclude each other"""
+    """Return the rows of a micro-batch; None if not known. Raises DataError for arguments that exclude each other."""
     if batch_sampler is None:
         return batch_size
     if batch_size != 1 or shuffle:
@@ -272,3 +278,54 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
             "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
         )
     return getattr(batch_sampler, "batch_size", None)
+
+
+def _observed(batches: Iterator[Any], counts: Counts) -> Iterator[Any]:
+    """Yield the same batches; record the counts of each, and the wait for it in profiles."""
+    while True:
+        start = time.perf_counter_ns()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        for listener in list(listeners):
+            listener.note("loader", start)
+        for tensor in tensors_of(batch)[:1]:
+            _counts[tensor] = counts
+        yield batch
+        del batch
+
+
+def _capped(num_workers: int, dataset: Any) -> int:
+    """Return at most one worker a core. For an iterable dataset all: its elements depend on the number."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers <= cores or isinstance(dataset, IterableDataset):
+        return num_workers
+    logger.warning("num_workers=%d is more than this machine's cores: using %d", num_workers, cores)
+    return cores
+
+
+def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None:
+    if isinstance(dataset, IterableDataset) and num_workers > 1 and worker_init_fn is None:
+        logger.warning(
+            "each of %d workers reads the whole IterableDataset: every element will appear %d times. Pass a "
+            "worker_init_fn that gives each worker its own part (torch.utils.data.get_worker_info)",
+            num_workers,
+            num_workers,
+        )
+
+
+def _warn_of_tail(rows: int | None, combined: int | None, batch_sampler: Any, group: int) -> None:
+    """Report the size of the last batch if it is incomplete (drop_last=False)."""
+    advice = "An executor compiled for the other batches can't run it; drop_last=True leaves it out"
+    if batch_sampler is not None:
+        if not hasattr(batch_sampler, "__len__"):
+            logger.warning("drop_last=False: the last combined batch may be incomplete. %s", advice)
+        elif left := len(batch_sampler) % group:
+            logger.warning(
+                "drop_last=False: the last combined batch has %d of %d micro-batches. %s", left, group, advice
+            )
+    elif rows is not None and combined is not None and (left := rows % combined):
+        logger.warning(
+            "drop_last=False: the last batch will have %d rows instead of %d. %s", left, combined, advice
+        )

@@ -1,24 +1,27 @@
-"""The worker process of an AsynchronousDataAccessor: reads a dataset ahead into a ring of shared slots.
+"""The worker process of an AsynchronousDataAccessor: loads batches ahead into a ring of slots in shared memory.
 
     worker                                        consumer
     Ready(ring, skeleton)      ───────────────►
     Item(slot, ...)            ───────────────►   reads the slot ...
-                               ◄───────────────   int: ... and gives it back
+                               ◄───────────────   int: ... and returns it
     EpochEnd(goes_on)          ───────────────►
-                               ◄───────────────   Restart: from the beginning, what is in flight is stale
-    Failed(reason)             ───────────────►   and the process is over
+                               ◄───────────────   Restart: begin an epoch; what is in flight is stale
+    Failed(reason)             ───────────────►   and the process ends
 
-A slot belongs to the side that received its number last. Generations count restarts: by them the consumer
-recognizes messages that the worker sent before it received the restart.
+A slot belongs to the side that received its number last, so no lock is needed. A generation is the number of restarts
+before a message was sent: by it the consumer recognizes messages from before its last restart.
 """
 
+from __future__ import annotations
+
+import io
 import os
 import pickle
 import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -26,59 +29,150 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from popengine.errors import DataError
-from poptorch.data.ring import Ring
 from poptorch.data.rows import rebatched
 from poptorch.nested_values import describe, tensors_of, with_tensors
 
+_ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
+
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to read, and how."""
+class WorkerSettings:
+    """How a worker process loads.
+
+    Args:
+        slots:      slots of the ring
+        granted:    slots that may be filled before the consumer's first `iter()`
+        load_indefinitely: load the beginning of the next epoch as soon as one has ended
+        rebatched_size: rows of a batch, if the dataset's batches are to be regrouped
+        short_tail: whether the last batch of an epoch may have fewer rows
+    """
 
     slots: int
-    granted: int  # slots that may be filled before the consumer's first iter()
+    granted: int
     load_indefinitely: bool
     rebatched_size: int | None
-    short_tail: bool  # the last batch of an epoch may have fewer rows
+    short_tail: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
     ring: Ring
-    skeleton: bytes  # the first batch, pickled, with meta tensors for its tensors
-    state: bytes | None  # of the dataset, where it is a loader of ours, before anything was loaded
+    skeleton: bytes  # the first batch, pickled, with meta tensors in place of its tensors
+    state: (
+        bytes | None
+    )  # pickled state of the dataset, if it is a poptorch.DataLoader, before anything was loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     generation: int
     slot: int
-    rows: tuple[int, ...] | None
-    skeleton: bytes | None  # None: that of Ready
-    whole: bool  # the skeleton has its tensors in it: the slot could not hold them
-    state: bytes | None  # of the dataset, once this is handed out, but for what is the same in an epoch ...
-    begun: bytes | None  # ... which comes with its first item
+    rows: tuple[int, ...] | None  # of each tensor, if there are fewer than in the slot
+    skeleton: bytes | None  # None if it is that of Ready
+    has_tensors: bool  # whether the skeleton has the tensors, as the slot could not hold their dtypes
+    state: bytes | None  # as in Ready, after this batch, without what is equal in all batches of an epoch
+    begun: bytes | None  # the rest of the state, with an epoch's first batch
 
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
     generation: int
-    goes_on: bool  # False: the worker waits for a Restart
+    goes_on: bool  # False if the worker waits for a Restart
     state: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
     generation: int
-    epoch: int | None = None  # to begin with, where the dataset is a loader of ours
-    state: bytes | None = None  # where to go on
+    epoch: int | None = None  # the epoch to begin, if the dataset is a poptorch.DataLoader
+    state: bytes | None = None  # the state to go on from
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Slots for batches of the same shapes. They are one storage, so sharing the ring takes one file descriptor."""
+
+    memory: Tensor  # uint8 [slots, bytes of a slot]
+    templates: tuple[Tensor, ...]  # meta tensors with the shapes and dtypes of a batch
+
+    @classmethod
+    def like(cls, tensors: Sequence[Tensor], slots: int) -> Ring:
+        """Return slots for batches with the shapes and dtypes of `tensors`."""
+        templates = tuple(_on_meta(tensors))
+        size = max(sum(map(_padded, templates)), 1)
+        return cls(torch.empty(slots, size, dtype=torch.uint8).share_memory_(), templates)
+
+    def views(self, slot: int, rows: Sequence[int] | None = None) -> list[Tensor]:
+        """Return the tensors in a slot, or the first `rows` of each."""
+        views, start = [], 0
+        for template in self.templates:
+            part = self.memory[slot, start : start + template.nbytes]
+            views.append(part.view(template.dtype).view(template.shape))
+            start += _padded(template)
+        return views if rows is None else [view[:count] for view, count in zip(views, rows, strict=True)]
+
+    def differs_in_dtypes_only(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a batch has the shapes of the slots, but other dtypes."""
+        kinds, expected = _kinds(tensors), _kinds(self.templates)
+        return kinds != expected and [shape for shape, _ in kinds] == [shape for shape, _ in expected]
+
+    def fill(self, slot: int, tensors: Sequence[Tensor], short: bool) -> tuple[int, ...] | None:
+        """Copy a batch into a slot.
+
+        Args:
+            short: whether the batch may have fewer rows than the slot
+        Returns:
+            the rows of each tensor if it has fewer, else None
+        Raises:
+            DataError: the batch has other shapes or dtypes than the first
+        """
+        kinds, expected, rows = _kinds(tensors), _kinds(self.templates), None
+        if kinds != expected:
+            if not (short and _is_shorter(kinds, expected)):
+                raise DataError(
+                    f"a batch differs from the first one: expected {_words(expected)}, got {_words(kinds)}\n"
+                    f"  fix: shapes must not change: drop_last=True leaves an incomplete last batch out, "
+                    f"a collate_fn can pad"
+                )
+            rows = tuple(shape[0] for shape, _ in kinds)
+        with torch.no_grad():
+            for view, tensor in zip(self.views(slot, rows), tensors, strict=True):
+                view.copy_(tensor)
+        return rows
+
+
+_Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def _on_meta(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[_Kind]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def _is_shorter(kinds: list[_Kind], expected: list[_Kind]) -> bool:
+    return len(kinds) == len(expected) and all(
+        dtype == other and shape and slot and shape[1:] == slot[1:] and shape[0] <= slot[0]
+        for (shape, dtype), (slot, other) in zip(kinds, expected, strict=True)
+    )
+
+
+def _words(kinds: list[_Kind]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds) or "no tensors"
 
 
 _END = object()
@@ -88,13 +182,39 @@ class _ConsumerGone(Exception):
     pass
 
 
+class _StatePickler(pickle.Pickler):
+    """Pickles tensors as bytes: each batch comes with a state, and torch's way costs more than small batches."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (
+            (_tensor_of, (value.numpy().tobytes(), value.dtype))
+            if isinstance(value, Tensor)
+            else NotImplemented
+        )
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype)
+
+
+def _pickled(state: Any) -> bytes:
+    file = io.BytesIO()
+    _StatePickler(file, pickle.HIGHEST_PROTOCOL).dump(state)
+    return file.getvalue()
+
+
 def serve(
     connection: Connection,
     consumer_end: Connection | None,
     load: Callable[[], Iterable[Any]],
-    request: Request,
+    settings: WorkerSettings,
 ) -> None:
-    """The main function of the process. `consumer_end` is what a fork inherited and must not keep open."""
+    """Run the worker process.
+
+    Args:
+        consumer_end: the consumer's connection, if this process has inherited it by a fork
+        load:         returns the dataset
+    """
     if consumer_end is not None:
         consumer_end.close()
     os.setpgrp()  # the consumer can end this process and all that it starts with one signal
@@ -102,12 +222,12 @@ def serve(
     signal.signal(signal.SIGTERM, _leave)
     torch.set_num_threads(1)  # a forked OpenMP pool hangs, and loading should not compete with computing
     try:
-        _Feeder(connection, load(), request).run()
+        _Feeder(connection, load(), settings).run()
     except _ConsumerGone:
         pass
     except Exception as error:
-        # torch's handler raises once more for every worker of its loader that died, also while we report it;
-        # and the consumer's SIGTERM would only disturb a process that is on its way out.
+        # torch's handler of SIGCHLD raises once more for every process of its loader that died, and the consumer's
+        # SIGTERM would interrupt the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = error.message if isinstance(error, DataError) else traceback.format_exc()
@@ -117,99 +237,103 @@ def serve(
 
 def _leave(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(0)  # not at once: its own workers are ended on the way out
+    sys.exit(0)  # not os._exit: the exit handlers end the processes of torch's loader
 
 
 class _Feeder:
-    def __init__(self, connection: Connection, dataset: Iterable[Any], request: Request) -> None:
-        self.connection = connection
-        self.dataset = dataset
-        self.request = request
-        self.elements: Iterator[Any] | None = None
+    """The worker's loop: fills free slots and handles messages."""
+
+    def __init__(self, connection: Connection, dataset: Any, settings: WorkerSettings) -> None:
+        self.connection, self.dataset, self.settings = connection, dataset, settings
+        self.batches: Iterator[Any] | None = None  # the rest of the present epoch
         self.generation = 0
-        self.wanted: dict[str, Any] | None = None
-        self.begun: dict[
-            int, dict[str, Any]
-        ] = {}  # generators at the beginnings of epochs that were read ahead
-        self.position = 0  # of this epoch's next element
+        self.wanted: dict[str, Any] | None = None  # state to begin the next epoch from
+        self.begun: dict[int, Any] = {}  # generators at the beginning of the latest epochs
+        self.position = 0  # of this epoch's next batch
         self.running = True
-        self.free: deque[int] = deque(range(request.granted))
+        self.free: deque[int] = deque(range(settings.granted))
         consumer = parent_process()
         assert consumer is not None
         self.watched = [connection, consumer.sentinel]
 
     def run(self) -> None:
+        """Load until the consumer is gone."""
         state = self.state()
-        self.elements = self.epoch()
-        first = next(self.elements, _END)
+        self.batches = self.epoch()
+        first = next(self.batches, _END)
         if first is _END:
             raise DataError("the dataset is empty: it has not a single (complete) batch")
         self.first = describe(first)
-        self.ring = Ring.like(tensors_of(first), self.request.slots)
-        self.send(Ready(self.ring, _skeleton(first), state))
+        self.ring = Ring.like(tensors_of(first), self.settings.slots)
+        self.send(Ready(self.ring, self.skeleton(first), state))
         self.feed(first)
         while True:
             while not (self.free and self.running) or self.connection.poll():
-                self.obey(self.receive())
-            if self.elements is None:
-                self.elements = self.epoch()
-            element = next(self.elements, _END)
-            if element is not _END:
-                self.feed(element)
+                self.handle(self.receive())
+            if self.batches is None:
+                self.batches = self.epoch()
+            batch = next(self.batches, _END)
+            if batch is not _END:
+                self.feed(batch)
             else:
-                # Nothing more comes from an iterator that can be used only once: don't spin on it.
-                self.elements, self.running = None, self.request.load_indefinitely and self.position > 0
+                # After an empty epoch the worker waits: a generator, for example, can be iterated only once.
+                self.batches, self.running = None, self.settings.load_indefinitely and self.position > 0
                 self.send(EpochEnd(self.generation, self.running, self.state()))
 
     def epoch(self) -> Iterator[Any]:
-        """The elements of the next epoch, or of the rest of the one that was wanted."""
-        size, short = self.request.rebatched_size, self.request.short_tail
-        head, self.position, self.is_first = 0, 0, True
+        """Begin the next epoch, or go on in the one of the wanted state."""
+        size, head = self.settings.rebatched_size, 0
+        self.position, self.is_first = 0, True
         if self.wanted is not None:
             state, self.wanted = self.wanted, None
             self.position = state["position"]
             if size is not None:  # the loader counts batches of another size
-                batches, head = divmod(self.position * size, self.dataset.batch_size)  # type: ignore[attr-defined]
-                state["position"] = batches
-            self.dataset._progress.wanted = state  # type: ignore[attr-defined]
+                state["position"], head = divmod(self.position * size, self.dataset.batch_size)
+            self.dataset._progress.wanted = state
         batches = iter(self.dataset)
-        return batches if size is None else rebatched(batches, size, keep_tail=short, head=head)
+        if size is None:
+            return batches
+        return rebatched(batches, size, keep_tail=self.settings.short_tail, head=head)
 
     def state(self, **instead: Any) -> bytes | None:
         """Return the pickled state of the dataset if it is a `poptorch.DataLoader`, else None."""
         if not hasattr(self.dataset, "_progress"):
             return None
-        return pickle.dumps({**self.dataset.state_dict(), **instead})  # type: ignore[attr-defined]
+        return _pickled({**self.dataset.state_dict(), **instead})
 
-    def feed(self, element: Any) -> None:
-        slot = self.free.popleft()
-        tensors = tensors_of(element)
-        if whole := self.ring.has_the_shapes_but_not_the_types_of(tensors):
-            rows, skeleton = None, pickle.dumps(with_tensors(element, (t.detach().clone() for t in tensors)))
+    def skeleton(self, batch: Any) -> bytes:
+        return pickle.dumps(with_tensors(batch, _on_meta(tensors_of(batch))))
+
+    def feed(self, batch: Any) -> None:
+        """Copy a batch into a free slot and send the slot."""
+        slot, tensors, rows = self.free.popleft(), tensors_of(batch), None
+        if has_tensors := self.ring.differs_in_dtypes_only(tensors):
+            skeleton = pickle.dumps(with_tensors(batch, (t.detach().clone() for t in tensors)))
         else:
-            rows = self.ring.fill(slot, tensors, self.request.short_tail)
-            skeleton = None if describe(element) == self.first else _skeleton(element)
+            rows = self.ring.fill(slot, tensors, self.settings.short_tail)
+            skeleton = None if describe(batch) == self.first else self.skeleton(batch)
         begun = None
         if self.is_first and (progress := getattr(self.dataset, "_progress", None)) is not None:
-            begun = pickle.dumps({"epoch": progress.epoch, "begun": progress.begun})
+            begun = _pickled({"epoch": progress.epoch, "begun": progress.begun})
             self.begun[progress.epoch] = progress.begun
-            self.begun.pop(progress.epoch - self.request.slots - 1, None)
+            self.begun.pop(progress.epoch - self.settings.slots - 1, None)
         self.is_first = False
         self.position += 1
         state = self.state(position=self.position, begun=None)
-        self.send(Item(self.generation, slot, rows, skeleton, whole, state, begun))
+        self.send(Item(self.generation, slot, rows, skeleton, has_tensors, state, begun))
 
-    def obey(self, message: int | Restart) -> None:
-        if isinstance(message, Restart):
-            self.generation, self.elements, self.running = message.generation, None, True
-            self.wanted = None if message.state is None else pickle.loads(message.state)
-            if message.epoch in self.begun:  # how far the worker had read ahead is chance: begin it once more
-                state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
-                start = {"epoch": message.epoch, "position": 0, "begun": None}
-                self.wanted = {**state, **start, "now": self.begun[message.epoch]}
-            self.begun = {}
-        else:
+    def handle(self, message: int | Restart) -> None:
+        if isinstance(message, int):
             self.free.append(message)
+            return
+        self.generation, self.batches, self.running = message.generation, None, True
+        self.wanted = None if message.state is None else pickle.loads(message.state)
+        if (
+            message.epoch in self.begun
+        ):  # loaded ahead by the worker, and not seen by the consumer: begin again
+            start = {"epoch": message.epoch, "position": 0, "begun": None, "now": self.begun[message.epoch]}
+            self.wanted = {**self.dataset.state_dict(), **start}
+        self.begun = {}
 
     def receive(self) -> int | Restart:
         if self.connection not in wait(self.watched):
@@ -224,8 +348,3 @@ class _Feeder:
             self.connection.send(message)
         except OSError as error:
             raise _ConsumerGone from error
-
-
-def _skeleton(batch: Any) -> bytes:
-    stand_ins = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_of(batch))
-    return pickle.dumps(with_tensors(batch, stand_ins))

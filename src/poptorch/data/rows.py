@@ -1,4 +1,4 @@
-"""Rows: batches put together, or cut, along dimension 0 of every tensor in them."""
+"""Rows: batches concatenated or cut along dimension 0 of their tensors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -11,7 +11,7 @@ from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
 def concatenated(batches: Sequence[Any]) -> Any:
-    """One batch with the rows of all. Raises: DataError, if anything but the tensors differs."""
+    """Return one batch with the rows of all. Raises DataError if anything but the tensors differs."""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -25,7 +25,7 @@ def concatenated(batches: Sequence[Any]) -> Any:
 
 
 def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Every `size` consecutive batches as one; fewer at the end only with `keep_tail`."""
+    """Yield every `size` consecutive batches as one; fewer at the end only with `keep_tail`."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
@@ -33,8 +33,7 @@ def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]
 
 
 def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
-    """The same rows in the same order but for `head` at the beginning, `size` at a time; fewer at the end only with
-    `keep_tail`."""
+    """Yield the same rows in batches of `size`, without the first `head`; a smaller last one only with `keep_tail`."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
@@ -53,7 +52,7 @@ def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0)
 
 
 def rows_of(batch: Any) -> int:
-    """Dimension 0 of the tensors in `batch`. Raises: DataError, unless all have the same."""
+    """Return the size of dimension 0 of the tensors in `batch`. Raises DataError if they differ."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     if len(counts) != 1 or None in counts:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"

@@ -30,7 +30,7 @@ from popengine.run.measure.recording_costs import recording_costs
 from popengine.settings import Optimizer
 
 from ..compiling.machine_hints import Hints
-from ..data.batch_waits import listeners
+from ..data.loader import listeners
 from ..logs import counted, logger
 from ..options import Options
 from ..options.freeze_options import resolved

@@ -1,0 +1,215 @@
+"""The state of a loader within its epochs, from which another process goes on with the same rows.
+
+The rows of an epoch depend on random numbers that are drawn when it begins. So a state holds the random generators as
+they were then, and as they are now. To go on, the epoch is begun with the first; the rows that were handed out are
+skipped without being loaded; then the generators are set to the second.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from popengine.errors import DataError
+
+RandomState = dict[str, Any]
+LoaderState = dict[str, Any]
+
+
+def random_state() -> RandomState:
+    """Return the states of the global generators of torch, numpy and Python, for `torch.load(weights_only=True)`."""
+    numpys: Any = numpy.random.get_state(legacy=False)
+    key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {**numpys, "state": {**numpys["state"], "key": key}},
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the global generators to the result of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    numpys = state["numpy"]
+    numpy.random.set_state(
+        {**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy().astype("uint32")}}
+    )
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+class Progress:
+    """Counts the epochs that a loader has ended, and the batches of the present one that were handed out."""
+
+    def __init__(self) -> None:
+        self.epoch, self.position = 0, 0
+        self.begun: LoaderState | None = (
+            None  # generators when the present epoch began; None between two epochs
+        )
+        self.wanted: LoaderState | None = None  # loaded state, from which the next epoch goes on
+        self.skip: Skip | None = None  # for the next use of `Resumable`
+
+    def state(self, loader: Any) -> LoaderState:
+        """Return the state of a loader: the loaded one if no epoch was begun since."""
+        if self.wanted is not None:
+            return self.wanted
+        position = {"epoch": self.epoch, "position": self.position}
+        return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
+
+    def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
+        """Yield the batches of the next epoch, or of the rest of the wanted one.
+
+        Args:
+            batches_of: begins an epoch
+            parts:      elements of the sampler for each batch
+        """
+        wanted, self.wanted = self.wanted, None
+        if wanted is None:
+            self.epoch += self.begun is not None  # a `break` has ended the one before
+            self.position, self.begun = 0, _generators(loader)
+            return self._counted(loader, batches_of())
+        self.epoch, self.position = wanted["epoch"], wanted["position"]
+        begun = wanted["begun"] or wanted["now"]
+        now = None if wanted["begun"] is None else wanted["now"]["random"]
+        loader._iterator = None  # persistent workers have begun another epoch
+        _set_generators(loader, begun)
+        self.begun = begun
+        if isinstance(loader.dataset, IterableDataset):
+            return self._counted(loader, _after_skip(batches_of(), Skip(self.position, now, ahead=0)))
+        begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
+        self.skip = Skip(self.position * parts, now, ahead=1, begin=begin)
+        return self._counted(loader, batches_of())
+
+    def _counted(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.position += 1
+            yield batch
+            del batch
+        if self.epoch == 0 == self.position:
+            loader._warn_of_no_batch()
+        self.epoch, self.position, self.begun = self.epoch + 1, 0, None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """How to skip the part of an epoch that was handed out already.
+
+    Args:
+        count:  elements to skip
+        random: state to set afterwards, if any
+        ahead:  elements to draw after the skipped ones before that
+        begin:  sets the generators to their state at the beginning of the epoch, if they have changed since
+    """
+
+    count: int
+    random: RandomState | None
+    ahead: int
+    begin: Callable[[], None] | None = None
+
+
+class Resumable:
+    """A sampler that skips the beginning of an epoch if `progress` has a `Skip`."""
+
+    def __init__(self, sampler: Any, progress: Progress) -> None:
+        self.sampler, self.progress = sampler, progress
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that nothing is drawn by the first of torch's two calls in the first epoch of its workers.
+        skip, self.progress.skip = self.progress.skip, None
+        if skip is None:
+            yield from self.sampler
+            return
+        if skip.begin is not None:
+            skip.begin()
+        yield from _after_skip(iter(self.sampler), skip)
+
+
+def _after_skip(parts: Iterator[Any], skip: Skip) -> Iterator[Any]:
+    """Yield the elements after the skipped ones. (A generator: new workers of torch draw a seed before it starts.)"""
+    for _ in range(skip.count):
+        next(parts, None)
+    first = list(islice(parts, skip.ahead))
+    if skip.random is not None:
+        set_random_state(skip.random)
+    yield from first
+    yield from parts
+
+
+def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
+    """Return the state with the position counted in batches of this loader.
+
+    Raises:
+        DataError: the value is not a loader's state, or rows would be lost or read twice
+    """
+    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", *_LAYOUT, "begun", "now"}:
+        raise DataError(
+            "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
+        )
+    here = _layout(loader)
+    if len(state["now"]["own"]) != len(_own_generators(loader)):
+        raise DataError(
+            "the loader's state is that of another kind of shuffling\n"
+            "  why: where rows belong to replicas the options' seed shuffles them, elsewhere torch's numbers do\n"
+            "  fix: the first loader's options (popdist.poptorch.Options or poptorch.Options), shuffle and generator"
+        )
+    position = state["position"]
+    if position and any(state[name] != here[name] for name in _LAYOUT):
+        rows = position * (state["rows"] or 0)
+        if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
+            raise DataError(
+                f"the loader's state is of the middle of epoch {state['epoch']}, from {_words(state)}, and here are "
+                f"{_words(here)}: rows would be read twice, and others never\n"
+                f"  why: a process with a share of its own counts the batches of that share\n"
+                f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
+                f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
+            )
+        position = rows // here["rows"]
+    return {**state, **here, "position": position}
+
+
+_LAYOUT = ("shares", "rows")
+
+
+def _layout(loader: Any) -> dict[str, Any]:
+    """Return the number of processes with a share and position of their own, and the rows of a call of all."""
+    return {"shares": loader._shares, "rows": loader._rows_of_a_call()}
+
+
+def _words(layout: Mapping[str, Any]) -> str:
+    shares = (
+        f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
+    )
+    return f"{shares} in calls of {layout['rows']} rows"
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, each once."""
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
+    return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
+
+
+def _generators(loader: Any) -> LoaderState:
+    return {
+        "random": random_state(),
+        "own": [generator.get_state() for generator in _own_generators(loader)],
+        "behind": getattr(loader.sampler, "behind", False),
+        "fresh": loader._iterator is None,  # new workers draw a seed when an epoch begins
+    }
+
+
+def _set_generators(loader: Any, state: LoaderState) -> None:
+    set_random_state(state["random"])
+    for generator, value in zip(_own_generators(loader), state["own"], strict=False):
+        generator.set_state(value)
+    if hasattr(loader.sampler, "behind"):
+        loader.sampler.behind = state["behind"]
