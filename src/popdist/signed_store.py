@@ -243,8 +243,8 @@ class SignedStore(dist.Store):
     def add(self, key: str, value: int) -> int:
         return self._call("add", key, value)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._call("compare_set", key, _text(expected), _text(desired)).encode("latin-1")
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._call("compare_set", key, _text(expected_value), _text(desired_value)).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
         return self._call("delete", key)

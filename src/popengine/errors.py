@@ -49,7 +49,9 @@ class Error(Exception):
         self.type, self.location = "poptorch_cpp_error", location
         self.args = (str(self),)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # pickle and copy gave `__init__` the whole text
+    def __setstate__(
+        self, state: dict[str, Any] | None
+    ) -> None:  # pickle and copy gave `__init__` the whole text
         super().__setstate__(state)
         self.args = (str(self),)
 

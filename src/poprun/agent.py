@@ -91,9 +91,11 @@ class _Agent(LocalElasticAgent):
         prefix = "[${rank}] " if request.tags_output else None
         super().__init__(spec, logs, log_line_prefix_template=prefix, shutdown_timeout=PATIENCE_AT_SIGNALS)
 
-    # ---- called by elastic --------------------------------------------------------------------------------
+    # ---- called by elastic, whose decorator hides the types of its methods --------------------------------
 
-    def _assign_worker_ranks(self, store: Any, group_rank: int, *args: Any) -> list[Worker]:
+    def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, store: Any, group_rank: int, *args: Any
+    ) -> list[Worker]:
         """Return this node's workers, numbered by nodes; all nodes have the same number of them."""
         places = range(self._worker_group.spec.local_world_size)
         size = self._request.instances
@@ -119,7 +121,9 @@ class _Agent(LocalElasticAgent):
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.round)
         worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + self._nodes.round)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
         begun = self._nodes.round
         self._remaining_restarts = self._request.max_restarts - begun
         if begun:
@@ -149,7 +153,9 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = PATIENCE) -> None:
         super()._shutdown(death_sig, timeout)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> RunResult:
         """Wait for the end of an instance, and return the state of all. The order of ends tells which failed first."""
         gone, _, _ = select.select(list(self._running), [], [], _LOOK)
         for descriptor in gone:

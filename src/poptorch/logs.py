@@ -73,8 +73,8 @@ class _StandardStream(logging.StreamHandler):
         logging.Handler.__init__(self)
         self._stream_name = name
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
-        return super().filter(record) and not (logger.propagate and _program_writes_to_terminal())
+    def filter(self, record: logging.LogRecord) -> bool:
+        return bool(super().filter(record)) and not (logger.propagate and _program_writes_to_terminal())
 
     @property
     def stream(self):  # pyright: ignore[reportIncompatibleVariableOverride]

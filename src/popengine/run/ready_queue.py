@@ -34,7 +34,7 @@ class BoundTask(NamedTuple):
     """A row for one index and one replica."""
 
     row: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
     replica: int
     work: Work
     communicates: bool

@@ -59,8 +59,8 @@ class _MarkFunction(torch.autograd.Function):
             return operation(first, *settings)
 
     @staticmethod
-    def backward(ctx: Any, passed: Tensor) -> Any:
-        return (None, None, ctx.gradient(passed, *ctx.settings), *[None] * len(ctx.settings))
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
 
 
 def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
