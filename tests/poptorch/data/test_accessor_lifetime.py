@@ -15,6 +15,8 @@ from poptorch.data import DataLoader
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 
 def is_running(pid: int) -> bool:
     try:
