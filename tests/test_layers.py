@@ -19,11 +19,10 @@ VALUES = {
     "popengine.settings",
     "popengine.profile",
     "popengine.errors",
-    "popengine.control_flow",
+    "popengine.operations",
     "popengine.order",
     "popengine.piece",
     "popengine.programs",
-    "popengine.replica_gather",
     "popengine.virtual_time",
 }
 ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}

@@ -19,7 +19,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run.measure.recorder import Times
+from popengine.run.recorder import Times
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment  # pyright: ignore[reportMissingImports]

@@ -5,7 +5,7 @@ from parity_runs import options
 from torch import nn
 
 import poptorch
-from popengine.compile.stage_memory import held_bytes
+from popengine.compile.describe import held_bytes
 from popengine.profile import load
 from popvision.memory import needs
 

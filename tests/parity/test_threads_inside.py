@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.run.thread_teams import let_go_of_team
+from popengine.run.ready_queue import let_go_of_team
 
 seen = []
 

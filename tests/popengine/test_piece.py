@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 
-from popengine.control_flow import Body
 from popengine.ir import Line, Piece, Value
+from popengine.operations import Body
 from popengine.run.backends.eager import build, user_line
 
 X, Y = Value("x"), Value("y")

@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run.measure.piece_costs import speedups
+from popengine.run.piece_costs import speedups
 from poptorch.compiling import machine_hints
 from popvision.advice import sentences
 from popvision.analysis import figures

@@ -13,8 +13,8 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run.measure import memory_meter
-from popengine.run.measure.recorder import Recorder
+from popengine.run import recorder as recording
+from popengine.run.recorder import Recorder
 from popvision import memory
 from popvision.advice import sentences
 from popvision.analysis import figures
@@ -150,7 +150,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     """On one ipu. (Several ipus hold what they send to each other once, and a profile shows it on both.)"""
     counted: dict[int, dict[int, int]] = {}
 
-    class Counting(memory_meter.Meter):
+    class Counting(recording.Meter):
         """Counts all that is there anew after each instruction."""
 
         def __init__(self, rows, ipu):
@@ -173,7 +173,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                         found[storage._cdata] = storage.nbytes()
             counted[self._ipu][first + len(task.instructions) - 1] = sum(found.values())
 
-    monkeypatch.setattr("popengine.run.measure.recorder.Meter", Counting)
+    monkeypatch.setattr("popengine.run.recorder.Meter", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
     held = memory.held(list(profile.tensors), len(profile.programs[0]) // 2)

@@ -1,14 +1,15 @@
-"""Describes a plan in the words of a profile: its blocks, pieces, operations, instructions and order.
+"""Describes a plan in the words of a profile: its blocks, pieces, operations, instructions, order and memory.
 
-Pure, and without tensors in what it gives. What only the captured graph knows (FLOPs, bytes, blocks of
-operations) is missing where a plan was loaded from a file without it.
+Pure, and without tensors in what it returns. What only the captured graph knows (FLOPs, bytes, blocks of operations) is
+missing where a plan was loaded from a file without it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .. import ir
+from ..ir import Compute, Free, Graph, Load, Partition, Plan, Receive
 from ..order import ORDERS, length, timeline
 from ..profile import Block, Operation, Part, Piece, Tick
 from ..programs import actions, programs
@@ -215,3 +217,76 @@ def _result(node: fx.Node) -> Any:
     """What an operation gives. Of several results the graph keeps only those that are used, each under its own name."""
     parts = {n.args[1]: n.meta.get("val") for n in node.users if n.target is operator.getitem}
     return [parts.get(i) for i in range(max(parts) + 1)] if parts else node.meta.get("val")  # type: ignore[arg-type, operator]
+
+
+def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
+    """For each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
+
+    Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
+    """
+    nodes = {node.name: node for node in graph.code.nodes}
+    flowing = {name for piece in partition.pieces for name in piece.writes}
+    flowing |= {slot.name for slot in graph.slots if slot.role == "input"}
+    held = [0] * partition.stages
+    for piece in partition.pieces:
+        if piece.phase == "B":
+            made_late = {name for other in partition.pieces if other.phase == "B" for name in other.writes}
+            memory: dict[int, int] = {}
+            for name in piece.reads:
+                if name in flowing and name not in made_late:
+                    value: torch.Tensor = nodes[name].meta["val"]
+                    memory[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            held[piece.stage] = sum(memory.values())
+    return tuple(held)
+
+
+def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) -> int | None:
+    """Return the most bytes that an ipu holds for its micro-batches while it runs its program in order.
+
+    Values that share memory count once; of inputs each view counts, since rows of a batch share the batch's memory.
+
+    Args:
+        inside: by piece, the most bytes that are alive in it beyond those that the ipu holds before
+    Returns: None where only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
+    """
+    values = {node.name: node.meta.get("val") for node in graph.code.nodes}
+    state, inputs = set[int](), set[int]()
+    for slot in graph.slots:
+        if isinstance(value := values.get(slot.name), torch.Tensor):
+            (inputs if slot.role == "input" else state).add(value.untyped_storage()._cdata)
+
+    @cache
+    def memory(name: str) -> tuple[tuple[int, int], int | None]:
+        """Return what is equal for names of the same memory, and its bytes (None: not known)."""
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor) or (storage := value.untyped_storage())._cdata in state:
+            return (0, 0), 0
+        if value.dtype == torch.uint8 and not value.numel():
+            return (0, 0), None
+        if storage._cdata in inputs:
+            return (storage._cdata, int(value.storage_offset())), value.nbytes
+        return (storage._cdata, 0), storage.nbytes()
+
+    names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
+    held = most = 0
+    for instruction, micro_batch in programs(plan)[ipu].instructions:
+        gone: tuple[str, ...] = ()
+        new: tuple[str, ...] = ()
+        if not isinstance(instruction, Compute | Free | Load | Receive) or micro_batch < 0:
+            continue
+        if isinstance(instruction, Compute):
+            most = max(most, held + inside[instruction.piece])
+            gone, new = instruction.last, plan.partition.pieces[instruction.piece].writes
+        elif isinstance(instruction, Free):
+            gone = instruction.names
+        else:
+            new = instruction.names
+        own = names.setdefault(micro_batch, Counter())
+        for sign, changed in ((1, new), (-1, gone)):
+            for place, size in map(memory, changed):
+                if size is None:
+                    return None
+                before, own[place] = own[place], own[place] + sign
+                held += size * ((own[place] > 0) - (before > 0))
+        most = max(most, held)
+    return most

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from popengine.ir import Plan
-
+from ..ir import Plan
 from .state import State
 
 _ALIGNED = 64  # bytes; a gradient begins as torch's own memory does

@@ -1,13 +1,18 @@
-"""Where tensors of an engine are: in the host's memory, or in that of one accelerator.
+"""Where tensors of an engine are: in the host's memory or in that of one accelerator, and where in memory they begin.
 
 `torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on its current
 device. One thread starts their work, all of it on the device's default stream: so work runs in the order in which it
 was started, transfers too, and no event is needed. The host waits only in `settle`, and where it reads a value.
+
+Kernels of MKL and oneDNN are chosen by the alignment of what they read, and so are bits. All tensors that pieces are
+given begin at a multiple of 64 bytes, as torch's own allocations do: so a row's bits don't depend on its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -90,3 +95,48 @@ def settle(device: torch.device) -> None:
             "  fix: POPTORCH_DEVICE=cpu runs the same program on the CPU and names the line. The device can't be"
             " used again in this process"
         ) from error
+
+
+BYTES = 64
+
+
+def aligned(batch: Tensor) -> Tensor:
+    """The same values, [iterations, accumulation, groups, ...], each of whose slices begins at a multiple of 64 bytes.
+
+    The batch itself where that is so; else one copy, with room between the slices."""
+    size, first = batch.element_size(), batch.shape[:3]
+    steps = [stride for stride, count in zip(batch.stride()[:3], first, strict=True) if count > 1]
+    if not batch.numel() or all(
+        number % BYTES == 0 for number in (batch.data_ptr(), *(s * size for s in steps))
+    ):
+        return batch
+    inner = torch.empty_like(batch[0, 0, 0]).stride()  # channels_last stays what it is
+    row = -(-prod(batch.shape[3:]) * size // BYTES) * BYTES // size
+    strides = (first[1] * first[2] * row, first[2] * row, row, *inner)
+    room = torch.empty(prod(first) * row, dtype=batch.dtype)
+    return room.as_strided(batch.shape, strides).copy_(batch)
+
+
+def begins_well(value: Tensor) -> Tensor:
+    """The tensor itself, or a copy that begins at a multiple of 64 bytes."""
+    return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value
+
+
+def check_alignment(given: Mapping[str, Tensor], made: Mapping[str, Tensor], piece: str) -> None:
+    """Look at all that a piece reads on a CPU.
+
+    Args:
+        given: what it has of the user or from step to step; these begin well themselves
+        made:  what other pieces have made; the memory of these begins well, and views of it lie where they lie in
+            every layout
+    Raises:
+        Error: one of them does not
+    """
+    wrong = [name for name, value in given.items() if value.is_cpu and value.data_ptr() % BYTES]
+    wrong += [n for n, v in made.items() if v.is_cpu and v.untyped_storage().data_ptr() % BYTES]
+    if wrong:
+        raise Error(
+            f"{', '.join(wrong)} begins at no multiple of {BYTES} bytes, and piece {piece} reads it\n"
+            "  why: kernels may give other bits there (POPTORCH_CHECK_ALIGNMENT looks for it)\n"
+            "  fix: this is a mistake of the engine's; please report it"
+        )

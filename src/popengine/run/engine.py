@@ -19,18 +19,16 @@ from ..errors import UnrecoverableError
 from ..ir import Plan
 from ..settings import Hyper, Settings
 from . import devices
-from .alignment import aligned
 from .backends import load
-from .call import EngineCall
+from .call import EngineCall, Results
+from .devices import aligned
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import group_of
 from .mean_buffers import mean_over_replicas
-from .measure.recorder import Recorder
 from .ready_queue import ReadyQueue
-from .results import Results
+from .recorder import Recorder
 from .row_functions import RowFunctions
-from .shared_state import SharedState
-from .state import State
+from .state import SharedState, State
 
 logger = logging.getLogger("popengine")
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from popengine.settings import Counts
-
+from ..settings import Counts
 from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.process_group import ProcessGroup
 

@@ -7,8 +7,11 @@ ipus. Rows that send to other processes have a thread of their own, which takes 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from queue import SimpleQueue
@@ -17,13 +20,29 @@ from typing import NamedTuple
 
 import torch
 
-from popengine.order import IN_TURNS, ORDERS, After
-from popengine.programs import actions, lanes
-
+from ..order import IN_TURNS, ORDERS, After
+from ..programs import actions, lanes
 from . import devices
 from .call import EngineCall
 from .row_functions import RowFunctions, Work
-from .thread_teams import let_go_of_team
+
+_SOFT = 1  # omp_pause_soft: the library's settings stay
+
+
+def let_go_of_team() -> None:
+    """End the threads that help the calling thread, where the library is GNU's."""
+    _pause()(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], object]:
+    try:
+        # Only if it is loaded: torch has another one on some systems.
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return library.omp_pause_resource_all
+    except (OSError, AttributeError):
+        return lambda kind: None
+
 
 WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
 _PATIENCE = 1.0  # seconds that a thread has to end, which waits for a peer at most

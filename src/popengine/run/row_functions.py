@@ -7,6 +7,8 @@ All ipus of a replica share the frame: pieces have no side effects, so a value i
 from __future__ import annotations
 
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -14,19 +16,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from popengine import ir
-from popengine.errors import Error, RunError
-from popengine.settings import Settings
-
-from .alignment import check
-from .backends.eager import Code, user_line
+from .. import ir
+from ..errors import Error, RunError
+from ..settings import Settings
+from .backends.eager import Code, FiniteCheck, build, user_line
 from .call import EngineCall, Stopped
-from .devices import upload
+from .devices import check_alignment, upload
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import PeerFailed, PeerLost
 from .instances.process_group import ProcessGroup
-from .measure.float_exceptions import FiniteCheck
-from .prepared_weights import Prepared
 from .random_draws import mix
 from .state import State
 from .updating import Updates
@@ -224,7 +222,9 @@ class RowFunctions:
     def _check_alignment(self, piece: ir.Piece, values: Sequence[Tensor]) -> None:
         reads = dict(zip(piece.reads, values, strict=True))
         given = {name: value for name, value in reads.items() if name in self._given}
-        check(given, {name: value for name, value in reads.items() if name not in given}, str(piece))
+        check_alignment(
+            given, {name: value for name, value in reads.items() if name not in given}, str(piece)
+        )
 
     def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         piece = self.plan.partition.pieces[task.piece]
@@ -406,3 +406,40 @@ def _alone() -> tuple[int, int]:
 
 
 _ONE_NAME, _ONE_OWNER = _alone()
+
+
+class Prepared:
+    """The prepared values of one replica. Several cores may read at the same time."""
+
+    def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
+        makers, pieces = plan.partition.prepared, plan.partition.pieces
+        self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]
+        self._uses = Counter(
+            {n: plan.micro_batches * c for n, c in Counter(n for names in self._names for n in names).items()}
+        )
+        self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
+        self._state, self._replica = state, replica
+        self._made: dict[str, Tensor] = {}
+        self._left: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, piece: int) -> dict[str, Tensor]:
+        """The prepared values that a piece reads, for one micro-batch."""
+        names = self._names[piece]
+        if not names:
+            return {}
+        with self._lock:
+            return {name: self._one(name) for name in names}
+
+    def _one(self, name: str) -> Tensor:
+        if name not in self._made:
+            code, piece = self._makers[name]
+            values = self._state.values[self._replica]
+            (self._made[name],) = code([values[read] for read in piece.reads])
+            self._left[name] = self._uses[name]
+        self._left[name] -= 1
+        return self._made[name] if self._left[name] else self._made.pop(name)
+
+    def forget(self) -> None:
+        """A call is over, or has failed half-way."""
+        self._made.clear()

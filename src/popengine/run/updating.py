@@ -23,14 +23,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from popengine import ir
-from popengine.settings import Hyper, Settings
-from popengine.update.chunks import Part, Spans
-from popengine.update.clipping import clamp_, clipping_factor, norms, scale_
-from popengine.update.group_update import UpdateStep
-from popengine.update.loss_scaling import Count, all_finite, count, next_factor
-from popengine.update.one_chunk import Prepare
-
+from .. import ir
+from ..settings import Hyper, Settings
+from ..update.chunks import Part, Spans
+from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
+from ..update.group_update import Prepare, UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, TreeNode, add, total

@@ -1,4 +1,4 @@
-"""The formulas of the update rules: arithmetic on lists of float32 tensors, in place.
+"""The formulas of the update rules: arithmetic on lists of float32 tensors, in place; and torch's fused kernels.
 
 A formula sees some parameters of one group or elements of them, their gradients (reduced, unscaled and clipped; it
 may overwrite them) and their states, whose steps count this update already. On CPU tensors each runs torch.optim's own
@@ -8,13 +8,14 @@ sequence of operations, so that the results are torch's to the last bit. `optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from popengine.settings import Optimizer
-from popengine.update.chunks import State
+from ..settings import Optimizer
+from .chunks import State
 
 Rates = Mapping[str, float]
 
@@ -199,3 +200,50 @@ def lars(step: Step) -> None:
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])
     torch._foreach_sub_(parameters, velocities)
+
+
+# ---- torch's fused kernels -----------------------------------------------------------------------------------
+
+# One kernel for all parameters; its results differ from the formula's by rounding. The steps count this update already.
+Kernel = Callable[[Rates, list[Tensor], list[Tensor], list[State]], None]
+
+
+def _fused_by_moments(
+    kernel: str, rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]
+) -> None:
+    getattr(torch, kernel)(
+        parameters,
+        gradients,
+        _column(states, "exp_avg"),
+        _column(states, "exp_avg_sq"),
+        [],
+        [step.to(parameters[0].device) for step in _column(states, "step")],
+        lr=rates["lr"],
+        beta1=rates["beta1"],
+        beta2=rates["beta2"],
+        weight_decay=rates["weight_decay"],
+        eps=rates["eps"],
+        amsgrad=False,
+        maximize=bool(rates.get("maximize")),
+    )
+
+
+fused_adam, fused_adamw = (partial(_fused_by_moments, name) for name in ("_fused_adam_", "_fused_adamw_"))
+
+
+def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]) -> None:
+    rate, momentum, dampening = rates["lr"], rates["momentum"], rates.get("dampening", 0.0)
+    if momentum == 0 and dampening != 0:
+        rate = rate * (1 - dampening)  # the kernel dampens velocities only; see `sgd`
+    torch._fused_sgd_(
+        parameters,
+        gradients,
+        _column(states, "velocity") if momentum != 0 else [],
+        weight_decay=rates["weight_decay"],
+        momentum=momentum,
+        lr=rate,
+        dampening=dampening if momentum != 0 else 0.0,
+        nesterov=bool(rates.get("nesterov")),
+        maximize=bool(rates.get("maximize")),
+        is_first_step=False,  # a velocity begins as zeros, and its first gradient is dampened like any other
+    )

@@ -1,22 +1,21 @@
-"""A weight update: runs an optimizer's rule over the parameters of one group on one stage.
+"""A weight update: runs an optimizer's rule over the parameters of one group on one ipu, chunk by chunk.
 
-It decides what a rule needs and `optimizer_rules.py` leaves out: the states to begin with, which kernels, and what may
-be done at the same time. It knows no device, schedule or user's class.
+Parameters or states that aren't float32 are computed on in float32 and rounded once at the end. Rules that scale each
+parameter's step by norms (LAMB, LARS) first compute the steps and their norms, then the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from popengine.settings import Optimizer
-from popengine.update.chunks import Part, Span, Spans, State, chunks
-from popengine.update.formulas import Rates
-from popengine.update.layerwise import measure, with_ratios, with_room
-from popengine.update.one_chunk import Prepare, begin_chunk, update_by_kernel, update_in_float
-from popengine.update.optimizer_rules import rule_of
+from ..settings import Optimizer
+from .chunks import SCALARS, Chunk, Part, Span, Spans, State, chunks
+from .formulas import Formula, Rates, Step
+from .optimizer_rules import Layers, Rule, rule_of
 
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
@@ -143,3 +142,121 @@ def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
         requires_grad=False,
         memory_format=torch.preserve_format,
     )
+
+
+Prepare = Callable[[Sequence[Part]], None]  # what is done to gradients first, in place, element by element
+
+
+def begin_chunk(chunk: Chunk, prepare: Sequence[Prepare]) -> list[Part]:
+    """The elements of a chunk, with gradients as the rule reads them."""
+    parts = [span.view for span in chunk]
+    for change in prepare:
+        change(parts)
+    return parts
+
+
+def update_by_kernel(rule: Rule, group: Rates, parts: Sequence[Part]) -> None:
+    """Run torch's one kernel for the whole rule."""
+    assert rule.fused is not None
+    weights, gradients = [part.parameter for part in parts], [part.gradient for part in parts]
+    rule.fused(group, weights, gradients, [part.state for part in parts])
+
+
+def update_in_float(formula: Formula, optimizer: Optimizer, group: Rates, parts: Sequence[Part]) -> None:
+    """Run the formula on float32 (for float64 parameters: float64) copies of whatever isn't, then write back."""
+    types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
+    # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
+    floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
+    wide = [wide_state(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
+    gradients = [part.gradient.to(dtype) for part, dtype in zip(parts, types, strict=True)]
+    formula(Step(optimizer, group, floats, gradients, wide))
+    for part, result, results in zip(parts, floats, wide, strict=True):
+        if result is not part.parameter:
+            if part.generator is None:
+                part.parameter.copy_(result)
+            else:
+                stochastic_round_(part.parameter, result, part.generator)
+        write_back(part.state, results)
+
+
+def wide_state(state: State, dtype: torch.dtype) -> State:
+    return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
+
+
+def write_back(state: State, results: State) -> None:
+    for name, value in state.items():
+        if results[name] is not value:
+            value.copy_(results[name])
+
+
+def with_ratios(layers: Layers, rates: Rates, parts: Sequence[Part]) -> list[Part]:
+    """The measured parts, each with its step as gradient, and its ratio where its rule has one."""
+    measured = [part for part in parts if part.norms]
+    ratios: dict[int, Tensor] = {}
+    if measured:
+        sizes = torch.stack([_total(part, 0) for part in measured])
+        lengths = torch.stack([_total(part, 1) for part in measured])
+        found = layers.trust(rates, sizes, lengths)
+        ratios = {id(part): ratio for part, ratio in zip(measured, found.unbind(), strict=True)}
+    return [
+        replace(
+            part,
+            gradient=part.gradient if part.step is None else part.step,
+            state=part.state | ({"trust": ratios[id(part)]} if id(part) in ratios else {}),
+        )
+        for part in parts
+    ]
+
+
+def with_room(part: Part) -> Part:
+    """A part with memory for its step."""
+    dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
+    step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return replace(part, step=step, norms={})
+
+
+def measure(layers: Layers, optimizer: Optimizer, group: Rates, chunk: Chunk, parts: Sequence[Part]) -> None:
+    """Compute the steps of a chunk, whose elements are `parts`, and the norms of these and of the weights."""
+    steps = [part.step for part in parts if part.step is not None]
+    for part, step in zip(parts, steps, strict=True):
+        if step.dtype != part.gradient.dtype:
+            step.copy_(part.gradient)
+    weights = [part.parameter.to(step.dtype) for part, step in zip(parts, steps, strict=True)]
+    wide = [wide_state(part.state, step.dtype) for part, step in zip(parts, steps, strict=True)]
+    layers.steps(Step(optimizer, group, weights, steps, wide))
+    for part, results in zip(parts, wide, strict=True):
+        write_back(part.state, results)
+    chosen = [place for place, span in enumerate(chunk) if span.part.parameter.dim() >= layers.least]
+    if chosen:
+        sizes = torch._foreach_norm([weights[place] for place in chosen])
+        lengths = torch._foreach_norm([steps[place] for place in chosen])
+        for place, size, length in zip(chosen, sizes, lengths, strict=True):
+            chunk[place].part.norms[chunk[place].start] = size, length
+
+
+def _total(part: Part, which: int) -> Tensor:
+    """The norm of a parameter or its step from those of its chunks, in their order."""
+    norms = [part.norms[start][which] for start in sorted(part.norms)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator) -> Tensor:
+    """Write float32 `source` into half precision `target`, without bias: add noise, then floor.
+
+    Infinities and NaN stay what they are. A target that isn't half precision is copied to as it is.
+    """
+    if target.dtype not in (torch.float16, torch.bfloat16):
+        return target.copy_(source)
+    narrow, wide = torch.finfo(target.dtype), torch.finfo(torch.float32)
+    source = source.float()
+    # The power of two at or below |source|: a float32 with its mantissa cleared.
+    power = (source.view(torch.int32) & 0x7F80_0000).view(torch.float32)
+    # The distance of neighbours in the target there; below its smallest normal number it grows no finer.
+    spacing = power.clamp(min=narrow.smallest_normal) * narrow.eps
+    # Noise has exactly the bits that rounding drops, so that adding it is exact.
+    dropped = int(narrow.eps / wide.eps)
+    noise = torch.randint(
+        dropped, source.shape, generator=generator, dtype=torch.float32, device=source.device
+    ).div_(dropped)
+    rounded = torch.floor(source / spacing + noise) * spacing
+    return target.copy_(torch.where(torch.isfinite(source), rounded, source))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.settings import Optimizer
-from popengine.update import formulas, fused_kernels
-from popengine.update.formulas import Formula, Rates
-from popengine.update.fused_kernels import Kernel
+from ..settings import Optimizer
+from . import formulas
+from .formulas import Formula, Kernel, Rates
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,14 @@ RULES: dict[str, Rule] = {
             RuleState("step", "Step", torch="", when="torch_dampening"),
         ),
         flags={"torch_dampening": Flag(read=_has_torch_dampening)},
-        fused=fused_kernels.sgd,
+        fused=formulas.fused_sgd,
         torch_class=torch.optim.SGD,
     ),
     "adam": Rule(
-        formulas.adam, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, fused_kernels.adam, torch_class=torch.optim.Adam
+        formulas.adam, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, formulas.fused_adam, torch_class=torch.optim.Adam
     ),
     "adamw": Rule(
-        formulas.adamw, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, fused_kernels.adamw, torch_class=torch.optim.AdamW
+        formulas.adamw, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, formulas.fused_adamw, torch_class=torch.optim.AdamW
     ),
     "rmsprop": Rule(
         formulas.rmsprop,

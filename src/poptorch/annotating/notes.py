@@ -18,7 +18,7 @@ from torch import Tensor
 from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.compile.recording.leftovers import left_behind
 from popengine.errors import CaptureError
-from popengine.run.results import Results
+from popengine.run.call import Results
 from popengine.settings import Anchor, Counts
 
 from ..logs import logger

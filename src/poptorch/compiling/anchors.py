@@ -16,7 +16,7 @@ from torch import Tensor
 
 from popengine.errors import Error, did_you_mean
 from popengine.ir import Graph, Result
-from popengine.run.results import Results
+from popengine.run.call import Results
 from popengine.settings import Anchor, Outputs
 
 from ..enums import OutputMode

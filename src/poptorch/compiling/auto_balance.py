@@ -6,15 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from popengine.compile.balance import Cost, balance, explain
+from popengine.compile.describe import held_bytes
 from popengine.compile.partition import partition, used_visits
-from popengine.compile.placement import place
-from popengine.compile.stage_memory import held_bytes
+from popengine.compile.placement import Cost, balance, explain, place
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, ProcessGroup, group_of
-from popengine.run.measure.piece_costs import measure
+from popengine.run.piece_costs import measure
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 

@@ -16,7 +16,7 @@ from popengine.compile.partition import partition
 from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.ir import Graph
-from popengine.run.measure.piece_costs import Factor, Sample, sharing, speedups, with_threads
+from popengine.run.piece_costs import Factor, Sample, sharing, speedups, with_threads
 from popengine.settings import Strategy
 
 from ..options import Options

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from popengine.run.results import Results
+from popengine.run.call import Results
 
 from ..compiling.executable import Executable
 

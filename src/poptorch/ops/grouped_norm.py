@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
-from popengine.replica_gather import gather_over_replicas
+from popengine.operations import gather_over_replicas
 
 _BUT_CHANNELS = (1, -1, 1, 1)
 

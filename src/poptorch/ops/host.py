@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current, hidden
-from popengine.control_flow import calls_within
 from popengine.errors import Error
 from popengine.ir import Plan
+from popengine.operations import calls_within
 
 from .library import computed, listed
 

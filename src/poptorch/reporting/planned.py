@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from popengine import profile
-from popengine.compile.describe import Description
-from popengine.compile.stage_memory import peak_bytes
+from popengine.compile.describe import Description, peak_bytes
 from popengine.ir import Graph, Plan, Receive
 from popengine.settings import Settings
 from popengine.update.group_update import init_state

@@ -25,8 +25,7 @@ from popengine import profile
 from popengine.compile.describe import Description
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
-from popengine.run.measure.recorder import Recorder, Times
-from popengine.run.measure.recording_costs import recording_costs
+from popengine.run.recorder import Recorder, Times, recording_costs
 from popengine.settings import Optimizer
 
 from ..compiling.machine_hints import Hints

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from popengine.compile.balance import Cost, balance, explain
+from popengine.compile.placement import Cost, balance, explain
 from popengine.errors import PartitionError
 
 

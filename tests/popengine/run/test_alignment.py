@@ -6,7 +6,7 @@ from engine_models import net
 from test_engine_runs import HYPER, batch, engine_for
 
 from popengine.errors import Error
-from popengine.run.alignment import aligned, begins_well, check
+from popengine.run.devices import aligned, begins_well, check_alignment
 
 
 def odd(value):
@@ -44,8 +44,8 @@ def test_channels_last_stays_what_it_is():
 
 def test_the_check_names_what_begins_elsewhere():
     with pytest.raises(Error, match="x begins at no multiple of 64 bytes, and piece F0 reads it"):
-        check({"x": odd(torch.zeros(4))}, {}, "F0")
-    check({"x": torch.zeros(4)}, {"view": torch.zeros(4)[1:]}, "F0")
+        check_alignment({"x": odd(torch.zeros(4))}, {}, "F0")
+    check_alignment({"x": torch.zeros(4)}, {"view": torch.zeros(4)[1:]}, "F0")
 
 
 @pytest.mark.parametrize("ipus", [(0, 0, 0, 0), (0, 1, 2, 3)])

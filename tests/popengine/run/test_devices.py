@@ -20,7 +20,7 @@ from popengine.compile.capture import capture
 from popengine.errors import Error, RunError, UnrecoverableError
 from popengine.run import devices, random_draws
 from popengine.run.engine import Engine
-from popengine.run.measure.recorder import Recorder
+from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Optimizer, Settings, Strategy
 
 GPU = torch.device("cuda", 0)

@@ -15,7 +15,7 @@ from popengine.order import ORDERS, timeline
 from popengine.programs import actions, programs
 from popengine.run import ready_queue
 from popengine.run.call import EngineCall
-from popengine.run.measure.recorder import Recorder
+from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Settings, StagePlan, Strategy
 
 

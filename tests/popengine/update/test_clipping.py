@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from popengine.update.clipping import clamp_, clipping_factor, norms, scale_
+from popengine.update.gradients import clamp_, clipping_factor, norms, scale_
 
 SHAPES = [(), (7,), (13, 5), (3, 4, 2)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update import fused_kernels, group_update
+from popengine.update import formulas, group_update
 from popengine.update.optimizer_rules import RULES
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
@@ -41,7 +41,7 @@ def test_a_fused_kernel_updates_as_its_rule_does(case, monkeypatch):
     optimizer = Optimizer(kind, {})
     weights, states = trained(optimizer, rates)
     calls = []
-    real = getattr(fused_kernels, kind)
+    real = getattr(formulas, f"fused_{kind}")
     watched = replace(RULES[kind], fused=lambda *given: (calls.append(1), real(*given)))
     monkeypatch.setitem(RULES, kind, watched)
     found, found_states = trained(optimizer, {**rates, "fused": True})

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from popengine.update.stochastic_rounding import stochastic_round_
+from popengine.update.group_update import stochastic_round_
 
 
 def rounded(value, dtype, count=1 << 16):

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from popengine.control_flow import Body
-
-from ..emit import emit
+from ...operations import Body
+from ..partition import emit
 from .current_capture import Capture, suspended
 from .functional import drop_what_does_nothing, functionalized, is_mutable
 from .graph_recorder import Recorder

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from popengine.errors import CaptureError
-from popengine.ir import Visit
-
+from ...errors import CaptureError
+from ...ir import Visit
 from .graph_recorder import user_line
 from .known_values import CaptureRecorder, value_of
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from popengine.errors import CaptureError
-from popengine.ir import Graph, Key, Result, Slot, Visit
-
+from ...errors import CaptureError
+from ...ir import Graph, Key, Result, Slot, Visit
 from .graph_recorder import PLACE, Recorder
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from popengine.errors import CaptureError
+from ...errors import CaptureError
 
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
@@ -72,6 +72,16 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     changed = list(map(change, leaves))
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return value if same else tree_unflatten(changed, structure)
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """What is equal for values that share memory. Of an operation with several results: that of the first."""
+    value = node.meta.get("val")
+    if value is None and node.users:
+        value = next(iter(node.users)).meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None  # a sparse tensor has several memories
+    return value.untyped_storage()._cdata
 
 
 def _like_grouped_mm(

@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from popengine.errors import CaptureError
-
-from .graph_recorder import Recorder, user_line
+from ...errors import CaptureError
+from .graph_recorder import Recorder, memory_of, user_line
 
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
@@ -187,7 +186,7 @@ def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
             return None
         needed.add(node)
         stack += node.all_input_nodes
-        memory.add(_memory(node))
+        memory.add(memory_of(node))
         memory.discard(None)
         if not stack:
             stack = [write for write in writes if write not in needed and memory & _written(write)]
@@ -216,9 +215,4 @@ def _written(node: fx.Node) -> set[int | None]:
         for argument in target._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return {_memory(operand) for operand in written if isinstance(operand, fx.Node)}
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if value is not None else None
+    return {memory_of(operand) for operand in written if isinstance(operand, fx.Node)}

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from popengine.errors import CaptureError
+from ...errors import CaptureError
 
 logger = logging.getLogger("poptorch::python")
 

@@ -1,23 +1,24 @@
 """Stand-ins: the fake tensors that a forward finds in place of its module's parameters and buffers.
 
-They stand in the module's attributes. A weight that the forward reaches in another way, through a list, a
-closure or a view made earlier, is recognised by its identity or its memory, and replaced where it is used
-(`adoption.py`).
+They stand in the module's attributes. A weight that the forward reaches in another way, through a list, a closure or a
+view made earlier, is recognised by its identity or its memory, and replaced where it is used (`adoption`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from popengine.errors import CaptureError
-
-from .graph_recorder import user_line
+from ...errors import CaptureError
+from .graph_recorder import map_leaves, user_line
 
 
 class _Member(NamedTuple):
@@ -276,3 +277,44 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _alike(value: Tensor, member: _Member) -> bool:
     """Whether strides alone say where a view's elements are."""
     return value.dtype == member.real.dtype and member.fake.storage_offset() == 0
+
+
+@contextlib.contextmanager
+def adoption(stand_ins: StandIns) -> Iterator[None]:
+    """While it is on, stand-ins are what torch's functions are given, and functions with a backward of their own."""
+    own, thread = Function.__dict__["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = tuple(map(stand_ins.of, args))
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with _Adoption(stand_ins):
+            yield
+    finally:
+        Function.apply = own
+
+
+class _Adoption(TorchFunctionMode):
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_leaves(self._stand_ins.of, (args, kwargs or {}))
+        if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
+            return _write(*args)
+        return func(*args, **kwargs)
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    """`target.data = value`, as the write into memory that it is to everybody who holds the tensor."""
+    if target.shape != value.shape or target.dtype != value.dtype:
+        raise CaptureError(
+            f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"
+            f" shape {tuple(value.shape)}, at {user_line()}\n"
+            "  fix: keep shape and type: a compiled model's tensors have fixed ones"
+        )
+    target.detach().copy_(value)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from popengine.errors import CaptureError, Error
-
+from ...errors import CaptureError, Error
 from .graph_recorder import line_of
 from .known_values import READS
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from popengine.ir import Graph
-
+from ...ir import Graph
 from ..recording.functional import drop_what_does_nothing
 from ..recording.graph_recorder import PLACE, Recorder
 

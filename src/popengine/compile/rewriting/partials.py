@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from popengine.ir import Graph
-
-from ..recording.graph_recorder import PLACE
-from ..stage_memory import memory_of
+from ...ir import Graph
+from ..recording.graph_recorder import PLACE, memory_of
 
 aten = torch.ops.aten
 _UNITS = {torch.float16: "avx512_fp16", torch.bfloat16: "avx512_bf16"}  # the processor's feature

@@ -18,7 +18,7 @@ def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Co
     """The functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
     if not is_eager(settings):
-        from . import inductor  # it loads sympy, which takes longer than all of this package
+        from . import inductor
 
         return inductor.load(plan.partition, device)
     return tuple(build(piece, device=device) for piece in pieces)

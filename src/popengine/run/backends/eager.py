@@ -1,23 +1,26 @@
 """Makes a piece callable: the eager backend runs its source as it is.
 
 A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for an accelerator, its
-operations make tensors there.
+operations make tensors there. Of a branch only the chosen body is run, of a loop its body as often as it says.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from popengine.ir import Piece
-
+from ...errors import Error
+from ...ir import Piece
+from ...operations import Body
 from ..devices import CPU
 from ..random_draws import draw, drawing_on
 
@@ -135,3 +138,81 @@ def user_line(piece: Piece, error: BaseException) -> str:
 
 def _file(piece: Piece) -> str:
     return f"<piece {piece}>"
+
+
+@functools.cache
+def _code(body: str, device: torch.device) -> Code:
+    piece = Body.unpacked(body).piece
+    if piece.gathers:
+        raise Error(
+            "replicas can't gather values in a branch or a loop\n  fix: a layer that doesn't, or no poptorch.cond"
+        )
+    return build(piece, device=device)
+
+
+def _run(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
+    # The graph around counts on contiguous tensors, as it was told when it was captured.
+    return [value.contiguous() for value in _code(body, device)(values)]
+
+
+def _cond(
+    condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
+) -> list[Tensor]:
+    if bool(condition):
+        return _run(then_body, list(then_inputs), condition.device)
+    return _run(else_body, list(else_inputs), condition.device)
+
+
+def _loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    state = list(state)
+    for _ in range(count):
+        state = _run(body, [*state, *others], state[0].device)
+    return state
+
+
+_library = torch.library.Library("popengine", "IMPL")
+for _suffix in ("", "_that_draws"):
+    _library.impl(f"cond{_suffix}", _cond, "CompositeExplicitAutograd")
+    _library.impl(f"loop{_suffix}", _loop, "CompositeExplicitAutograd")
+
+
+# Their results hold whatever was in memory, until something is written there.
+_WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format)
+
+
+class FloatingPointException(ArithmeticError):
+    """An operation overflowed, divided by zero, or made or compared a NaN."""
+
+
+class FiniteCheck(TorchDispatchMode):
+    """Raises FloatingPointException when finite values become infinite or NaN, or a NaN is compared.
+
+    An infinity that is written as one (a mask of -inf) is not an exception, and may be passed on.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _WITHOUT_VALUES:
+            return out
+        taken = list(_leaves((args, tuple((kwargs or {}).values()))))
+        made = [value for value in _leaves((out,)) if isinstance(value, Tensor)]
+        inputs = [value for value in taken if isinstance(value, Tensor) and value.is_floating_point()]
+        has_nan = any(bool(value.isnan().any()) for value in inputs)
+        if has_nan and made and made[0].dtype == torch.bool:
+            raise FloatingPointException(f"{func} compares a NaN")
+        outputs = [value for value in made if value.is_floating_point()]
+        if any(bool(value.isnan().any()) for value in outputs) and inputs and not has_nan:
+            raise FloatingPointException(f"{func} makes a NaN")
+        said = any(isinstance(value, float) and math.isinf(value) for value in taken)
+        overflows = any(bool(value.isinf().any()) for value in outputs) and inputs and not said
+        if overflows and all(bool(value.isfinite().all()) for value in inputs):
+            raise FloatingPointException(f"{func} makes an infinity: it overflows or divides by zero")
+        return out
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        else:
+            yield value

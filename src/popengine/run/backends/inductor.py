@@ -24,9 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from popengine.control_flow import LIBRARY
-
 from ...ir import Partition, Piece
+from ...operations import LIBRARY
 from ..random_draws import draw
 from .eager import NEEDS_GRADIENTS_ON, Code, build
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from popengine.errors import Error, UnrecoverableError
+from ...errors import Error, UnrecoverableError
 
 logger = logging.getLogger("popengine")
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from popengine.ir import Plan
-from popengine.settings import Hyper, Settings
+from ...ir import Plan
+from ...settings import Hyper, Settings
 
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 

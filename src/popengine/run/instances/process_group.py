@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from popengine.errors import Error
-
+from ...errors import Error
 from .connections import Connections, TorchThread, join_threads
 from .consistency import HEADER, Facts, differences, header, read_header
 

@@ -11,7 +11,7 @@ from popengine.compile.partition import partition
 from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import RunError
-from popengine.run import prepared_weights
+from popengine.run import row_functions
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
@@ -229,7 +229,7 @@ def test_layouts_agree_to_the_last_bit(ipus, more):
 
 def test_a_weight_is_copied_once_a_step_and_the_copy_goes_with_the_last_piece_that_needs_it(monkeypatch):
     made, alive = [], []
-    real = prepared_weights.Prepared._one
+    real = row_functions.Prepared._one
 
     def one(self, name):
         is_new = name not in self._made
@@ -238,7 +238,7 @@ def test_a_weight_is_copied_once_a_step_and_the_copy_goes_with_the_last_piece_th
         alive.append(len(self._made))
         return value
 
-    monkeypatch.setattr(prepared_weights.Prepared, "_one", one)
+    monkeypatch.setattr(row_functions.Prepared, "_one", one)
     engine = engine_of((0, 1), accumulation=4)
     engine.run(batch_of(torch.float16, 16), RATES)
     count = len(engine.plan.partition.prepared)

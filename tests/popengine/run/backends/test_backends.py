@@ -14,7 +14,7 @@ from popengine.run.backends import inductor
 from popengine.run.backends.eager import build
 from popengine.run.backends.inductor import Like, trace, values_read
 from popengine.run.engine import Engine
-from popengine.run.measure.recorder import Recorder
+from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
 
 # Fused kernels keep sums in another order: one float32 rounding (6e-8) an operation, over some twenty

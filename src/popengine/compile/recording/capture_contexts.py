@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C out of a capture, and torch's modes from outliving it.
+"""The contexts in which a forward is captured: Ctrl-C held back, torch's modes taken off, the running module known.
 
 An exception that comes where C++ calls a mode's Python ends the process, and one that comes while a mode is left keeps
 the mode on: all that torch computes later would be recorded.
@@ -11,9 +11,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .current_capture import Capture, active
 
 
 @contextlib.contextmanager
@@ -49,3 +53,29 @@ def modes_left() -> Iterator[None]:
                     torch._C._pop_torch_dispatch_stack(None)
                 else:
                     torch._C._unset_dispatch_mode(key)
+
+
+@contextlib.contextmanager
+def module_paths(module: nn.Module, capture: Capture) -> Iterator[None]:
+    """Keep `capture.module`, the name of the module that runs.
+
+    Not by hooks: some modules take another way where they have hooks, and torch passes over those of a module that
+    fails while it is compiling.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    own = nn.Module.__call__
+
+    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if active.get() is not capture:  # another thread, or code that is hidden from the capture
+            return own(child, *args, **kwargs)
+        around, capture.module = capture.module, names.get(child, capture.module)
+        try:
+            return own(child, *args, **kwargs)
+        finally:
+            capture.module = around
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = own

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.ir import Partition
-
-from ..backends.eager import build
+from ..ir import Partition
+from .backends.eager import build
 
 _ROUND = 0.02  # seconds of a thread in a round, at least
 _MOST = 1.5  # seconds after which no other round begins

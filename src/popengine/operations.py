@@ -1,8 +1,9 @@
-"""Bodies: graphs inside a graph, and the two operations that run them, a branch and a loop.
+"""The engine's own operations: a branch, a loop, and one that gathers the values of all replicas of a group.
 
-A body is passed to its operation as text, since a graph's operations take tensors and plain values only. This file
-declares the operations; `compile/recording/branches_and_loops.py` makes bodies, and
-`run/backends/run_branches_and_loops.py` runs them.
+A branch or loop runs bodies, graphs inside a graph. A body is passed to its operation as text, since the operations of
+a graph take tensors and plain values only. `compile/recording/branches_and_loops.py` makes bodies, and
+`run/backends/eager.py` runs them. Gathering over replicas is a task of its own in a plan; outside a plan the operation
+returns `size` copies of its value, as if all replicas had the same.
 """
 
 from __future__ import annotations
@@ -81,3 +82,21 @@ def _pretend_loop(count: int, body: str, state: list[Tensor], others: list[Tenso
 for _suffix in ("", "_that_draws"):
     torch.library.register_fake(f"popengine::cond{_suffix}", _pretend_cond, lib=LIBRARY)
     torch.library.register_fake(f"popengine::loop{_suffix}", _pretend_loop, lib=LIBRARY)
+
+
+LIBRARY.define("gather_over_replicas(Tensor value, int size) -> Tensor")
+LIBRARY.impl(
+    "gather_over_replicas",
+    lambda value, size: value.unsqueeze(0).repeat(size, *[1] * value.dim()),
+    "CompositeExplicitAutograd",
+)
+
+
+@torch.library.register_fake("popengine::gather_over_replicas", lib=LIBRARY)
+def _pretend(value: Tensor, size: int) -> Tensor:
+    return value.new_empty((size, *value.shape))
+
+
+def gather_over_replicas(value: Tensor, size: int) -> Tensor:
+    """The values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
+    return torch.ops.popengine.gather_over_replicas(value, size)

@@ -1,1 +1,0 @@
-"""What runs are measured by: the recorder, memory, costs of pieces, floating point exceptions."""
