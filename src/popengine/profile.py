@@ -126,7 +126,6 @@ class Memory(NamedTuple):
     buffers: int = 0  # and constants
     gradients: int = 0
     optimizer: int = 0
-    copies: int = 0  # of earlier versions: what a failed call was rolled back to
 
 
 class Tensor(NamedTuple):

@@ -169,8 +169,6 @@ class Settings:
     stochastic_rounding: bool = False  # of weight updates in half precision
     finite_checks: bool = False  # floating point exceptions: stop where an infinity or a NaN is made
     shard_optimizer: int | None = None  # share the state of parameters with at least so many elements
-    off_device: tuple[str, ...] = ()  # kinds of tensors that may wait in the host's memory ("optimizer", ...)
-    check_alignment: bool = False  # for debugging: look where all that pieces read begins
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
     backend: Backend = "eager"  # what runs the pieces

@@ -20,13 +20,12 @@ class Need:
     buffers: int
     gradients: int
     optimizer: int
-    copies: int
     activations: int
     between: int
 
     @property
     def always(self) -> int:
-        return self.weights + self.buffers + self.gradients + self.optimizer + self.copies
+        return self.weights + self.buffers + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
@@ -48,7 +47,6 @@ def needs(profile: Profile) -> list[Need]:
                 row.buffers,
                 row.gradients,
                 row.optimizer,
-                row.copies,
                 peak,
                 waiting.get(ipu, 0),
             )

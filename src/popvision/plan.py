@@ -65,13 +65,13 @@ def step_times(profile: Profile) -> list[StageTime]:
 
 
 def memory_rows(profile: Profile) -> list[tuple[int | None, ...]]:
-    """Return for each ipu its number, and the bytes at the most of weights and buffers, gradients, optimizer, copies,
+    """Return for each ipu its number, and the bytes at the most of weights and buffers, gradients, optimizer,
     activations, values between ipus, and all of them; None: not known."""
     facts, unknown = profile.facts, [None] * len(profile.memory)
     rows = zip(profile.memory, facts.get("activations", unknown), facts.get("between", unknown), strict=True)
     found = []
     for row, activations, between in rows:
-        own = (row.weights + row.buffers, row.gradients, row.optimizer, row.copies, activations, between)
+        own = (row.weights + row.buffers, row.gradients, row.optimizer, activations, between)
         found.append((row.ipu, *own, None if activations is None else sum(own)))
     return found
 
@@ -149,9 +149,7 @@ def page(profile: Profile) -> str:
         "<h2>Stages</h2>",
         _table(head, stages),
         "<h2>Memory of an ipu at the most, on separate devices</h2>",
-        _table(
-            ("ipu", "weights", "gradients", "optimizer", "copies", "activations", "between", "in all"), memory
-        ),
+        _table(("ipu", "weights", "gradients", "optimizer", "activations", "between", "in all"), memory),
         "<h2>Between ipus</h2>" if sends else "",
         _table(("from ipu", "to ipu", "bytes", "each", "when"), sends) if sends else "",
     ]

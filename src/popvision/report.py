@@ -119,9 +119,9 @@ def _stages(found: Figures) -> list[str]:
 def _memory(found: Figures) -> list[str]:
     if not found.needs:
         return []
-    lines = ["    ipu    weights  gradients  optimizer     copies activations    between      total"]
+    lines = ["    ipu    weights  gradients  optimizer activations    between      total"]
     for need in found.needs:
-        row = (need.weights + need.buffers, need.gradients, need.optimizer, need.copies)
+        row = (need.weights + need.buffers, need.gradients, need.optimizer)
         lines.append(
             f"  {need.ipu:5} "
             + " ".join(f"{size(value):>10}" for value in row)

@@ -111,7 +111,7 @@ def simulated(
         tuple(tracks),
         tuple(calls),
         (),
-        tuple(Memory(0, ipu, 100, 0, 100, 200, 300) for ipu in range(stages)),
+        tuple(Memory(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
         tuple(
             Tensor(ipu, "x", "activation", m, 1024, 2 * m, min(2 * m + 2, 2 * micro_batches - 1))
             for ipu in range(stages)

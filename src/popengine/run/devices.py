@@ -10,7 +10,6 @@ given begin at a multiple of 64 bytes, as torch's own allocations do: so a row's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -120,23 +119,3 @@ def aligned(batch: Tensor) -> Tensor:
 def begins_well(value: Tensor) -> Tensor:
     """The tensor itself, or a copy that begins at a multiple of 64 bytes."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value
-
-
-def check_alignment(given: Mapping[str, Tensor], made: Mapping[str, Tensor], piece: str) -> None:
-    """Look at all that a piece reads on a CPU.
-
-    Args:
-        given: what it has of the user or from step to step; these begin well themselves
-        made:  what other pieces have made; the memory of these begins well, and views of it lie where they lie in
-            every layout
-    Raises:
-        Error: one of them does not
-    """
-    wrong = [name for name, value in given.items() if value.is_cpu and value.data_ptr() % BYTES]
-    wrong += [n for n, v in made.items() if v.is_cpu and v.untyped_storage().data_ptr() % BYTES]
-    if wrong:
-        raise Error(
-            f"{', '.join(wrong)} begins at no multiple of {BYTES} bytes, and piece {piece} reads it\n"
-            "  why: kernels may give other bits there (POPTORCH_CHECK_ALIGNMENT looks for it)\n"
-            "  fix: this is a mistake of the engine's; please report it"
-        )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..errors import Error, RunError
 from ..settings import Settings
 from .backends.eager import Code, FiniteCheck, build, user_line
 from .call import EngineCall, Stopped
-from .devices import check_alignment, upload
+from .devices import upload
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import PeerFailed, PeerLost
 from .instances.process_group import ProcessGroup
@@ -57,7 +58,6 @@ class RowFunctions:
         self.updates = Updates(plan, settings, state, group)
         self._prepared = [Prepared(plan, state, replica) for replica in replicas]
         self.call: EngineCall
-        self._given = {slot.name for slot in plan.partition.signature.slots}
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
         self._weights_asked_for = [anchor for anchor in settings.anchors if anchor.is_weight]
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
@@ -146,8 +146,8 @@ class RowFunctions:
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
-        loads, slots = self._loads(row), _slots(task, self.state)
-        stores = _stores(task)
+        loads, stores = self._loads(row), _pairs(task, ir.Store)
+        slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, ir.Keep)]
         flowing = self._flowing(row)
         changed = self.state.new_buffers[replica].keys()
         kinds = [_kind(name, flowing, changed, partition.prepared) for name in piece.reads]
@@ -166,8 +166,8 @@ class RowFunctions:
                 frame = frames.setdefault(micro_batch, {})
             for name, key in loads:
                 started = perf_counter()
-                frame[name] = upload(self.input(key, micro_batch, replica), device)
-                call.results.load(key, *self._iteration(micro_batch), replica, started)
+                frame[name] = upload(self.input(int(key), micro_batch, replica), device)
+                call.results.load(int(key), *self._iteration(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
@@ -175,8 +175,6 @@ class RowFunctions:
                 prepared.take(number),
             )
             values: list = [sources[kind][name] for kind, name in reads]
-            if self.settings.check_alignment:
-                self._check_alignment(piece, values)
             del sources  # values die in the piece
             for name in before:
                 del frame[name]
@@ -199,10 +197,10 @@ class RowFunctions:
 
         return compute
 
-    def _loads(self, row: int) -> list[tuple[str, int]]:
-        """The inputs that no earlier row has loaded, with their positions."""
-        earlier = {name for task in self.plan.tasks[:row] for name, _ in _loads(task)}
-        return [(name, key) for name, key in _loads(self.plan.tasks[row]) if name not in earlier]
+    def _loads(self, row: int) -> list[tuple[str, str]]:
+        """Return the inputs that no earlier row has loaded, with their positions."""
+        earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, ir.Load)}
+        return [(name, key) for name, key in _pairs(self.plan.tasks[row], ir.Load) if name not in earlier]
 
     def _flowing(self, row: int) -> set[str]:
         """The values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
@@ -218,13 +216,6 @@ class RowFunctions:
             if n not in slots or n in changed
         }
         return {n for n in pieces[piece].reads if slots.get(n) == "input" or n in made}
-
-    def _check_alignment(self, piece: ir.Piece, values: Sequence[Tensor]) -> None:
-        reads = dict(zip(piece.reads, values, strict=True))
-        given = {name: value for name, value in reads.items() if name in self._given}
-        check_alignment(
-            given, {name: value for name, value in reads.items() if name not in given}, str(piece)
-        )
 
     def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         piece = self.plan.partition.pieces[task.piece]
@@ -250,14 +241,7 @@ class RowFunctions:
     def _summing(self, row: int, replica: int) -> Work:
         """Add a micro-batch's gradients to their sums, and outputs that are summed up to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
-        added = [
-            pair
-            for x in task.instructions
-            if isinstance(x, ir.Accumulate)
-            for pair in zip(x.names, x.keys, strict=True)
-        ]
-        stores = _stores(task)
-        frees = task.frees
+        added, stores, frees = _pairs(task, ir.Accumulate), _pairs(task, ir.Store), task.frees
 
         def add(micro_batch: int) -> None:
             frame = frames[micro_batch]
@@ -319,34 +303,9 @@ class RowFunctions:
         return gather
 
 
-def _loads(task: ir.Task) -> list[tuple[str, int]]:
-    """The inputs that an ipu loads for a row, with their positions."""
-    return [
-        (name, int(key))
-        for x in task.instructions
-        if isinstance(x, ir.Load)
-        for name, key in zip(x.names, x.keys, strict=True)
-    ]
-
-
-def _stores(task: ir.Task) -> list[tuple[str, int]]:
-    """The values that a row copies to the results, with their positions."""
-    return [
-        pair
-        for x in task.instructions
-        if isinstance(x, ir.Store)
-        for pair in zip(x.names, x.positions, strict=True)
-    ]
-
-
-def _slots(task: ir.Task, state: State) -> list[tuple[str, str]]:
-    """The next values of buffers, and the slots that they replace."""
-    return [
-        (name, state.slot_of[key])
-        for x in task.instructions
-        if isinstance(x, ir.Keep)
-        for name, key in zip(x.names, x.keys, strict=True)
-    ]
+def _pairs(task: ir.Task, kind: type[ir.Instruction]) -> list[tuple[str, Any]]:
+    """Return the names in a row's instructions of a kind, each with its key or position."""
+    return [pair for x in task.instructions if isinstance(x, kind) for pair in zip(*x, strict=True)]
 
 
 _FRAME, _STATE, _BUFFER, _PREPARED = range(4)

@@ -27,7 +27,7 @@ from .. import ir
 from ..settings import Hyper, Settings
 from ..update.chunks import Part, Spans
 from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
-from ..update.group_update import Prepare, UpdateStep
+from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, TreeNode, add, total
@@ -65,6 +65,7 @@ class Updates:
         self._counts: dict[Unit, Count] = {}
         self._is_finite: dict[Unit, bool] = {}
         self._steps: dict[tuple[int, int], UpdateStep] = {}
+        self._factor: Tensor | None = None  # of clipping by norm
         self._is_left_out = False
         self.is_writing = False  # from `begin` to `end`
 
@@ -80,7 +81,7 @@ class Updates:
             (group, some)
             for group, mine in sorted(groups.items())
             for some in UpdateStep(
-                optimizer, {}, [self._part(u, self.state.weight(u), ()) for u in mine], ()
+                optimizer, {}, [self._part(u, self.state.weight(u), ()) for u in mine]
             ).chunks
         ]
 
@@ -222,7 +223,8 @@ class Updates:
         """Decide what all updates need. Large memory is made before the step is committed."""
         optimizer, hyper = self.settings.optimizer, self._hyper
         assert optimizer is not None
-        prepare = self._prepare()
+        if optimizer.max_grad_norm != float("inf"):
+            self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if self.settings.automatic_loss_scaling and not self._adapt_scale():
             self._is_left_out = True
         elif not all(self._is_finite.values()):
@@ -239,7 +241,7 @@ class Updates:
                     )
                     for unit in units
                 ]
-                self._steps[ipu, group] = UpdateStep(optimizer, hyper.groups[group], parts, prepare)
+                self._steps[ipu, group] = UpdateStep(optimizer, hyper.groups[group], parts)
         if self._group is None:
             self.call.commit()
         else:
@@ -251,17 +253,19 @@ class Updates:
             for step in self._steps.values():
                 step.begin()
 
-    def _prepare(self) -> list[Prepare]:
-        """What is done to gradients in their chunks, element by element."""
+    def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Reduce, divide and clip the gradients of some parts, element by element. Returns: the parts."""
         optimizer = self.settings.optimizer
         assert optimizer is not None
-        found: list[Prepare] = [] if self.looks_at_gradients else [self._reduce, self._divide]
-        if optimizer.max_grad_norm != float("inf"):
-            factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
-            found.append(lambda parts: scale_([part.gradient for part in parts], factor))
+        if not self.looks_at_gradients:
+            self._reduce(parts)
+            self._divide(parts)
+        gradients = [part.gradient for part in parts]
+        if self._factor is not None:
+            scale_(gradients, self._factor)
         if optimizer.max_grad_value != float("inf"):
-            found.append(lambda parts: clamp_([p.gradient for p in parts], optimizer.max_grad_value))
-        return found
+            clamp_(gradients, optimizer.max_grad_value)
+        return parts
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients from the norm of each, as torch.nn.utils.get_total_norm: the norm of the norms,
@@ -313,18 +317,21 @@ class Updates:
         return Part(weight, gradient, self.state.optimizer.get(unit, {}), others, random)
 
     def _measure(self, ipu: int, index: int) -> None:
-        group, some = self._chunks[ipu][index]
-        if not self._is_left_out:
-            self._steps[ipu, group].measure(some)
+        group, chunks = self._chunks[ipu][index]
+        step = self._steps[ipu, group]
+        for spans in chunks if not self._is_left_out else ():
+            step.measure(spans, self._prepare(step.views(spans)))
 
     def _trust(self) -> None:
         for step in self._steps.values() if not self._is_left_out else ():
             step.trust()
 
     def _update(self, ipu: int, index: int) -> None:
-        group, some = self._chunks[ipu][index]
-        if not self._is_left_out:
-            self._steps[ipu, group].apply(some)
+        group, chunks = self._chunks[ipu][index]
+        step = self._steps[ipu, group]
+        for spans in chunks if not self._is_left_out else ():
+            views = step.views(spans)
+            step.apply(spans, views if step.layers is not None else self._prepare(views))
 
     def _share(self) -> None:
         """Give all processes the weights that their owners have updated."""
@@ -345,7 +352,7 @@ class Updates:
         """Forget the gradients of a step."""
         for values in (self._norms, self._counts, self._is_finite, self._steps):
             values.clear()
-        self._is_left_out = False
+        self._is_left_out, self._factor = False, None
         if not self.buckets:
             for sums in self.state.sums:
                 sums.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,20 +71,9 @@ def _view(value: Tensor, start: int, stop: int) -> Tensor:
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-class Span(NamedTuple):
-    """Elements of a part; `stop` 0: all of it, as it is."""
-
-    part: Part
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def view(self) -> Part:
-        return self.part.elements(self.start, self.stop) if self.stop else self.part
-
-
-Chunk = list[Span]
-Spans = list[tuple[int, int, int]]  # a chunk as numbers: (part, start, stop)
+Spans = list[
+    tuple[int, int, int]
+]  # a chunk: (part, start, stop) of elements; `stop` 0: all of the part, as it is
 
 
 def chunks(parts: Sequence[Part]) -> list[list[Spans]]:

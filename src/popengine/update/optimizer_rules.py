@@ -146,7 +146,12 @@ RULES: dict[str, Rule] = {
         formulas.adam, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, formulas.fused_adam, torch_class=torch.optim.Adam
     ),
     "adamw": Rule(
-        formulas.adamw, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, formulas.fused_adamw, torch_class=torch.optim.AdamW
+        formulas.adamw,
+        _ADAM_RATES,
+        _MOMENTS,
+        _ADAM_FLAGS,
+        formulas.fused_adamw,
+        torch_class=torch.optim.AdamW,
     ),
     "rmsprop": Rule(
         formulas.rmsprop,

@@ -71,6 +71,7 @@ def freeze(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
+    _log_off_device(options)
     return Settings(
         training=training,
         counts=counts,
@@ -84,9 +85,7 @@ def freeze(
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
         shard_optimizer=_least_shared(options) if training and counts.global_replicas > 1 else None,
-        off_device=_off_device(options),
         recompute=training and bool(popart.get("autoRecomputation", 0)),
-        check_alignment=os.environ.get("POPTORCH_CHECK_ALIGNMENT", "0") == "1",
         device=device_of(options, training),
         backend=_chosen(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
     )
@@ -130,11 +129,10 @@ def _least_shared(options: Options) -> int | None:
     return values.get("min_elements_for_replicated_tensor_sharding", 0)
 
 
-def _off_device(options: Options) -> tuple[str, ...]:
-    """The kinds of tensors that the user allows to be kept in the host's memory: recorded, for profiles."""
+def _log_off_device(options: Options) -> None:
+    """Log that tensors which the user allows to be kept in the host's memory stay where they are."""
     kinds = ("activation", "weight", "optimizer", "accumulator")
     locations = options.TensorLocations.toDict()
     found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
     if found:
         logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", ", ".join(found))
-    return found

@@ -51,7 +51,7 @@ const STAGES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 const OTHER = "#8794a3";
 const MEMORY = [
   ["weights", "#0072b2"], ["buffers", "#56b4e9"], ["gradients", "#e69f00"], ["optimizer", "#009e73"],
-  ["copies", "#8794a3"], ["activations", "#cc79a7"], ["between", "#d55e00"],
+  ["activations", "#cc79a7"], ["between", "#d55e00"],
 ];
 
 /** A function of strings and numbers that computes each result once: a picture asks 100,000 times a frame. */

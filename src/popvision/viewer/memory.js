@@ -19,7 +19,7 @@ function memoryView(entry) {
       make("h2", {}, "What each ipu needs at the most"),
       figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: ${figures.capacity_of}`) : null,
       bars, legend(MEMORY.map(([name, colour]) => [name, colour])), make("div", { class: "scroll", style: { marginTop: "12px" } }, table),
-      make("p", { class: "hint", style: { marginTop: "8px" } }, "copies: what a failed call is rolled back to. between: sent by another ipu and not received yet.")),
+      make("p", { class: "hint", style: { marginTop: "8px" } }, "between: sent by another ipu and not received yet.")),
     liveness(entry, profile));
 }
 
@@ -71,7 +71,7 @@ function liveness(entry, profile) {
     const held = alive.reduce((sum, row) => sum + row.bytes, 0), inside = running && running.kind === "compute" ? bytesAt(state.cursor) - held : 0;
     const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu);
     title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${running.phase === "F" ? "forward" : "backward"} of stage ${running.stage}` : "");
-    const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer], ["copies for rollback", need.copies]].filter(([, bytes]) => bytes);
+    const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer]].filter(([, bytes]) => bytes);
     const line = (name, kind, batch, bytes, [module, where] = ["", ""]) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)), make("td", {}, module), make("td", {}, where));
     list.replaceChildren(make("table", {},
       make("thead", {}, make("tr", {}, make("th", {}, "alive"), make("th", {}, "kind"), make("th", { class: "right" }, "micro-batch"), make("th", { class: "right" }, "bytes"), make("th", {}, "module"), make("th", {}, "line"))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...errors import Error
 from ...ir import Piece
@@ -194,8 +195,8 @@ class FiniteCheck(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _WITHOUT_VALUES:
             return out
-        taken = list(_leaves((args, tuple((kwargs or {}).values()))))
-        made = [value for value in _leaves((out,)) if isinstance(value, Tensor)]
+        taken = tree_leaves((args, kwargs))
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         inputs = [value for value in taken if isinstance(value, Tensor) and value.is_floating_point()]
         has_nan = any(bool(value.isnan().any()) for value in inputs)
         if has_nan and made and made[0].dtype == torch.bool:
@@ -208,11 +209,3 @@ class FiniteCheck(TorchDispatchMode):
         if overflows and all(bool(value.isfinite().all()) for value in inputs):
             raise FloatingPointException(f"{func} makes an infinity: it overflows or divides by zero")
         return out
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _leaves(value)
-        else:
-            yield value

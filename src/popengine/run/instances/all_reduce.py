@@ -17,7 +17,7 @@ all_reduce, whose own order of additions depends on the number of instances.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -176,7 +176,7 @@ class AllReduce:
             for peer, start, stop in self._shares_of_peers(cuts)
             for flat in flats
         ]
-        owned = list(_segments(cuts[self.rank], cuts[self.rank + 1], self.size))
+        owned = _segments(cuts[self.rank], cuts[self.rank + 1], self.size)
         coming: deque[list[_Incoming]] = deque()
         for turn in range(len(owned) + _AHEAD):
             if turn < len(owned):
@@ -193,13 +193,14 @@ class AllReduce:
         for work, peer in sent:
             group.wait(work, peer, _SUM)
 
-    def _shares_of_peers(self, cuts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (peer, start, stop) of the segments of all other instances' shares, one of each at a time."""
-        found = {peer: list(_segments(cuts[peer], cuts[peer + 1], self.size)) for peer in self._group.peers}
-        for turn in range(max(map(len, found.values()), default=0)):
-            for peer, segments in found.items():
-                if turn < len(segments):
-                    yield peer, *segments[turn]
+    def _shares_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return (peer, start, stop) of the segments of all other instances' shares, one of each in turn."""
+        found = [
+            (turn, peer, start, stop)
+            for peer in self._group.peers
+            for turn, (start, stop) in enumerate(_segments(cuts[peer], cuts[peer + 1], self.size))
+        ]
+        return [segment for _, *segment in sorted(found)]  # type: ignore[misc]
 
     def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[_Incoming]:
         """Begin to receive a segment of this instance's share from all others."""
@@ -263,10 +264,9 @@ def by_dtype(values: Sequence[Tensor]) -> list[list[int]]:
     return [[i for i, value in enumerate(values) if value.dtype == dtype] for dtype in dtypes]
 
 
-def _segments(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def _segments(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     step = max(IN_FLIGHT // size, 1 << 12)
-    for first in range(start, stop, step):
-        yield first, min(first + step, stop)
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def _flat(values: Sequence[Tensor]) -> Tensor:
