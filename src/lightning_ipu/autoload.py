@@ -26,81 +26,81 @@ _CLASSES = {
     "plugins": ("IPUPrecision", "IPUPrecisionPlugin"),
     "plugins.precision": ("IPUPrecision", "IPUPrecisionPlugin"),
 }
-_OLD_HOMES = ("strategies.ipu", "accelerators.ipu", "plugins.precision.ipu")
+_OLD_MODULES = ("strategies.ipu", "accelerators.ipu", "plugins.precision.ipu")
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 
 
 def install() -> None:
-    """Have Lightning know ipus, also one that is imported already. Never raises: a failure is a warning."""
+    """Add ipus to Lightning, whether it is imported before or after this call. Never raises: a failure is a warning."""
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
-        for name in _WANTED:
+        for name in _PATCHED:
             if name in sys.modules:
-                _act(sys.modules[name])
+                _patch(sys.modules[name])
     except Exception as error:
         warnings.warn(f"Pando can't add ipus to Lightning: {error}", stacklevel=2)
 
 
-def _act(module: types.ModuleType) -> None:
-    """Add our names to a module of Lightning's that has just run."""
-    if module.__dict__.get("_pando_was_here"):
+def _patch(module: types.ModuleType) -> None:
+    """Add Pando's names to a module of Lightning, once."""
+    if module.__dict__.get("_pando_patched"):
         return
-    module.__dict__["_pando_was_here"] = True
-    package, part = _WANTED[module.__name__]
+    module.__dict__["_pando_patched"] = True
+    package, part = _PATCHED[module.__name__]
     if part == _CONNECTOR:
-        _wrap_the_choice(package, module)
+        _wrap_connector(package, module)
         return
     names = _CLASSES[part]
     if any(name in module.__dict__ for name in names):
         return  # an older Lightning, which has its own
-    _answer_for(package, module, names)
+    _add_lazy_classes(package, module, names)
     if part == "strategies":
         module.StrategyRegistry.register(
-            "ipu_strategy", functools.partial(_made, package, "IPUStrategy"), description="Pando's ipus"
+            "ipu_strategy", functools.partial(_build, package, "IPUStrategy"), description="Pando's ipus"
         )
     elif part == "accelerators":
         module.AcceleratorRegistry.register("ipu", _LazyAccelerator(package), description="Pando's ipus")
 
 
-def _answer_for(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-    """Add these classes to a module, built at their first use (PEP 562)."""
+def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
+    """Add classes to a module through its `__getattr__` (PEP 562); they are built at their first use."""
     before = module.__dict__.get("__getattr__")
 
-    def answer(name: str) -> Any:
+    def get_class(name: str) -> Any:
         if name in names:
             return _classes(package)[name]
         if before is not None:
             return before(name)
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-    module.__dict__["__getattr__"] = answer
+    module.__dict__["__getattr__"] = get_class
 
 
 def _classes(package: str) -> dict[str, type]:
     return importlib.import_module("lightning_ipu.family").classes(package)
 
 
-def _made(package: str, name: str, **arguments: Any) -> Any:
+def _build(package: str, name: str, **arguments: Any) -> Any:
     return _classes(package)[name](**arguments)
 
 
 class _LazyAccelerator:
-    """Stands in the registry for the class, and answers what Lightning asks of all accelerators."""
+    """The registry's entry for the accelerator: builds the class at its first use."""
 
     def __init__(self, package: str) -> None:
         self._package = package
 
     def __call__(self, **arguments: Any) -> Any:
-        return _made(self._package, "IPUAccelerator", **arguments)
+        return _build(self._package, "IPUAccelerator", **arguments)
 
     @staticmethod
     def is_available() -> bool:
         return True
 
 
-def _wrap_the_choice(package: str, module: types.ModuleType) -> None:
-    """Strategy, accelerator and precision of ours come together, whichever of them was named."""
+def _wrap_connector(package: str, module: types.ModuleType) -> None:
+    """Wrap the method that picks strategies: Pando's accelerator or strategy alone selects both, and the precision."""
     if f"{package}.strategies.ipu" in sys.modules and "IPUStrategy" in vars(
         sys.modules[f"{package}.strategies"]
     ):
@@ -116,15 +116,15 @@ def _wrap_the_choice(package: str, module: types.ModuleType) -> None:
         return
 
     @functools.wraps(original)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for given in kwargs.values():
-            if _is_ours(given, "") and type(given).lightning.name != package:
+    def with_ipus(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for flag in kwargs.values():
+            if _is_pandos(flag) and type(flag).lightning.name != package:
                 raise TypeError(
-                    f"{type(given).__name__} of `{type(given).lightning.name}` was given to the Trainer of `{package}`:"
+                    f"{type(flag).__name__} of `{type(flag).lightning.name}` was given to the Trainer of `{package}`:"
                     f" import it from there, `from {package}.strategies import IPUStrategy`"
                 )
         result = original(self, *args, **kwargs)
-        if _is_ours(self._accelerator_flag, "ipu") or _is_ours(self._strategy_flag, "ipu_strategy"):
+        if _is_pandos(self._accelerator_flag, "ipu") or _is_pandos(self._strategy_flag, "ipu_strategy"):
             if self._accelerator_flag == "auto":
                 self._accelerator_flag = "ipu"
             if self._strategy_flag == "auto":
@@ -133,42 +133,43 @@ def _wrap_the_choice(package: str, module: types.ModuleType) -> None:
                 self._precision_plugin_flag = _classes(package)["IPUPrecision"](self._precision_flag)
         return result
 
-    connector._check_config_and_set_final_flags = chosen
+    connector._check_config_and_set_final_flags = with_ipus
 
 
-def _is_ours(flag: Any, name: str) -> bool:
+def _is_pandos(flag: Any, name: str = "") -> bool:
+    """Return whether a Trainer's argument is an object of Pando's classes, or the registered `name` of one."""
     return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)
 
 
 # ---- the finder ------------------------------------------------------------------------------------------
 
-_WANTED = {
+_PATCHED = {
     f"{package}.{part}": (package, part)
     for package in PACKAGES
-    for part in (*_CLASSES, *_OLD_HOMES, _CONNECTOR)
+    for part in (*_CLASSES, *_OLD_MODULES, _CONNECTOR)
 }
 
 
 class _Finder:
-    """Lets the other finders find a module of `_WANTED`, and acts when it has run."""
+    """A meta path finder that has the modules of `_PATCHED` loaded by a `_PatchingLoader`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _WANTED:
+        if name not in _PATCHED:
             return None
         spec = None
         for finder in sys.meta_path:
             if finder is not self and spec is None and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(name, path, target)
-        package, part = _WANTED[name]
-        if spec is None and part in _OLD_HOMES:
-            return ModuleSpec(name, _OldHome(package, _CLASSES[part.removesuffix(".ipu")]))  # pyright: ignore
-        if spec is not None and spec.loader is not None and part not in _OLD_HOMES:
-            spec.loader = _Acting(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
+        package, part = _PATCHED[name]
+        if spec is None and part in _OLD_MODULES:
+            return ModuleSpec(name, _OldModule(package, _CLASSES[part.removesuffix(".ipu")]))  # pyright: ignore
+        if spec is not None and spec.loader is not None and part not in _OLD_MODULES:
+            spec.loader = _PatchingLoader(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
 
-class _Acting:
-    """A loader that acts after its module has run, and leaves it with its own loader."""
+class _PatchingLoader:
+    """Loads a module with its own loader, then patches the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -182,13 +183,13 @@ class _Acting:
         module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
-            _act(module)
+            _patch(module)
         except Exception as error:
             warnings.warn(f"Pando can't add ipus to {module.__name__}: {error}", stacklevel=2)
 
 
-class _OldHome:
-    """Loads `strategies.ipu` and its like, which Lightning no longer has."""
+class _OldModule:
+    """Loads `strategies.ipu`, `accelerators.ipu` and `plugins.precision.ipu`, which Lightning no longer has."""
 
     def __init__(self, package: str, names: tuple[str, ...]) -> None:
         self._package, self._names = package, names
@@ -197,5 +198,5 @@ class _OldHome:
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__doc__ = "Pando's classes, at the place where older Lightnings had theirs."
-        _answer_for(self._package, module, self._names)
+        module.__doc__ = "Pando's classes, under the module name of older Lightning releases."
+        _add_lazy_classes(self._package, module, self._names)

@@ -1,8 +1,8 @@
-"""Our three classes, built once for each Lightning package.
+"""Pando's three Lightning classes, built once for each Lightning package.
 
-`lightning` and `pytorch_lightning` are the same source under two names, with base classes of their own. So our classes
-are written once, as plain classes (the strategy in `strategy.py`), and combined with the bases of a package at the
-first use.
+`lightning` and `pytorch_lightning` are the same source under two names, each with its own base classes. Pando's
+classes are written once, without bases (the strategy in `strategy.py`), and combined with the bases of a package at
+their first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .autoload import PACKAGES
 from .prepare import Lightning
 from .strategy import StrategyPart
 
-_AUTO = 4  # what `devices="auto"` means; there is no number to find out, since an ipu is a logical device
+_AUTO = 4  # the number for `devices="auto"`: ipus are logical devices, so there is no number to detect
 
 
 class AcceleratorPart:
@@ -37,7 +37,7 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """A number, a number as text, or a list with as many elements. Raises: ValueError, for anything else."""
+        """Return the number of devices: a number, or the length of a list. Raises: ValueError, for anything else."""
         if isinstance(devices, (list, tuple)):
             return len(devices)
         try:
@@ -86,19 +86,19 @@ class PrecisionPart:
         return module.half() if self.precision == "16-true" else module
 
     def cast(self, batch: Any) -> Any:
-        """The batch as the model takes it; integers stay."""
+        """Return the batch in the precision of the model's inputs; integers stay."""
         if self.precision == "32-true":
             return batch
         return tree_map_only(Tensor, _halved, batch)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the call of the model has trained it."""
+        """Do nothing: the call of the model has trained it."""
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the executor clips."""
+        """Do nothing: the executor clips."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the step, which trains; the optimizer itself has no gradients to look at."""
+        """Run the step, which also updates the weights; the optimizer itself gets no gradients."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if result is None and model.automatic_optimization:
@@ -116,14 +116,14 @@ def _halved(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def classes(package: str) -> dict[str, type]:
-    """IPUStrategy, IPUAccelerator, IPUPrecision (and its older name) of a package."""
+    """Return IPUStrategy, IPUAccelerator and IPUPrecision (under its older name, too) of a Lightning package."""
     lightning = Lightning(package)
     parts = {
         "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),
         "IPUAccelerator": (AcceleratorPart, "accelerators.Accelerator"),
         "IPUPrecision": (PrecisionPart, "plugins.precision.Precision"),
     }
-    found = {
+    built = {
         name: type(
             name,
             (part, lightning.get(base)),
@@ -136,10 +136,10 @@ def classes(package: str) -> dict[str, type]:
         )
         for name, (part, base) in parts.items()
     }
-    return {**found, "IPUPrecisionPlugin": found["IPUPrecision"]}
+    return {**built, "IPUPrecisionPlugin": built["IPUPrecision"]}
 
 
 def imported() -> str:
-    """The package that the program uses: the one that is imported, `lightning` if both or none are."""
+    """Return the Lightning package that the program uses: the imported one; `lightning` if both or none are."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

@@ -1,4 +1,4 @@
-"""Loaders that yield what a call takes, and batches that are filled up and cut."""
+"""Loaders that yield combined batches, and functions that pad batches and cut outputs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Loaders:
         self._rows: list[int | None] = []  # of a complete prediction batch, by loader
 
     def prepare(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """In place of Lightning's own preparation, which would rebuild loaders for prediction."""
+        """Replace Lightning's preparation of a loader, which would rebuild loaders for prediction."""
         self._stage = mode
         return dataloader
 
     def process(self, loader: Any) -> Any:
-        """The loader that the trainer reads for the stage that was prepared for."""
+        """Return the loader of combined batches for the stage that `prepare` was called for."""
         stage = self._stage if self._stage is not None else self._strategy._stage
         options = self._strategy.options_for(stage)
         n = micro_batches(options, stage == "train")
@@ -51,23 +51,23 @@ class Loaders:
         if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
             return loader
         if type(loader).__iter__ is not DataLoader.__iter__:
-            made: Any = Joined(loader, n, keep_tail=False)
+            made: Any = JoinedBatches(loader, n, keep_tail=False)
         else:
             made = _combined(loader, options)
         self._check_length(loader, made, n, stage)
         return made
 
     def rows_of(self, index: int) -> int | None:
-        """Rows of a complete batch of a loader for prediction, where that is known."""
+        """Return the rows of a complete batch of a prediction loader; None if unknown."""
         return self._rows[index] if index < len(self._rows) else None
 
     def _for_prediction(self, loader: Any, n: int) -> Any:
-        """No row is lost: the last batch may be short."""
+        """Return a loader that yields all rows: the last batch may be short."""
         made, rows = loader, None
         if isinstance(loader, poptorch.DataLoader):
             rows = loader.combinedBatchSize
         elif isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__:
-            made = Joined(loader, n, keep_tail=True)
+            made = JoinedBatches(loader, n, keep_tail=True)
         elif isinstance(loader, DataLoader):
             made, rows = self._index_noting(loader, n)
         self._rows.append(rows)
@@ -83,14 +83,14 @@ class Loaders:
             sampler = BatchSampler(loader.sampler, size, drop_last=False)
         elif sampler is not None:
             size = getattr(sampler, "batch_size", None)
-            size, sampler = None if size is None else size * n, Together(sampler, n)
+            size, sampler = None if size is None else size * n, JoinedIndices(sampler, n)
         else:
             return loader, None
         noting = self._strategy.lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
         return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied), size
 
     def _check_length(self, loader: DataLoader[Any], made: Any, n: int, stage: Any) -> None:
-        """Refuse a loader that is too short for a call, and tell what evaluation leaves out."""
+        """Raise for a loader that is too short for a call, and warn of micro-batches that evaluation leaves out."""
         try:
             micro_batches, calls = len(loader), len(made)
         except TypeError:  # a dataset without a length
@@ -109,13 +109,13 @@ class Loaders:
 
 
 def micro_batches(options: poptorch.Options, training: bool) -> int:
-    """Those of one call."""
+    """Return the number of micro-batches of one call."""
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 
 
 def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
-    """A poptorch.DataLoader that reads what a torch loader reads."""
+    """Return a poptorch.DataLoader with the data set, workers and order of a torch loader."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     if isinstance(loader.dataset, IterableDataset):
@@ -146,8 +146,8 @@ def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]
     return {"sampler": sampler, "auto_distributed_partitioning": False}
 
 
-class Joined:
-    """Reads a loader that has its own way of iterating, n of its batches at a time."""
+class JoinedBatches:
+    """Joins n batches at a time of a loader that overrides `__iter__`."""
 
     def __init__(self, loader: DataLoader[Any], n: int, keep_tail: bool) -> None:
         self.loader, self.dataset, self._n, self._keep_tail = loader, loader.dataset, n, keep_tail
@@ -161,8 +161,8 @@ class Joined:
         return calls + (self._keep_tail and left > 0)
 
 
-class Together:
-    """The indices of n micro-batches as one batch."""
+class JoinedIndices:
+    """A batch sampler that joins the indices of n batches of another one."""
 
     def __init__(self, sampler: Any, n: int) -> None:
         self._sampler, self._n = sampler, n
@@ -183,7 +183,7 @@ class Together:
 
 
 def spread(value: Any, n: int) -> Any:
-    """The same value, with a tensor of n equal elements for each number in it."""
+    """Return the value with each number replaced by a tensor of n equal elements."""
     if isinstance(value, (int, float)):
         return torch.tensor(value).repeat(n)
     if isinstance(value, (list, tuple)):
@@ -195,7 +195,7 @@ def spread(value: Any, n: int) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """The first dimension that all tensors of a batch have; None if they have none in common."""
+    """Return the size of the first dimension, if all tensors of a batch share it; else None."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return counts.pop() if len(counts) == 1 else None
 
@@ -211,10 +211,11 @@ def padded(batch: Any, rows: int) -> Any:
 
 
 def cut(output: Any, rows: int, wanted: int) -> Any:
-    """The first `wanted` rows of every tensor that has `rows`."""
+    """Return an output with every tensor of `rows` rows cut to its first `wanted` ones."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))
 
 
 def shapes_of(value: Any) -> list[Any]:
+    """Return shape and dtype of each tensor."""
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

@@ -1,4 +1,4 @@
-"""Prepare a run: the Lightning package, the options, the place among instances, a profile, and what can't be done."""
+"""Preparation of a run: the Lightning package, options, processes, a profile, and checks of the configuration."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from poptorch.optim.freeze_optimizer import supported_optimizers
 
 
 class Lightning:
-    """One of the Lightning packages: its modules, loaded when they are first needed."""
+    """One of the two Lightning packages. Its modules are imported at their first use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def get(self, path: str) -> Any:
-        """What `path` names inside the package: `loops.fit_loop._FitLoop`."""
+        """Return an object of the package by its path, such as `loops.fit_loop._FitLoop`."""
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(f"{self.name}.{module}"), name)
 
     @property
     def Misconfiguration(self) -> type[Exception]:
-        """The exception that Lightning's users catch."""
+        """Lightning's exception for configurations that can't run."""
         return self.get("utilities.exceptions.MisconfigurationException")
 
     def is_overridden(self, method: str, module: Any) -> bool:
@@ -42,7 +42,7 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Options by the strategy's device iterations, and the Trainer's devices and accumulation."""
+    """Return options with the strategy's device iterations, and the Trainer's devices and accumulation."""
     if popdist.isPopdistEnvSet():
         import popdist.poptorch as distributed
 
@@ -59,8 +59,8 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     trainer = module._trainer if module is not None else None
     if trainer is not None and training:
         # During a run the Trainer's own count is 1: the executor accumulates.
-        given = trainer.accumulate_grad_batches
-        options.Training.gradientAccumulation(max(given, strategy._accumulation))
+        accumulation = max(trainer.accumulate_grad_batches, strategy._accumulation)
+        options.Training.gradientAccumulation(accumulation)
     if trainer is not None and trainer._detect_anomaly:
         options.Precision.enableFloatingPointExceptions(True)
     return options
@@ -68,7 +68,7 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
 
 @dataclass(frozen=True)
 class Instances:
-    """Which process of how many this is."""
+    """The number of processes and the index of this one, with collectives over them."""
 
     count: int = 1
     index: int = 0
@@ -76,7 +76,7 @@ class Instances:
 
     @classmethod
     def of(cls, options: poptorch.Options) -> Instances:
-        """Return the place that the options name; connect the processes where a launcher started them."""
+        """Return the processes that the options name, connected if a launcher started them."""
         distributed = options.Distributed
         if distributed.numProcesses == 1:
             return cls()
@@ -86,7 +86,7 @@ class Instances:
         return cls(distributed.numProcesses, distributed.processId, local)
 
     def reduce(self, value: Any, operation: Any = "mean") -> Any:
-        """The mean (or sum, min, max) over all processes of a tensor or number."""
+        """Return the mean (or sum, min, max) of a tensor or number over all processes."""
         if self.count == 1:
             return value
         word = str(operation or "mean").rsplit(".", 1)[-1].lower()
@@ -110,7 +110,7 @@ class Instances:
         return values[0]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[count, *shape]; alone the tensor itself."""
+        """Return the tensors of all processes, [count, *shape]; with one process the tensor itself."""
         if self.count == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
@@ -123,7 +123,7 @@ _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 
 @contextlib.contextmanager
 def reporting(directory: str | None) -> Iterator[None]:
-    """Executors made inside write a profile into the directory, or into the current one."""
+    """A context in which new executors write profiles into the directory, or into the current one."""
     before = os.environ.get(_VARIABLE)
     asked = {"autoReport.all": "true"}
     if directory is not None:
@@ -140,7 +140,7 @@ def reporting(directory: str | None) -> Iterator[None]:
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
-    """Raises MisconfigurationException or RuntimeError, each with what to write instead."""
+    """Check what is known before the set-up. Raises: MisconfigurationException or RuntimeError, with a fix."""
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
         raise lightning.Misconfiguration(
@@ -192,7 +192,7 @@ _HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_be
 
 
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """The optimizers are known. Raises as `check_before_setup`."""
+    """Check the optimizers, after the set-up. Raises: MisconfigurationException, with a fix."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

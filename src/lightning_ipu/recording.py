@@ -1,8 +1,8 @@
 """A step of a LightningModule, recorded while it is captured.
 
-A step runs once, with tensors that have no values yet. `self.log`, torchmetrics, manual optimization, and tensors in
-lists, dictionaries and attributes become notes of the graph (`poptorch.annotating.notes`), and `replaying.py` repeats
-them after each call, with values. All stand-ins for attributes of the module are removed at the end of the step.
+A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists, dictionaries
+and attributes become notes of the graph (`poptorch.annotating.notes`), and `replaying.py` repeats them after each
+call, with values. Attributes of the module that are replaced meanwhile are restored at the end of the step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepModule(nn.Module):
 
 
 def _step_of(module: Any) -> str | None:
-    """The name of the step that a module's trainer is at."""
+    """Return the name of the step that the module's trainer runs now; None outside a run."""
     trainer = module._trainer
     if trainer is None:
         return None
@@ -74,8 +74,8 @@ def _step_of(module: Any) -> str | None:
 logger = logging.getLogger("poptorch::python")
 
 
-def put_meanwhile(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Put a value in place of an attribute, until `undo` is closed."""
+def replace_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute until `undo` is closed."""
     attributes = vars(owner)
     had, before = name in attributes, attributes.get(name)
     attributes[name] = value
@@ -111,7 +111,7 @@ class MetricValue:
 
 
 class Recording:
-    """Records one step of a LightningModule; a context around it."""
+    """A context that records one step of a LightningModule."""
 
     def __init__(self, module: Any, step: str) -> None:
         self._module, self._step = module, step
@@ -120,15 +120,15 @@ class Recording:
         self._metrics = _metrics_of(module)
 
     def __enter__(self) -> Recording:
-        self._left = Left(self._module)
-        replace = partial(put_meanwhile, self._undo)
+        self._changes = AttributeChanges(self._module)
+        replace = partial(replace_until, self._undo)
         replace(self._module, "log", self._log)
         replace(self._module, "log_dict", self._log_dict)
         for path, metric in self._metrics.items():
             replace(metric, "forward", self._of_metric(path, metric, "forward"))
             replace(metric, "update", self._of_metric(path, metric, "update"))
             replace(metric, "compute", MetricValue(path, -1)._refuse)
-        self._undo.enter_context(Watch(self._module))
+        self._undo.enter_context(CounterWatch(self._module))
         self._manual = None
         if self._step == "training_step" and not self._module.automatic_optimization:
             self._manual = ManualSteps(self._module, replace)
@@ -136,7 +136,7 @@ class Recording:
 
     def __exit__(self, *details: Any) -> None:
         self._undo.close()
-        self._left.take_back()
+        self._changes.undo()
 
     # ---- logging -----------------------------------------------------------------------------------------
 
@@ -145,18 +145,18 @@ class Recording:
             raise CaptureError(
                 "self.log in predict_step: Lightning has no place for it; return the value instead"
             )
-        given = inspect.signature(type(self._module).log).bind(self._module, *args, **kwargs).arguments
-        name, value = given.pop("name"), given.pop("value")
-        given.pop("self", None)
+        options = inspect.signature(type(self._module).log).bind(self._module, *args, **kwargs).arguments
+        name, value = options.pop("name"), options.pop("value")
+        options.pop("self", None)
         path = self._path_of(value)
         if path is not None:
-            note(("log_metric", name, path, given), None)
+            note(("log_metric", name, path, options), None)
         elif isinstance(value, MetricValue):
-            note(("log_metric_value", name, value._event, given), None)
+            note(("log_metric_value", name, value._event, options), None)
         else:
-            self._log_value(name, value, given)
+            self._log_value(name, value, options)
 
-    def _log_value(self, name: str, value: Any, given: dict[str, Any]) -> None:
+    def _log_value(self, name: str, value: Any, options: dict[str, Any]) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"`self.log({name}, ...)` was called, but the tensor must have a single element; it has shape"
@@ -171,23 +171,23 @@ class Recording:
                 " what changes between calls in on_train_batch_end",
                 name,
             )
-        note(("log", name, given), value.detach() if isinstance(value, Tensor) else value)
+        note(("log", name, options), value.detach() if isinstance(value, Tensor) else value)
 
     def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        given = (
+        options = (
             inspect.signature(type(self._module).log_dict)
             .bind(self._module, dictionary, *args, **kwargs)
             .arguments
         )
-        given = {name: value for name, value in given.items() if name not in ("self", "dictionary")}
+        options = {name: value for name, value in options.items() if name not in ("self", "dictionary")}
         path = self._path_of(dictionary)
         if path is not None:
-            note(("log_dict_metric", path, given), None)
+            note(("log_dict_metric", path, options), None)
         elif isinstance(dictionary, MetricValue):
-            note(("log_dict_metric_value", dictionary._event, given), None)
+            note(("log_dict_metric_value", dictionary._event, options), None)
         else:
             for name, value in dictionary.items():
-                self._log(name, value, **given)
+                self._log(name, value, **options)
 
     def _path_of(self, value: Any) -> str | None:
         return next((path for path, metric in self._metrics.items() if metric is value), None)
@@ -203,8 +203,8 @@ class Recording:
     # ---- the end of a step -------------------------------------------------------------------------------
 
     def finished(self, output: Any) -> Any:
-        """The step has returned: choose the loss, and note what it left in the module."""
-        self._left.note()
+        """Choose the loss, and note what the step left in the module. Returns: the step's output, unchanged."""
+        self._changes.note()
         if self._manual is not None:
             self._manual.finish()
         elif self._step == "training_step":
@@ -213,7 +213,7 @@ class Recording:
 
 
 def _metrics_of(module: Any) -> dict[str, Any]:
-    """torchmetrics' objects in a module, by path; collections as a whole, before their members."""
+    """Return the torchmetrics objects in a module by path; a collection comes before its members."""
     try:
         from torchmetrics import Metric, MetricCollection
     except ImportError:
@@ -223,7 +223,7 @@ def _metrics_of(module: Any) -> dict[str, Any]:
 
 
 def _choose_loss(output: Any, module: Any) -> None:
-    """The loss that training_step returns is the one that is trained."""
+    """Train the loss that training_step returns. Raises: CaptureError, if it returns none."""
     where = f"the return of {type(module).__name__}.training_step"
     loss = output.get("loss") if isinstance(output, dict) else output
     capture = current()
@@ -243,18 +243,18 @@ def _choose_loss(output: Any, module: Any) -> None:
     capture.choose_loss(loss, where)
 
 
-_INTERNAL = {"_parameters", "_buffers", "_modules"}  # capture looks after these
+_INTERNAL = {"_parameters", "_buffers", "_modules"}  # the capture restores these
 
 
-class Left:
-    """The attributes of a module before a step: finds what the step adds to them, and takes it out again."""
+class AttributeChanges:
+    """Traced tensors that a step puts into attributes of its module: they are noted, and removed again."""
 
     def __init__(self, module: Any) -> None:
         self._attributes = vars(module)
         self._before = {name: _copied(value) for name, value in self._attributes.items()}
 
     def note(self) -> None:
-        """Note what was appended to a list, put into a dictionary or assigned, and take it out.
+        """Note traced tensors that were appended to a list, put into a dictionary or assigned, and remove them.
 
         Raises:
             CaptureError: something else holds a traced tensor
@@ -267,7 +267,7 @@ class Left:
             for name, value in self._attributes.items()
             if name not in _INTERNAL and _holds_traced(value) and not _is_computed(value)
         ]
-        self.take_back()
+        self.undo()
         if left:
             raise CaptureError(
                 f"the step leaves a tensor that has no values yet in self.{left[0]}\n"
@@ -276,8 +276,8 @@ class Left:
                 f"  fix: make self.{left[0]} one of these, or return the value and keep it in a hook"
             )
 
-    def take_back(self) -> None:
-        """Lists, dictionaries and attributes as they were, where they have got a traced tensor."""
+    def undo(self) -> None:
+        """Restore the lists, dictionaries and attributes that hold a traced tensor."""
         for name, now in list(self._attributes.items()):
             before = self._before.get(name)
             if name in _INTERNAL or not _holds_traced(now):
@@ -296,7 +296,7 @@ class Left:
 
 
 def _note(name: str, before: Any, now: Any) -> None:
-    """Note what was appended to a list, put into a dictionary or assigned."""
+    """Note traced tensors that were appended to a list, put into a dictionary or assigned."""
     if isinstance(now, list) and isinstance(before, list):
         for item in now[len(before) :]:
             if _is_computed(item):
@@ -326,7 +326,7 @@ def _holds_traced(value: Any) -> bool:
 
 
 class ManualSteps:
-    """Stands in for what a step calls while it is captured, and checks the order."""
+    """Replaces the calls of manual optimization while a step is captured, and checks their order."""
 
     def __init__(self, module: Any, replace: Callable[[Any, str, Any], None]) -> None:
         self._module, self._done = module, []
@@ -358,7 +358,7 @@ class ManualSteps:
         note(("optimizer_step",), None)
 
     def finish(self) -> None:
-        """Raises CaptureError, unless there was one backward, and then one step."""
+        """Check that there was one backward, followed by one step. Raises: CaptureError, if not."""
         if self._done != ["backward", "step"]:
             raise CaptureError(
                 "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
@@ -370,13 +370,13 @@ class ManualSteps:
 
 
 class _Optimizer:
-    """The optimizer as a captured step may use it: its rates can be read."""
+    """The optimizer of a captured step: its rates can be read, and `step` is recorded."""
 
     def __init__(self, real: Any, step: Callable[..., None]) -> None:
         self._real, self.step = real, step
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients are of one update each, anyway."""
+        """Do nothing: each update has gradients of its own."""
 
     def toggle_model(self, *args: Any, **kwargs: Any) -> Any:
         return _refusal("optimizer.toggle_model", "leave it out: there is one optimizer")()
@@ -397,15 +397,15 @@ COUNTERS = ("current_epoch", "global_step")
 logger = logging.getLogger("poptorch::python")
 
 
-class Watch:
-    """Sees reads of counters on a module and its trainer, by subclasses that they have meanwhile; then warns."""
+class CounterWatch:
+    """Warns of reads of counters on a module and its trainer, whose classes are replaced by subclasses meanwhile."""
 
     def __init__(self, module: Any) -> None:
         self._owners = [owner for owner in (module, module._trainer) if isinstance(type(owner), type)]
         self._allowed = getattr(module._trainer.strategy, "recompile_on", ())
         self._read: set[str] = set()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CounterWatch:
         self._classes = [type(owner) for owner in self._owners]
         for owner, kind in zip(self._owners, self._classes, strict=True):
             owner.__class__ = type(

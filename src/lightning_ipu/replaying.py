@@ -1,4 +1,4 @@
-"""What a step did on the host while it was captured, done again after each call, with the call's values."""
+"""Repeats a step's actions on the host (logging, metrics, attributes) after each call, with the call's values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 class Replay:
-    """Does what is noted, in its order.
+    """Repeats the notes of a recorded step, in their order.
 
     Args:
-        over_instances: reduces a logged value ("mean", "sum", "min", "max"), where `sync_dist` asks for that
+        over_instances: reduces a logged value ("mean", "sum", "min", "max") over processes, for `sync_dist=True`
     """
 
     def __init__(self, module: Any, over_instances: Callable[[Tensor, str], Tensor]) -> None:
@@ -32,7 +32,10 @@ class Replay:
         self._values: dict[int, Any] = {}  # of the metrics, by the number of their call
 
     def run(self, notes: Sequence[tuple[Any, Any]]) -> None:
-        """All notes of one call: (what, value) with [n, ...] for each tensor of a value."""
+        """Repeat the notes of one call.
+
+        Args: notes: (kind and details, value) pairs; each tensor of a value has [n, ...], n micro-batches
+        """
         if any("metric" in what[0] for what, _ in notes):
             self._parts = dict(torch.nn.Module.named_modules(self._module))
         appended: dict[str, list[Any]] = {}
@@ -41,31 +44,31 @@ class Replay:
                 appended.setdefault(details[0], []).append(value)
             else:
                 getattr(self, f"_{kind}")(value, *details)
-        for name, values in appended.items():  # what one micro-batch appends stays together
+        for name, values in appended.items():  # in the order of micro-batches
             n = len(tensors_of(values[0])[0])
             getattr(self._module, name).extend(_of_micro_batch(v, i) for i in range(n) for v in values)
 
-    def _log(self, value: Any, name: str, given: dict[str, Any]) -> None:
+    def _log(self, value: Any, name: str, options: dict[str, Any]) -> None:
         if isinstance(value, Tensor):
-            reduction = given.get("reduce_fx") or "mean"
+            reduction = options.get("reduce_fx") or "mean"
             word: Any = _NAMES.get(reduction, reduction)
             reduce: Any = _REDUCTIONS.get(word, reduction)
             value = reduce(value.float())
-            if given.get("sync_dist"):
+            if options.get("sync_dist"):
                 value = self._over_instances(value, word)
-        self._module.log(name, value, **{**given, "sync_dist": False})
+        self._module.log(name, value, **{**options, "sync_dist": False})
 
-    def _log_metric(self, _: Any, name: str, path: str, given: dict[str, Any]) -> None:
-        self._module.log(name, self._parts[path], **given)
+    def _log_metric(self, _: Any, name: str, path: str, options: dict[str, Any]) -> None:
+        self._module.log(name, self._parts[path], **options)
 
-    def _log_metric_value(self, _: Any, name: str, event: int, given: dict[str, Any]) -> None:
-        self._module.log(name, self._values[event], **given)
+    def _log_metric_value(self, _: Any, name: str, event: int, options: dict[str, Any]) -> None:
+        self._module.log(name, self._values[event], **options)
 
-    def _log_dict_metric(self, _: Any, path: str, given: dict[str, Any]) -> None:
-        self._module.log_dict(self._parts[path], **given)
+    def _log_dict_metric(self, _: Any, path: str, options: dict[str, Any]) -> None:
+        self._module.log_dict(self._parts[path], **options)
 
-    def _log_dict_metric_value(self, _: Any, event: int, given: dict[str, Any]) -> None:
-        self._module.log_dict(self._values[event], **given)
+    def _log_dict_metric_value(self, _: Any, event: int, options: dict[str, Any]) -> None:
+        self._module.log_dict(self._values[event], **options)
 
     def _metric(self, value: Any, path: str, method: str, event: int) -> None:
         arguments = with_tensors(value, iter([_rows(tensor) for tensor in tensors_of(value)]))
@@ -85,7 +88,7 @@ class Replay:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """[n, rows, ...] as [n * rows, ...]: the whole call."""
+    """Join micro-batches: [n, rows, ...] becomes [n * rows, ...]."""
     return values.flatten(0, 1) if values.dim() > 1 else values
 
 

@@ -17,7 +17,7 @@ import poptorch
 
 from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
 from .prepare import Instances, Lightning, check_before_setup, check_optimizers, make_options, reporting
-from .recording import StepModule, put_meanwhile
+from .recording import StepModule, replace_until
 from .replaying import Replay
 
 logger = logging.getLogger("poptorch::python")
@@ -35,11 +35,13 @@ class StrategyPart:
 
     lightning: Lightning
     strategy_name = "ipu_strategy"
-    is_distributed = False  # Lightning would put its own sampler into loaders; ours partition by themselves
+    is_distributed = (
+        False  # else Lightning puts its own sampler into loaders; poptorch.DataLoader partitions rows itself
+    )
     handles_gradient_accumulation = True
     recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile anew when it has changed
 
-    # What Lightning's base class has.
+    # Attributes of Lightning's base class.
     _lightning_module: Any
     accelerator: Any
     model: Any
@@ -73,31 +75,33 @@ class StrategyPart:
         self._training_opts, self._inference_opts = training_opts, inference_opts
         self._has_own = {"training": training_opts is None, "inference": inference_opts is None}
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._more: dict[Any, poptorch.PoplarExecutor] = {}  # of further loaders, by stage and index
+        self._more: dict[
+            Any, poptorch.PoplarExecutor
+        ] = {}  # executors of further loaders, by stage and index
         self._shapes: dict[Any, Any] = {}  # of the batches that an executor runs, by stage
         self._counters: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
         self._loaders = Loaders(self)
         self._instances = Instances()
-        self._numbers: dict[str, list[int]] = {}
-        self._loaded_numbers: dict[str, list[int]] = {}
+        self._random_state: dict[str, list[int]] = {}
+        self._loaded_random_state: dict[str, list[int]] = {}
 
     # ---- the life of a run -------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        self._let_go()
+        self._release()
         is_fit = trainer.state.fn == "fit"
         check_before_setup(self, trainer, is_fit)
         self._instances = Instances.of(self.training_opts)
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
-            put_meanwhile(self._undo, trainer, "accumulate_grad_batches", 1)
-        put_meanwhile(self._undo, trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
+            replace_until(self._undo, trainer, "accumulate_grad_batches", 1)
+        replace_until(self._undo, trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             check_optimizers(self, trainer)
-            put_meanwhile(self._undo, self._lightning_module, "optimizer_zero_grad", None)
+            replace_until(self._undo, self._lightning_module, "optimizer_zero_grad", None)
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
         with reporting(self.autoreport_dir) if self.autoreport else nullcontext():
@@ -131,15 +135,15 @@ class StrategyPart:
                 )
 
     def _clip(self, trainer: Any) -> None:
-        """What the Trainer says of clipping becomes an attribute of the optimizer."""
+        """Copy the Trainer's gradient clipping to an attribute of the optimizer, which the executor reads."""
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
             return
         name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
-        put_meanwhile(self._undo, self.optimizers[0], name, float(trainer.gradient_clip_val))
+        replace_until(self._undo, self.optimizers[0], name, float(trainer.gradient_clip_val))
 
-    def _let_go(self) -> None:
-        """Destroy executors, and leave everything as it was before the run."""
-        self._keep_numbers()
+    def _release(self) -> None:
+        """Destroy the executors, and restore all attributes that the run replaced."""
+        self._save_random_state()
         for executor in {id(e): e for e in (*self.poptorch_models.values(), *self._more.values())}.values():
             executor.destroy()
             executor._unmark()
@@ -149,11 +153,11 @@ class StrategyPart:
             self.model = self._lightning_module
 
     def teardown(self) -> None:
-        self._let_go()
+        self._release()
         super().teardown()  # type: ignore[misc]
 
     def model_to_device(self) -> None:
-        """Nothing: executors take the weights when they first run."""
+        """Do nothing: executors copy the weights at their first call."""
 
     @property
     def root_device(self) -> torch.device:
@@ -174,7 +178,7 @@ class StrategyPart:
     validation_step = test_step = training_step
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The predictions of a call; a short last batch is filled up, and its predictions are cut."""
+        """Return the predictions of a call; a short last batch is padded, and its predictions are cut."""
         rows, complete = rows_of(args[0]), self._loaders.rows_of(_loader_index(args))
         if rows is None or complete is None or rows >= complete:
             return self._step(self._stage, *args, **kwargs)
@@ -182,18 +186,18 @@ class StrategyPart:
         return cut(self._step(self._stage, whole, *args[1:], **kwargs), complete, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one call, and do on the host what the step did there."""
+        """Run one call, and repeat the step's actions on the host."""
         options = self.options_for(self._stage)
         prepared = spread(args, micro_batches(options, self._stage == "train"))
         executor = self._executor_for(stage, args, prepared)
         self._compile_anew(stage, executor)
-        self._restore_numbers(stage, executor, prepared, kwargs)
+        self._restore_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
         Replay(self._lightning_module, self._instances.reduce).run(executor.notes)
         return output
 
     def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
-        """The stage's; one of its own for a further loader whose batches have other shapes."""
+        """Return the stage's executor; a further loader with batches of other shapes has an executor of its own."""
         first = self.poptorch_models[stage]
         if stage == "train" or _loader_index(args) == 0:
             self._shapes.setdefault(stage, shapes_of(prepared))
@@ -220,7 +224,7 @@ class StrategyPart:
             executor.destroy()
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Run the transfer hooks, and cast; nothing moves."""
+        """Run the transfer hooks, and cast the batch to the precision; it stays on the host."""
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         cast = getattr(self.precision_plugin, "cast", None)
         return cast(batch) if cast is not None else batch
@@ -255,7 +259,7 @@ class StrategyPart:
 
     @property
     def replication_factor(self) -> int:
-        """Replicas of the current stage; before there are executors, those of the options or the Trainer's devices."""
+        """The replicas of the current stage; before the set-up those of the options, else the Trainer's devices."""
         if not self.poptorch_models:
             options = self._training_opts or self._inference_opts
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
@@ -266,7 +270,7 @@ class StrategyPart:
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
     def upload_weights(self) -> None:
-        """Give the devices the weights that the host has, after a callback has changed them."""
+        """Copy the host's weights to the devices, after a callback has changed them."""
         for executor in {id(e): e for e in self.poptorch_models.values()}.values():
             if executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
@@ -277,19 +281,19 @@ class StrategyPart:
             executor.copyWeightsToDevice()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._keep_numbers()
-        if self._numbers:
-            checkpoint = {**checkpoint, "ipu_random_numbers": self._numbers}
+        self._save_random_state()
+        if self._random_state:
+            checkpoint = {**checkpoint, "ipu_random_numbers": self._random_state}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
-    def _keep_numbers(self) -> None:
-        """Remember where the random numbers are: a checkpoint may be saved after the executors have gone."""
+    def _save_random_state(self) -> None:
+        """Save the state of the random numbers: a checkpoint may be written after the executors are destroyed."""
         compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
-        self._numbers = {**self._numbers, **compiled}
+        self._random_state = {**self._random_state, **compiled}
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._loaded_numbers = dict(checkpoint.get("ipu_random_numbers", {}))
+        self._loaded_random_state = dict(checkpoint.get("ipu_random_numbers", {}))
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -302,9 +306,9 @@ class StrategyPart:
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
 
-    def _restore_numbers(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
-        """Go on with the random numbers of the checkpoint."""
-        numbers = self._loaded_numbers.pop(stage.value, None)
+    def _restore_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
+        """Restore the random state of the checkpoint, before the executor's first call."""
+        numbers = self._loaded_random_state.pop(stage.value, None)
         if numbers is not None and not executor.isCompiled():
             executor.compile(*args, **kwargs)
             executor.rng_state = numbers
@@ -345,5 +349,5 @@ class StrategyPart:
 
 
 def _loader_index(args: Any) -> int:
-    """A step is given (batch, batch_idx, dataloader_idx), the last only where there are several loaders."""
+    """Return the loader's index in a step's arguments (batch, batch_idx, dataloader_idx); 0 without the third."""
     return int(args[2]) if len(args) > 2 and isinstance(args[2], int) else 0

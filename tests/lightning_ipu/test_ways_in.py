@@ -108,7 +108,7 @@ def test_what_fails_inside_is_a_warning(monkeypatch):
 
     from lightning_ipu import autoload
 
-    monkeypatch.setattr(autoload, "_act", lambda module: 1 / 0)
+    monkeypatch.setattr(autoload, "_patch", lambda module: 1 / 0)
     with pytest.warns(UserWarning, match="Pando can't add ipus to Lightning"):
         autoload.install()
 
@@ -187,4 +187,4 @@ def test_a_lightning_that_chooses_in_another_way_is_told_of(monkeypatch):
 
     module = types.ModuleType("lightning.pytorch.trainer.connectors.accelerator_connector")
     with pytest.warns(UserWarning, match="plugins=IPUPrecision"):
-        autoload._act(module)
+        autoload._patch(module)
