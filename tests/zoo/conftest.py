@@ -6,10 +6,6 @@ import pytest
 import torch
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: every model of the zoo")
-
-
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     threads = torch.get_num_threads()
