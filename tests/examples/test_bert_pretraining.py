@@ -111,6 +111,7 @@ TUTORIAL = {
 
 
 @pytest.mark.parametrize("config", TUTORIAL)
+@pytest.mark.slow
 def test_the_commands_of_the_tutorial_run_with_smaller_sizes(bert, config):
     """As they are typed, with sizes by flags; and programs that read the lines find what they look for."""
     poprun, global_batch = TUTORIAL[config]
@@ -345,6 +346,7 @@ def test_a_checkpoint_of_another_model_is_refused(bert, reference):
 # ---- instances -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_instances_train_as_one_and_one_goes_on_where_they_ended(bert, tmp_path):
     """From optimizer state that is shared out over two processes to one that is whole, in one process."""
     flags = [*TINY, "--dataset", "random", "--async-dataloader", "false"]

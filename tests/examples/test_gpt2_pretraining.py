@@ -205,6 +205,7 @@ def test_a_folder_with_checkpoints_is_not_written_to(gpt2, flags, reference):
         gpt2.main([*flags, "--checkpoint-output-dir", str(reference[1])])
 
 
+@pytest.mark.slow
 def test_two_instances_train_as_one(gpt2, flags, tmp_path):
     """Both find the text prepared, or wait for each other."""
     again = [flag.replace("numbers", "others") for flag in flags]

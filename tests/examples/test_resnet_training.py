@@ -475,6 +475,7 @@ def test_a_loss_that_is_no_number_ends_the_training(program, tiny):
         program.train.main([*tiny, "--lr", "1e30"])
 
 
+@pytest.mark.slow
 def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
     """4 replicas as 1 × 4 and 2 × 2: weights are equal to the bit, and the running statistics too; and so is the
     optimizer's state, of which the two have a part each and the first one alone asks for it."""

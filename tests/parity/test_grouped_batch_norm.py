@@ -173,6 +173,7 @@ def test_a_profile_has_the_time_of_pieces_that_wait(tmp_path, whole):
     assert list(tmp_path.rglob("profile*"))
 
 
+@pytest.mark.slow
 def test_compiled_pieces_wait_for_other_replicas_too(whole):
     found = trained(grouped(2), replicas=2, change=lambda opts: opts.compiler("inductor"))
     assert_close(found, whole, 1e-12)

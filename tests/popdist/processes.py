@@ -57,6 +57,14 @@ def start(function, environments, *args):
     return started
 
 
+def wait_for(path, started):
+    """Wait until a process of `started` has made a file."""
+    until = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < until and all(process.is_alive() for process, _ in started), finish(started)
+        time.sleep(0.02)
+
+
 def finish(started):
     """Wait for all of them, and kill what takes too long."""
     until = time.monotonic() + LIMIT

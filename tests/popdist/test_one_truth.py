@@ -281,9 +281,7 @@ def wait_for_another(folder, where):
 @pytest.mark.parametrize("where", ["call", "barrier"])
 def test_an_interrupt_ends_the_wait_for_another_instance(tmp_path, where):
     started = processes.start(wait_for_another, processes.launches(2), tmp_path, where)
-    until = time.monotonic() + processes.LIMIT
-    while not (tmp_path / "waits").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    processes.wait_for(tmp_path / "waits", started)
     time.sleep(0.5)
     os.kill(started[0][0].pid, signal.SIGINT)
     interrupted, other = processes.finish(started)
@@ -326,9 +324,7 @@ def slow_in_the_middle(folder, iterations):
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_an_interrupt_within_a_step_gives_it_up_in_all_instances(tmp_path, iterations):
     started = processes.start(slow_in_the_middle, processes.launches(2), tmp_path, iterations)
-    until = time.monotonic() + processes.LIMIT
-    while not (tmp_path / "waits").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    processes.wait_for(tmp_path / "waits", started)
     time.sleep(0.5)
     os.kill(started[0][0].pid, signal.SIGINT)
     interrupted, other = processes.finish(started)
@@ -438,7 +434,9 @@ def init():
 def test_an_address_where_nobody_is_is_named_with_the_time_limit():
     environment = {**processes.launches(2)[1], "POPDIST_INIT_TIMEOUT": "1"}
     (ended,) = processes.finish(processes.start(init, [environment]))
-    assert "popdist.init(): instance 1 found nobody at localhost:" in ended.error and " in 1 s" in ended.error
+    assert (
+        "popdist.init(): instance 1 found no store at localhost:" in ended.error and " in 1 s" in ended.error
+    )
 
 
 def test_an_address_in_use_is_named_at_once():

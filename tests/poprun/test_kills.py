@@ -75,7 +75,13 @@ def test_one_process_goes_on_from_two_with_all_their_replicas(folders):
     assert difference(one["buffers"][0], one["buffers"][1]) != ""
 
 
-@pytest.mark.parametrize("mode", poptorch.DataLoaderMode, ids=lambda mode: mode.name)
+MODES = [
+    pytest.param(mode, id=mode.name, marks=[] if mode is poptorch.DataLoaderMode.Sync else pytest.mark.slow)
+    for mode in poptorch.DataLoaderMode
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_two_instances_go_on_from_four_in_the_middle_of_an_epoch_to_the_bits_of_one(poprun, tmp_path, mode):
     four = ("--num-replicas", 4, "--num-instances", 4)
     two = ("--num-replicas", 4, "--num-instances", 2)
