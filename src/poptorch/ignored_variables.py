@@ -2,7 +2,7 @@
 
 Variables with an effect are read elsewhere: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
 POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_ENGINE_OPTIONS in
-`options/reporting.py`.
+`option_groups.py`.
 """
 
 import os

@@ -1,13 +1,16 @@
-"""The options a user builds: `Options`, its parts, and the error of a faulty options file."""
+"""The options a user sets: `Options`, its parts, and the error of a faulty options file."""
 
-from poptorch.options.distributed import Distributed
-from poptorch.options.load import ConfigFileError
-from poptorch.options.locations import TensorLocations, TensorLocationSettings
 from poptorch.options.option_base import OptionsDict
-from poptorch.options.options import Options
+from poptorch.options.option_parts import (
+    Distributed,
+    Jit,
+    Precision,
+    TensorLocations,
+    TensorLocationSettings,
+    Training,
+)
+from poptorch.options.options import ConfigFileError, Options
 from poptorch.options.popart import Popart
-from poptorch.options.precision import Jit, Precision
-from poptorch.options.training import Training
 
 __all__ = [
     "ConfigFileError",

@@ -1,4 +1,4 @@
-"""Options -> Settings: the user's words become the engine's values; words that clash are refused here."""
+"""The engine's settings from the user's options; contradictory options are refused here."""
 
 import logging
 import os
@@ -12,8 +12,7 @@ from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Se
 from poptorch.annotating.placing import strategy_of
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
-from poptorch.options.device import DEVICES
-from poptorch.options.execution import BACKENDS
+from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
 logger = logging.getLogger("poptorch::python")
@@ -27,7 +26,7 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 
 def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
-    """Return the executor's own frozen copy, with an output mode, and the strategy of the model's marks from outside.
+    """Return an executor's frozen copy of options, with an output mode, and with the strategy of the model's notes.
 
     Raises:
         Error: gradient accumulation in inference
@@ -57,10 +56,10 @@ def freeze(
     optimizer: Optimizer | None,
     groups: dict[str, ReplicaGroups] | None = None,
 ) -> Settings:
-    """The engine's settings.
+    """Return the engine's settings.
 
     Raises:
-        Error: OutputMode.EveryN with a period that does not divide the device iterations; a device that is not there
+        Error: OutputMode.EveryN with a period that does not divide the device iterations, or a missing device
     """
     popart = options._Popart.options
     counts = options._counts()
@@ -100,10 +99,10 @@ def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
 
 
 def device_of(options: Options, training: bool) -> DeviceKind:
-    """What computes: as the options say, else the environment.
+    """Return the kind of device of the options, else of the environment.
 
     Raises:
-        Error: POPTORCH_DEVICE names no kind of device, or there is no such device to attach to
+        Error: POPTORCH_DEVICE names no kind of device, or there is no such device
     """
     kind: Any = _chosen(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:
@@ -112,7 +111,7 @@ def device_of(options: Options, training: bool) -> DeviceKind:
 
 
 def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
-    """As the options say, else the environment, else the first. Raises Error, where the variable names no known one."""
+    """Return the value of an option, else of the variable, else the first known one. Raises Error for unknown ones."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
         raise Error(
@@ -122,7 +121,7 @@ def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...]
 
 
 def _least_shared(options: Options) -> int | None:
-    """From how many elements on a parameter has one replica that keeps its optimizer state; None: replicas have all."""
+    """Return the elements from which on a parameter's optimizer state is sharded over replicas; None for never."""
     values = options.TensorLocations.location_optimizer.toDict()
     if not values.get("replicated_tensor_sharding", False):
         return None

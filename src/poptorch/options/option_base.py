@@ -1,10 +1,10 @@
-"""What all option objects share: named values with declared types, freezing, copying and printing.
+"""Base classes of all option objects: named values with declared types, freezing, copying and printing.
 
 A public value is declared as a `Setting` of its class and read as an attribute (`opts.device_iterations`); private
 fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
 
-What a setter means here stands at the setter, once: `recorded` and `refused` make its docstring, and
-docs/reference/options.md is made of the docstrings (`docs/options_reference.py`).
+Setters of names without effect here are decorated with `recorded` or `refused`, which begin their docstrings with the
+reason. docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict:
 
 
 class Setting(Generic[T]):
-    """A public value of an `OptionsDict`, with its default; without one it exists once a setter has made it.
+    """A public value of an `OptionsDict`. Without a default it exists only after a setter was called.
 
     Args:
-        positive: a count, of which 0 makes no sense
+        positive: refuse values below 1
     """
 
     def __init__(self, default: T = NOTHING, *, positive: bool = False) -> None:
@@ -43,7 +43,7 @@ class Setting(Generic[T]):
         if instance is None:
             return self
         if self.name not in instance._values:
-            raise AttributeError(f"{self.name} has no value yet")  # `__getattr__` finds the words
+            raise AttributeError(f"{self.name} has no value yet")  # Python calls `__getattr__` then
         return instance._values[self.name]
 
     def __set__(self, instance: OptionsDict, value: T) -> None:
@@ -51,26 +51,26 @@ class Setting(Generic[T]):
 
 
 def recorded(why: str) -> Callable[[F], F]:
-    """A setter whose value is checked, kept and shown, and read by nobody here."""
-    return _answering("recorded", why)
+    """Mark a setter whose value is checked, stored and printed, but has no effect."""
+    return _with_reason("Recorded", why)
 
 
 def refused(why: str) -> Callable[[F], F]:
-    """A setter of what can't be had here."""
-    return _answering("refused", why)
+    """Mark a setter that raises an error."""
+    return _with_reason("Refused", why)
 
 
-def _answering(answer: str, why: str) -> Callable[[F], F]:
+def _with_reason(answer: str, why: str) -> Callable[[F], F]:
     def mark(setter: F) -> F:
         rest = f"\n\n{setter.__doc__}" if setter.__doc__ else ""
-        setter.__doc__ = f"{answer.capitalize()}: {why}.{rest}"
+        setter.__doc__ = f"{answer}: {why}.{rest}"
         return setter
 
     return mark
 
 
 def expect(setter: str, value: T, kind: type, error: type[Exception] = AssertionError) -> T:
-    """A setter's argument. Raises `error`, unless it is of this kind."""
+    """Return a setter's argument. Raises `error` if it is not of this kind."""
     if not isinstance(value, kind):
         word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
         is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
@@ -81,7 +81,7 @@ def expect(setter: str, value: T, kind: type, error: type[Exception] = Assertion
 
 
 class Freezable:
-    """An object that can be made read-only, with all option objects it holds."""
+    """Base class of objects that can be made read-only, with the option objects in their fields."""
 
     _is_frozen: bool
 
@@ -89,7 +89,7 @@ class Freezable:
         self._declare(_is_frozen=False)
 
     def checkIsFrozen(self) -> None:
-        """Raise an AttributeError once a model or loader uses these options."""
+        """Raise AttributeError if a model or loader uses these options."""
         if self._is_frozen:
             raise AttributeError(
                 "Can't modify frozen Options: a model or a data loader uses them already. "
@@ -97,7 +97,7 @@ class Freezable:
             )
 
     def clone(self) -> Self:
-        """A deep copy that is not frozen."""
+        """Return a deep copy that is not frozen."""
         return copy.deepcopy(self)
 
     __copy__ = clone  # a shallow copy would share the dictionaries of a frozen object
@@ -105,7 +105,7 @@ class Freezable:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_is_frozen": False}
 
-    if not TYPE_CHECKING:  # a type checker is to find misspelt names
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dict__:
@@ -130,11 +130,11 @@ class Freezable:
 
 
 class OptionsDict(Freezable):
-    """Named values, which `Options` and all its parts are made of."""
+    """Named values: the base class of `Options` and its parts."""
 
     _values: dict[str, Any]
-    _popart: Any  # settings of the original's compiler, where setters write to them
-    _renamed: ClassVar[dict[str, str]] = {}  # old name -> its new name, which means the same
+    _popart: Any  # the `Popart` object, for setters that write to it
+    _renamed: ClassVar[dict[str, str]] = {}  # old name of PopTorch -> new name
 
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
@@ -147,16 +147,16 @@ class OptionsDict(Freezable):
         return {n: v for base in cls.__mro__ for n, v in vars(base).items() if isinstance(v, Setting)}
 
     def set(self, **values: Any) -> Self:
-        """Change values, by name.
+        """Change values by name.
 
-        Raises: AssertionError, for an unknown name or another type than it has now.
+        Raises: AssertionError for an unknown name or a value of another type than the present one.
         """
         for name in values:
             self._check_known(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
-        """As `set`, also for values that have no default."""
+        """Change or create values by name."""
         self.checkIsFrozen()
         for name, value in values.items():
             self._check(name, value)
@@ -164,23 +164,23 @@ class OptionsDict(Freezable):
         return self
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a value."""
+        """Return whether there is such a value."""
         return name in self._values
 
     def deleteIfExists(self, name: str) -> Self:
-        """Forget a value. As in PopTorch, frozen options allow it."""
+        """Delete a value. As in PopTorch, this is allowed for frozen options."""
         self._values.pop(name, None)
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """These values and another dictionary's in one.
+        """Return these values and those of another dictionary in one dictionary.
 
-        Raises: AssertionError, if they share a name.
+        Raises: AssertionError if both have a name.
         """
         return merged(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:
-        """The values by name; for `Options` those of the parts too."""
+        """Return the values by name; for `Options` with those of its parts."""
         return {name: plain(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
@@ -235,7 +235,7 @@ class OptionsDict(Freezable):
         )
 
     def _stored(self, name: str, value: Any) -> Any:
-        """Enum members become integers where integers are kept, so that equal options print equally."""
+        """Return integers for enum members of integer values, so that equal options print equally."""
         return int(value) if type(self._values.get(name)) is int and isinstance(value, IntEnum) else value
 
     def _nested(self) -> Iterator[Freezable]:
@@ -244,19 +244,19 @@ class OptionsDict(Freezable):
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Both in one. Raises: AssertionError, if they share a name."""
+    """Return both dictionaries in one. Raises AssertionError if both have a name."""
     shared = sorted(first.keys() & second.keys())
     assert not shared, f"Can't merge dictionaries: both contain {', '.join(shared)}"
     return {**first, **second}
 
 
 def plain(value: Any) -> Any:
-    """Nested options as dictionaries, anything else as a copy."""
+    """Return nested options as a dictionary, anything else as a copy."""
     return value.toDict() if isinstance(value, OptionsDict) else copy.deepcopy(value)
 
 
 def printed(value: Any) -> str:
-    """As `repr`, with dictionaries in the order of their keys: equal values print equally."""
+    """Return the `repr`, with dictionaries sorted by key, so that equal values print equally."""
     if isinstance(value, dict):
         items = sorted(value.items(), key=lambda item: repr(item[0]))
         return "{" + ", ".join(f"{key!r}: {printed(item)}" for key, item in items) + "}"

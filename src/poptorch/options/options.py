@@ -1,26 +1,35 @@
-"""`Options`: all that a user may choose about compiling and running a model, in one builder.
+"""`Options`: all that a user may choose about compiling and running a model, and its texts: files and JSON.
 
-Setters check, store and return the object, so they chain. The first model or data loader that uses the
-options freezes them; `clone()` gives a copy that can be changed.
+Setters check, store and return the object, so they can be chained. The first model or data loader that uses the
+options freezes them; `clone()` returns a copy that can be changed.
 """
 
+import ast
+import enum
+import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
+import torch
+
 from popengine.settings import Counts
-from poptorch.annotating.strategies import PipelinedExecution
+from poptorch import enums
+from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType
-from poptorch.options import distributed, locations, precision, training  # names that no property hides
-from poptorch.options.device import DeviceOptions
-from poptorch.options.distributed import Distributed
-from poptorch.options.execution import ExecutionOptions
-from poptorch.options.load import load_file, load_json
-from poptorch.options.locations import TensorLocations
+from poptorch.options import option_parts  # its names are hidden by properties in the class
 from poptorch.options.option_base import Freezable, merged, printed
+from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
+from poptorch.options.option_parts import (
+    Distributed,
+    Jit,
+    Precision,
+    TensorLocations,
+    TensorLocationSettings,
+    Training,
+)
 from poptorch.options.popart import Popart
-from poptorch.options.precision import Jit, Precision
-from poptorch.options.reporting import ReportingOptions
-from poptorch.options.training import Training
 
 _LIBRARIES = ("site-packages/torch", "src/poptorch", "site-packages/poptorch", "src/popengine")
 
@@ -40,11 +49,11 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         "defaultAnchorMode": "defaultOutputMode",
     }
 
-    _distributed: distributed.Distributed
-    _jit: precision.Jit
-    _precision: precision.Precision
-    _tensor_locations: locations.TensorLocations
-    _training: training.Training
+    _distributed: option_parts.Distributed
+    _jit: option_parts.Jit
+    _precision: option_parts.Precision
+    _tensor_locations: option_parts.TensorLocations
+    _training: option_parts.Training
 
     def __init__(self) -> None:
         popart = Popart()
@@ -55,7 +64,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             _precision=Precision(popart),
             _tensor_locations=TensorLocations(),
             _training=Training(popart),
-            _execution_strategy=PipelinedExecution(),
+            _execution_strategy=strategies.PipelinedExecution(),
             _source_location_excludes=list(_LIBRARIES),
             _show_progress_bar=True,
             _relax_optimizer_checks=False,
@@ -65,12 +74,12 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     @property
     def TensorLocations(self) -> TensorLocations:
-        """Where tensors are kept, see `poptorch.options.TensorLocations`."""
+        """The place of tensors, see `poptorch.options.TensorLocations`."""
         return self._tensor_locations
 
     @property
     def Distributed(self) -> Distributed:
-        """Which of how many processes this is, see `poptorch.options.Distributed`."""
+        """This process among others, see `poptorch.options.Distributed`."""
         return self._distributed
 
     @property
@@ -94,9 +103,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self._popart
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
-        """Apply a file of settings, one a line, as it is written after `options.`.
+        """Apply a file of settings, one a line, as they are written after `options.`.
 
-        Raises: ConfigFileError, naming the line that is no setting.
+        Raises: ConfigFileError for a line that is no setting.
         """
         load_file(self, os.fspath(filepath))
         return self
@@ -107,9 +116,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """All values in one dictionary, those of the parts too.
+        """Return all values in one dictionary, with those of the parts.
 
-        Raises: AssertionError, while the output mode is Default.
+        Raises: AssertionError if the output mode is Default.
         """
         assert not self.defaultOutputMode(), (
             "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
@@ -123,7 +132,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return everything
 
     def _counts(self) -> Counts:
-        """The factors of a batch."""
+        """Return the factors of a combined batch."""
         return Counts(
             iterations=self.device_iterations,
             accumulation=self.Training.gradient_accumulation,
@@ -153,3 +162,119 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             except Exception as error:
                 error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
                 raise
+
+
+# Files and JSON -------------------------------------------------------------------------------------------
+
+_STRATEGIES = (
+    strategies.Stage,
+    strategies.Phase,
+    strategies.PipelinedExecution,
+    strategies.ShardedExecution,
+    strategies.SerialPhasedExecution,
+    strategies.ParallelPhasedExecution,
+)
+_POPTORCH = SimpleNamespace(
+    **{name: getattr(enums, name) for name in enums.__all__},
+    **{strategy.__name__: strategy for strategy in _STRATEGIES},
+    TensorLocationSettings=TensorLocationSettings,
+)
+_TORCH = SimpleNamespace(
+    float=torch.float, float32=torch.float32, half=torch.half, float16=torch.float16, bfloat16=torch.bfloat16
+)
+_SYNTAX = (
+    *(ast.Module, ast.Expr, ast.Assign, ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Load, ast.Store),
+    *(ast.Constant, ast.UnaryOp, ast.USub, ast.List, ast.Tuple, ast.Dict),
+)
+_PRIVATE_BUT_USED = ("_Popart", "_popart")
+
+
+class ConfigFileError(Exception):
+    """A line of an options file is no setting."""
+
+
+def load_file(options: Any, path: str | Path) -> None:
+    """Apply a file of settings, one a line, as they are written after `options.`.
+
+    Raises: ConfigFileError for a line that is no setting; the setter's error for a bad value.
+    """
+    path = Path(path)
+    count = 0
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        setting = line.strip()
+        if not setting or setting.startswith("#"):
+            continue
+        count += 1  # of PopTorch's message: lines without comments and blank ones
+        try:
+            _apply(options, f"options.{setting}")
+        except SyntaxError as error:
+            raise ConfigFileError(
+                f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
+                f"(line {line_number} of {path})"
+            ) from error
+        except Exception as error:
+            error.add_note(f"at line {line_number} of {path}: {setting}")
+            raise
+
+
+def load_json(options: Any, text: str) -> None:
+    """Apply a JSON object, such as `{"deviceIterations": 4, "outputMode": "OutputMode.All"}`.
+
+    A list is several positional arguments; a string that names an enum's member becomes that member.
+    Raises: AttributeError for an unknown setting; the setter's error for a bad value.
+    """
+    settings = json.loads(text)
+    if not isinstance(settings, dict):
+        raise ValueError(f"options are a JSON object, from setting to argument; found {text}")
+    for name, value in settings.items():
+        setter = options
+        for part in name.split("."):
+            _check_attribute(part)
+            setter = getattr(setter, part)
+        if not callable(setter):
+            raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
+        setter(*(value if isinstance(value, list) else [_enum_member(value)]))
+
+
+def _enum_member(value: Any) -> Any:
+    if not isinstance(value, str) or value.count(".") != 1:
+        return value
+    enum_name, member = value.split(".")
+    kind = getattr(_POPTORCH, enum_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        return value  # "model.v2" is an ordinary string
+    if member not in kind.__members__:
+        raise ValueError(
+            f"poptorch.{enum_name} has no member {member!r}; it has {', '.join(kind.__members__)}"
+        )
+    return kind[member]
+
+
+def _apply(options: Any, source: str) -> None:
+    """Run one line of a file, which may hold only calls and literals: a file from elsewhere can't run other code.
+
+    Raises: SyntaxError if the source is not one setting.
+    """
+    names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
+    tree = ast.parse(source)
+    (line, *more) = tree.body
+    if more or not (
+        isinstance(line, ast.Assign) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Call))
+    ):
+        raise SyntaxError("a line holds one setting, such as deviceIterations(4)")
+    for node in ast.walk(tree):
+        if not isinstance(node, _SYNTAX):
+            raise SyntaxError(
+                f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
+            )
+        if isinstance(node, ast.Attribute):
+            _check_attribute(node.attr)
+        if isinstance(node, ast.Name) and node.id not in names:
+            raise NameError(f"name {node.id!r} is not defined: options files know {', '.join(names)}")
+    exec(compile(tree, "<options>", "exec"), {"__builtins__": {}, **names})
+
+
+def _check_attribute(name: str) -> None:
+    """Raise AttributeError for a private name, through which a text could reach the rest of Python."""
+    if name.startswith("_") and name not in _PRIVATE_BUT_USED:
+        raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")

@@ -1,8 +1,7 @@
-"""`Options._Popart`: settings of the original's compiler, recorded by name.
+"""`Options._Popart`: settings of PopTorch's compiler, stored by name.
 
-Programs set them for speed or memory on an IPU. They are kept and shown; the typed setters of `Options`
-write here too. Names and value types are checked at compilation only (`check_names`), so that a program
-that merely builds options never fails.
+Programs set them for speed or memory on an IPU; setters of `Options` write here, too. Names and types of values are
+checked at compilation only (`check_names`), so that building options never fails.
 """
 
 import difflib
@@ -13,38 +12,16 @@ from popengine.errors import Error
 from poptorch.logs import logger
 from poptorch.options.option_base import Freezable, merged, plain, printed, recorded
 
-KNOWN_NAMES = (
-    "autoRecomputation",
-    "cachePath",
-    "convolutionOptions",
-    "decomposeGradSum",
-    "defaultBufferingDepth",
-    "defaultPrefetchBufferingDepth",
-    "disableGradAccumulationTensorStreams",
-    "disableOptimizerStateTensorStreams",
-    "enableEngineCaching",
-    "enableExplicitIR",
-    "enableFloatingPointChecks",
-    "enableGradientAccumulation",
-    "enableOutlining",
-    "enableStableNorm",
-    "enableStochasticRounding",
-    "engineOptions",
-    "explicitRecomputation",
-    "groupNormStridedChannelGrouping",
-    "instrumentWithHardwareCycleCounter",
-    "outlineThreshold",
-    "partialsTypeMatMuls",
-    "rearrangeAnchorsOnHost",
-    "saveInitializersToFile",
-    "scheduleNonWeightUpdateGradientConsumersEarly",
-    "subgraphCopyingStrategy",
-    "syntheticDataMode",
-    "timeLimitScheduler",
-    "updatableNamedBuffers",
-    "virtualGraphMode",
-)
-KNOWN_PREFIXES = (
+_NAMES = """
+    autoRecomputation cachePath convolutionOptions decomposeGradSum defaultBufferingDepth
+    defaultPrefetchBufferingDepth disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams
+    enableEngineCaching enableExplicitIR enableFloatingPointChecks enableGradientAccumulation enableOutlining
+    enableStableNorm enableStochasticRounding engineOptions explicitRecomputation
+    groupNormStridedChannelGrouping instrumentWithHardwareCycleCounter outlineThreshold partialsTypeMatMuls
+    rearrangeAnchorsOnHost saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly
+    subgraphCopyingStrategy syntheticDataMode timeLimitScheduler updatableNamedBuffers virtualGraphMode
+"""
+_PREFIXES = (
     "accumulateOuterFragmentSettings.",
     "automaticLossScalingSettings.",
     "batchSerializationSettings.",
@@ -53,9 +30,9 @@ KNOWN_PREFIXES = (
 
 
 class Popart(Freezable):
-    """`options._Popart`: settings of the original's compiler, kept by name in `options`. All are recorded but
-    `autoRecomputation`, `autoReport.*` and those that the typed setters above write. A name that looks mistyped is
-    an Error at compilation, an unknown one a warning.
+    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. All are recorded but
+    `autoRecomputation`, `autoReport.*` and those that the setters above write. At compilation a name that looks
+    mistyped is an Error, an unknown one a warning.
     """
 
     options: dict[str, Any]
@@ -67,7 +44,7 @@ class Popart(Freezable):
         self._declare(options={}, patterns={}, patterns_level=2)
 
     def set(self, name: str, value: Any) -> Self:
-        """Keep a setting by name; dots address nested ones ("automaticLossScalingSettings.enabled")."""
+        """Store a setting by name; dots address nested ones ("automaticLossScalingSettings.enabled")."""
         self.checkIsFrozen()
         assert isinstance(name, str), f"_Popart.set takes the name of an option; found {name!r}"
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
@@ -78,7 +55,7 @@ class Popart(Freezable):
         return self.set(name, {**self.options.get(name, {}), **values})
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
-        """`autoReport.all` and `autoReport.directory` ask for a profile; all others are recorded."""
+        """`autoReport.all` and `autoReport.directory` switch profiles on; all others are recorded."""
         assert isinstance(engine_options, dict), (
             f"setEngineOptions takes a dictionary of strings; found {engine_options!r}"
         )
@@ -96,25 +73,26 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """*Ours*: what compilation asks.
+        """*Ours*: check names and values, at compilation.
 
-        Raises: Error, for a mistyped name or a value that can't be recorded.
+        Raises: Error for a mistyped name or a value that can't be recorded.
         """
+        known = _NAMES.split()
         for name, value in self.options.items():
             if not _is_plain(value):
                 raise Error(
                     f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
                     f"bools, numbers, strings, and lists or dictionaries of them"
                 )
-            if name in KNOWN_NAMES or name.startswith(KNOWN_PREFIXES):
+            if name in known or name.startswith(_PREFIXES):
                 continue
-            close = difflib.get_close_matches(name, KNOWN_NAMES, n=1, cutoff=0.85)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if close:
                 raise Error(f"Unknown {type(value).__name__} option {name}\n  fix: did you mean {close[0]}?")
             logger.warning("_Popart option %s is not known here: it is recorded, without effect", name)
 
     def toDict(self) -> dict[str, Any]:
-        """What was set."""
+        """Return the settings by name."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
         return merged(plain(self.options), patterns)
 

@@ -1,0 +1,331 @@
+"""The setters of `Options` itself, in three groups: execution, device, and reporting."""
+
+import json
+import os
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from poptorch.annotating.strategies import ExecutionStrategy
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.logs import logger
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
+
+BACKENDS = ("eager", "inductor")
+DEVICES = ("cpu", "cuda", "xpu")
+MEMORY_FORMATS = ("preserve", "channels_last", "auto")
+_NO_LIMIT = 2**64 - 1
+_SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
+
+
+class ExecutionOptions(OptionsDict):
+    """How much one call computes, on how many replicas, and which outputs it returns."""
+
+    _execution_strategy: ExecutionStrategy
+
+    anchored_tensors: Setting[dict[str, list[Any]]] = Setting({})  # [long name, use default, mode, period]
+    backend: Setting[str] = Setting()
+    broadcast_buffers = Setting(True)
+    device_iterations = Setting(1, positive=True)
+    input_cgt = Setting(CommGroupType.Consecutive)
+    input_group_size = Setting(1)
+    memory_format: Setting[str] = Setting()
+    output_mode = Setting(OutputMode.Default.value)
+    output_return_period = Setting(1)
+    random_seed: Setting[int] = Setting()
+    replication_factor = Setting(1, positive=True)
+
+    def deviceIterations(self, device_iterations: int) -> Self:
+        """Weight updates in one call; in inference, micro-batches of each replica."""
+        return self.set(device_iterations=device_iterations)
+
+    def replicationFactor(self, replication_factor: int) -> Self:
+        """Copies of the model in this process, each with its own rows of the batch."""
+        return self.set(replication_factor=replication_factor)
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Replicas of one group get the same input. Call after `replicationFactor`.
+
+        Raises: ValueError for a size that does not divide the replication factor, or type All.
+        """
+        if not isinstance(input_group_type, CommGroupType):
+            raise ValueError(f"input_group_type is a poptorch.CommGroupType; found {input_group_type!r}")
+        if input_group_type is CommGroupType.All:
+            raise ValueError(
+                "input_group_type cannot be All: for the same input on all replicas use Consecutive with "
+                f"input_group_size={self.replication_factor}"
+            )
+        if input_group_type is CommGroupType.NoGrouping:
+            input_group_size, input_group_type = 1, CommGroupType.Consecutive
+        if not isinstance(input_group_size, int) or input_group_size < 1:
+            raise ValueError(f"input_group_size is a number from 1; found {input_group_size!r}")
+        if input_group_size > self.replication_factor or self.replication_factor % input_group_size:
+            raise ValueError(
+                f"input_group_size {input_group_size} must not be larger than the replication factor "
+                f"{self.replication_factor}, and must divide it; call replicationFactor first"
+            )
+        return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
+        """True (default) refuses models whose buffers would differ between replicas; False allows them."""
+        return self.set(broadcast_buffers=broadcast_buffers)
+
+    def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
+        """Choose the order of stages: Pipelined-, Sharded-, SerialPhased- or ParallelPhasedExecution."""
+        assert isinstance(strategy, ExecutionStrategy), (
+            "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
+            f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
+        )
+        self._execution_strategy = strategy
+        return self
+
+    def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
+        """Choose which outputs a call returns. The period is for EveryN, in device iterations."""
+        period = _period(expect("outputMode", output_mode, OutputMode), output_return_period)
+        return self.set(output_mode=output_mode, output_return_period=period)
+
+    def defaultOutputMode(self) -> bool:
+        """Return whether the mode is Default: Final in training, All in inference."""
+        return self.output_mode == OutputMode.Default
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> None:
+        """Store a tensor of `getTensorNames()` at each call, for `getAnchoredTensor(short_name)`.
+
+        The option is `[long_name, use_default, mode, period]`. Without a mode it is the model's, resolved when the
+        model is wrapped. As in PopTorch, this is allowed for frozen options.
+        """
+        use_default = output_mode is None
+        mode = expect("anchorTensor", OutputMode.Default if output_mode is None else output_mode, OutputMode)
+        period = 1 if mode != OutputMode.EveryN else _period(mode, output_return_period)
+        self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
+
+    def randomSeed(self, random_seed: int) -> Self:
+        """Seed the random numbers of the model, and torch's own on the host."""
+        self.createOrSet(random_seed=expect("randomSeed", random_seed, int))
+        torch.manual_seed(random_seed)
+        return self
+
+    def enableSyntheticData(self, enabled: bool | int) -> Self:
+        """Generate the inputs once instead of reading them; outputs have no meaning. Also takes a
+        `popart.SyntheticDataMode`."""
+        assert isinstance(enabled, int), f"enableSyntheticData takes a bool; found {enabled!r}"
+        mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
+        assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
+        return self._set_popart("syntheticDataMode", mode)
+
+    def compiler(self, backend: str) -> Self:
+        """*Ours*: run the model's operations one by one ("eager") or compiled to fused kernels ("inductor").
+
+        Takes precedence over the environment variable POPTORCH_BACKEND.
+        """
+        assert backend in BACKENDS, f"compiler takes one of {', '.join(BACKENDS)}; found {backend!r}"
+        return self.createOrSet(backend=backend)
+
+    def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
+        """*Ours*: the layout of convolutional parts: the model's ("preserve"), "channels_last", or by a rule ("auto").
+
+        "auto" is "channels_last" if images of 8 channels or more are pooled or resized, which is 2 to 10 times as fast
+        in that layout on CPUs; a profile measures the gain. "preserve" (default) gives the bits of plain PyTorch, the
+        other layout differs by rounding. `executor.memory_format` is the layout of a compiled model.
+        """
+        assert memory_format in MEMORY_FORMATS, (
+            f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
+        )
+        return self.createOrSet(memory_format=memory_format)
+
+    @recorded("PyTorch's norms are stable")
+    def enableStableNorm(self, enabled: bool) -> Self:
+        return self._set_popart("enableStableNorm", expect("enableStableNorm", enabled, bool))
+
+    def updatableNamedBuffers(self, buffers: list[str]) -> Self:
+        """Choose the buffers that `copyNamedBuffersToDevice` uploads."""
+        assert isinstance(buffers, list) and all(isinstance(name, str) for name in buffers), (
+            f"updatableNamedBuffers takes a list of buffer names; found {buffers!r}"
+        )
+        return self._set_popart("updatableNamedBuffers", list(buffers))
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
+        """Report unexpected attributes of optimizers in debug messages, not in warnings."""
+        self._relax_optimizer_checks = expect("relaxOptimizerAttributesChecks", relax, bool)
+        return self
+
+
+def _period(mode: OutputMode, period: int | None) -> int:
+    if mode == OutputMode.EveryN:
+        assert isinstance(period, int) and period > 0, (
+            f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
+            f"found {period!r}"
+        )
+        return period
+    if period is not None:
+        logger.info("output_return_period=%s is ignored: it is for OutputMode.EveryN only", period)
+    return 1
+
+
+class DeviceOptions(OptionsDict):
+    """Which device a model runs on, and when the model is attached to it."""
+
+    auto_round_num_ipus = Setting(False)
+    available_memory_proportion: Setting[dict[int, float]] = Setting({})
+    connection_type = Setting(ConnectionType.Always.value)
+    device_kind: Setting[str] = Setting()
+    ipu_id: Setting[int] = Setting()
+    ipu_version: Setting[int] = Setting()
+    sync_pattern = Setting(SyncPattern.Full.value)
+    use_model: Setting[bool] = Setting()
+
+    def device(self, kind: str) -> Self:
+        """*Ours*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
+
+        Takes precedence over the environment variable POPTORCH_DEVICE.
+        """
+        assert kind in DEVICES, f"device takes one of {', '.join(DEVICES)}; found {kind!r}"
+        return self.createOrSet(device_kind=kind)
+
+    @recorded("any number of ipus can be had, see environment.md for the rule of real systems")
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
+        return self.set(auto_round_num_ipus=auto_round_num_ipus)
+
+    @recorded("all ipus are models here")
+    def useIpuModel(self, use_model: bool) -> Self:
+        return self.createOrSet(use_model=expect("useIpuModel", use_model, bool))
+
+    @recorded("there are no devices to choose from")
+    def useIpuId(self, ipu_id: int) -> Self:
+        assert isinstance(ipu_id, int) and ipu_id >= 0, (
+            f"useIpuId takes an int from 0; found ipu_id={ipu_id!r}"
+        )
+        return self.createOrSet(ipu_id=ipu_id)
+
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
+        """Compile only: no device is attached, and a call of the model is an error."""
+        self.createOrSet(ipu_version=expect("useOfflineIpuTarget", ipu_version, int))
+        return self.connectionType(ConnectionType.Never)
+
+    def connectionType(self, connection_type: ConnectionType) -> Self:
+        """`Never` compiles only; `Always` and `OnDemand` attach the device when the model is compiled."""
+        return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
+
+    @recorded("workers wait for the values they need, and for nothing else")
+    def syncPattern(self, sync_pattern: SyncPattern) -> Self:
+        return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
+
+    @recorded("memory is shared here")
+    def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
+        """Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`"""
+        assert isinstance(available_memory_proportion, dict), (
+            f'setAvailableMemoryProportion takes a dictionary like {{"IPU0": 0.5}}; found '
+            f"{available_memory_proportion!r}"
+        )
+        proportions = {_ipu(key): value for key, value in available_memory_proportion.items()}
+        for ipu, value in proportions.items():
+            assert isinstance(value, Real), f"the memory proportion of IPU{ipu} is no number: {value!r}"
+        return self.set(available_memory_proportion=proportions)
+
+
+def _ipu(key: str) -> int:
+    valid = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
+    assert valid, f'the keys of available memory proportions start with "IPU", as in "IPU0"; found {key!r}'
+    return int(key[3:])
+
+
+class ReportingOptions(OptionsDict):
+    """Executables, logs, profiles and places in the source."""
+
+    _source_location_excludes: list[str]
+
+    log_dir = Setting(".")
+    max_repeat_logs = Setting(4)
+    model_name: Setting[str] = Setting()
+
+    def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
+        """Write each compiled model to a file in this folder, for `loadExecutable`. None: don't.
+
+        Compilation does not read the files.
+        """
+        self._popart.set("enableEngineCaching", path is not None)
+        return self._set_popart("cachePath", "" if path is None else os.fspath(path))
+
+    @recorded("there are no log files but POPTORCH_LOG_DEST")
+    def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
+        return self.set(log_dir=os.fspath(log_dir))
+
+    def modelName(self, name: str) -> Self:
+        """Set the name of the model in profiles, and of its folder there."""
+        return self.createOrSet(model_name=expect("modelName", name, str))
+
+    def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
+        """Write the same line at most this many times in succession. None: no limit."""
+        return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
+
+    @recorded("only an IPU counts cycles; `getPerfCounters` has seconds")
+    def logCycleCount(self, log_cycle_count: bool) -> Self:
+        expect("logCycleCount", log_cycle_count, bool)
+        return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
+
+    def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
+        """Write a profile and a report page.
+
+        They are files in `<profile_dir>/<model name, or "training" or "inference">/`, in formats of ours.
+        """
+        directory = os.fspath("." if profile_dir is None else profile_dir)
+        wanted = {"autoReport.all": "true", "autoReport.directory": directory}
+        clash = sorted(wanted.keys() & _engine_options_of_environment().keys())
+        if clash:
+            logger.warning(
+                "POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", ", ".join(clash)
+            )
+        self._popart.merge("engineOptions", wanted)
+        return self
+
+    def _profile_directory(self, training: bool) -> Path | None:
+        """Return the folder of the executor's profile; None if profiles are off."""
+        engine = {**_engine_options_of_environment(), **self._popart.options.get("engineOptions", {})}
+        if str(engine.get("autoReport.all", "")).lower() != "true":
+            return None
+        kind = "training" if training else "inference"
+        name = self.model_name if self.exists("model_name") else kind
+        return Path(engine.get("autoReport.directory", ".")) / name
+
+    @recorded("operations have the names of `NameScope` only")
+    def disableModuleNamescope(self) -> Self:
+        self._module_namescope_enabled = False
+        return self
+
+    @recorded("the lines shown are the innermost ones outside of torch and this package")
+    def sourceLocationExcludes(self, excludes: list[str]) -> Self:
+        """Args: excludes: fragments of paths that are not to be shown"""
+        assert isinstance(excludes, list) and all(isinstance(fragment, str) for fragment in excludes), (
+            f"sourceLocationExcludes takes a list of strings; found {excludes!r}"
+        )
+        self._source_location_excludes = list(excludes)
+        return self
+
+    @recorded("see `sourceLocationExcludes`, to whose fragments it adds")
+    def appendToLocationExcludes(self, *excludes: str) -> Self:
+        return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
+
+    def showCompilationProgressBar(self, show: bool = True) -> Self:
+        """Show a progress bar during compilation; without it `compilationTime()` is an error."""
+        self._show_progress_bar = expect("showCompilationProgressBar", show, bool)
+        return self
+
+
+def _engine_options_of_environment() -> dict[str, Any]:
+    text = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        logger.warning("POPLAR_ENGINE_OPTIONS is ignored, since it is no JSON (%s): %s", error, text)
+        return {}
+    return found if isinstance(found, dict) else {}

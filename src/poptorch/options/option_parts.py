@@ -1,0 +1,298 @@
+"""The parts of `Options`: `Training`, `Precision`, `Jit`, `TensorLocations` and `Distributed`."""
+
+import os
+from typing import Literal, Self
+
+import torch
+
+from popengine.environment import is_set, read
+from poptorch import autocasting
+from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
+from poptorch.logs import logger
+from poptorch.options.option_base import OptionsDict, Setting, expect, recorded, refused
+
+HALF_KERNELS = ("auto", "native", "float32")
+_PARTIALS = {torch.float: "float", torch.half: "half"}
+
+
+class Training(OptionsDict):
+    """How gradients become a weight update."""
+
+    _renamed = {
+        "accumulationReductionType": "accumulationAndReplicationReductionType",
+        "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
+    }
+
+    accumulation_and_replication_reduction_type = Setting(ReductionType.Mean.value)
+    gradient_accumulation = Setting(1, positive=True)
+    mean_accumulation_and_replication_reduction_strategy = Setting(MeanReductionStrategy.Post.value)
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> Self:
+        """Micro-batches for each weight update, on each replica."""
+        return self.set(gradient_accumulation=gradient_accumulation)
+
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
+        """Take the mean (default) or the sum of gradients over micro-batches and replicas.
+
+        Raises: ValueError for anything else.
+        """
+        if not isinstance(reduction_type, ReductionType) or reduction_type is ReductionType.NoReduction:
+            raise ValueError(
+                "accumulationAndReplicationReductionType takes poptorch.ReductionType.Sum or "
+                f"poptorch.ReductionType.Mean; found {reduction_type!r}"
+            )
+        return self.set(accumulation_and_replication_reduction_type=reduction_type)
+
+    def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
+        """Divide for the mean while gradients are summed (Running) or afterwards (Post, default)."""
+        setter = "setMeanAccumulationAndReplicationReductionStrategy"
+        expect(setter, strategy, MeanReductionStrategy, ValueError)
+        if strategy is MeanReductionStrategy.PostAndLoss:
+            logger.warning("MeanReductionStrategy.PostAndLoss is deprecated: use Post, the result is equal")
+        return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
+
+    def setAutomaticLossScaling(self, enabled: bool) -> Self:
+        """Adapt the loss scale to the largest gradients after each weight update."""
+        expect("setAutomaticLossScaling", enabled, bool)
+        return self._set_popart("automaticLossScalingSettings.enabled", enabled)
+
+    @recorded("there are no tiles to spread convolutions over")
+    def setConvolutionDithering(self, enabled: bool) -> Self:
+        expect("setConvolutionDithering", enabled, bool)
+        self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
+        return self
+
+
+class Precision(OptionsDict):
+    """Number formats."""
+
+    _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
+
+    autocast_enabled = Setting(True)
+    autocast_policy = Setting(autocasting.default)
+    half_kernels = Setting("auto")
+    half_float_casting: Setting[int] = Setting()
+    running_statistics_always_float: Setting[bool] = Setting()
+
+    def autocastEnabled(self, autocast_enabled: bool) -> Self:
+        """Whether `poptorch.autocast` casts in this model.
+
+        Raises: ValueError if not a bool.
+        """
+        return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
+
+    def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
+        """Choose what `poptorch.autocast` casts.
+
+        Raises: ValueError if not a `poptorch.autocasting.Policy`.
+        """
+        expect("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
+        return self.set(autocast_policy=autocast_policy)
+
+    def enableStochasticRounding(self, enabled: bool) -> Self:
+        """Round weight updates in half precision at random, without bias."""
+        expect("enableStochasticRounding", enabled, int)
+        return self._set_popart("enableStochasticRounding", bool(enabled))
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> Self:
+        """Raise an Error at run time if a computation yields an infinity or NaN."""
+        expect("enableFloatingPointExceptions", enabled, bool)
+        return self._set_popart("enableFloatingPointChecks", enabled)
+
+    @recorded("products are summed as PyTorch sums them")
+    def setPartialsType(self, dtype: torch.dtype) -> Self:
+        """Raises: ValueError if not torch.float or torch.half."""
+        if dtype not in _PARTIALS:
+            raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
+        self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
+        self._popart.merge("convolutionOptions", {"partialsType": _PARTIALS[dtype]})
+        return self
+
+    def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
+        """Compute a CPU's products of half precision by "native" kernels, in "float32", or by processor ("auto").
+
+        Products are those of matrices, convolutions and attention, of float16 and bfloat16. "float32" computes them
+        from float32 copies of the operands, rounds once at the end, and copies weights once a step. "auto" (default) is
+        "native" for the types that the processor has units for (avx512_fp16, avx512_bf16), and "float32" for others and
+        for attention. Instances on different processors must use "native" or "float32".
+
+        Raises: ValueError for anything else.
+        """
+        if kernels not in HALF_KERNELS:
+            raise ValueError(
+                f"halfKernels takes one of {', '.join(map(repr, HALF_KERNELS))}; found {kernels!r}"
+            )
+        return self.set(half_kernels=kernels)
+
+    @recorded("deprecated: mixed operands follow PyTorch's own promotion")
+    def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
+        expect("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
+        logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
+        return self.createOrSet(half_float_casting=half_float_casting.value)
+
+    @recorded("deprecated: running statistics have the type that the model gives them")
+    def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
+        expect("runningStatisticsAlwaysFloat", value, bool, ValueError)
+        logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: leave it out")
+        return self.createOrSet(running_statistics_always_float=value)
+
+
+class Jit(OptionsDict):
+    """Deprecated options of tracing."""
+
+    trace_model = Setting(False)
+
+    @refused("True asks for tracing with TorchScript, which is gone")
+    def traceModel(self, trace_model: bool) -> Self:
+        """Raises: ValueError for True; False is deprecated."""
+        logger.warning("Jit.traceModel is deprecated: leave it out")
+        if trace_model:
+            raise ValueError(
+                "Jit.traceModel(True) asks for tracing with TorchScript, which is gone: models are captured "
+                "by dispatching. Leave the option out"
+            )
+        return self.set(trace_model=False)
+
+
+class TensorLocationSettings(OptionsDict):
+    """The place of tensors of one kind. Never changes a result.
+
+    >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
+    """
+
+    io_tiles_to_load: Setting[bool] = Setting()
+    io_tiles_to_store: Setting[bool] = Setting()
+    min_elements_for_off_chip: Setting[int] = Setting()
+    min_elements_for_replicated_tensor_sharding: Setting[int] = Setting()
+    on_chip_storage: Setting[bool] = Setting()
+    replicated_tensor_sharding: Setting[bool] = Setting()
+
+    @recorded("tensors stay where they are computed")
+    def minElementsForOffChip(self, min_elements: int) -> Self:
+        return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
+
+    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
+        """Each replica keeps the optimizer's whole state of parameters with fewer elements."""
+        expect("minElementsForReplicatedTensorSharding", min_elements, int)
+        return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
+
+    @recorded("tensors stay where they are computed; a profile says what the moves would take")
+    def useOnChipStorage(self, use: bool | None) -> Self:
+        """None deletes the setting."""
+        if use is None:
+            self.checkIsFrozen()
+            return self.deleteIfExists("on_chip_storage")
+        assert isinstance(use, bool), f"useOnChipStorage takes a bool or None; found {use!r}"
+        return self.createOrSet(on_chip_storage=use)
+
+    def useReplicatedTensorSharding(self, use: bool = True) -> Self:
+        """Each of R replicas of all instances keeps 1/R of the optimizer's state; other tensors are not divided. See
+        [scaling out](../guide/scaling.md).
+        """
+        return self.createOrSet(replicated_tensor_sharding=expect("useReplicatedTensorSharding", use, bool))
+
+    @recorded("there are no tiles")
+    def useIOTilesToLoad(self, use: bool = True) -> Self:
+        return self.createOrSet(io_tiles_to_load=expect("useIOTilesToLoad", use, bool))
+
+    @recorded("there are no tiles")
+    def useIOTilesToStore(self, use: bool = True) -> Self:
+        return self.createOrSet(io_tiles_to_store=expect("useIOTilesToStore", use, bool))
+
+
+class TensorLocations(OptionsDict):
+    """The location settings of each kind of tensor, read back as `location_weight` and so on."""
+
+    location_activation = Setting(TensorLocationSettings())
+    location_weight = Setting(TensorLocationSettings())
+    location_optimizer = Setting(TensorLocationSettings())
+    location_accumulator = Setting(TensorLocationSettings())
+    num_io_tiles: Setting[int] = Setting()
+
+    @recorded("activations stay where they are computed")
+    def setActivationLocation(self, location: TensorLocationSettings) -> Self:
+        return self.set(location_activation=location)
+
+    @recorded("weights stay where they are used")
+    def setWeightLocation(self, location: TensorLocationSettings) -> Self:
+        return self.set(location_weight=location)
+
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
+        """Choose whether the optimizer's state is divided among replicas."""
+        return self.set(location_optimizer=location)
+
+    @recorded("sums of gradients stay where they are computed")
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
+        return self.set(location_accumulator=location)
+
+    @recorded("there are no tiles; overlapped inputs and outputs ask for it")
+    def numIOTiles(self, num_tiles: int) -> Self:
+        valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
+        assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
+        return self.createOrSet(num_io_tiles=num_tiles)
+
+
+class Distributed(OptionsDict):
+    """The number of processes and the id of this one, by default from the launcher's environment.
+
+    MPI's variables are PopTorch's contract. Those of other launchers (torchrun, srun) are read too, since processes
+    that ignore them would each train alone without a warning.
+    """
+
+    distributed_process_id = Setting(0)
+    num_distributed_processes = Setting(1)
+    rows_by_replica = Setting(False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        if self.numProcesses == 1 and is_set():
+            launch = read()
+            self._place(launch.instance, launch.instances)
+
+    @property
+    def processId(self) -> int:
+        """The id of this process, from 0."""
+        return self.distributed_process_id
+
+    @property
+    def numProcesses(self) -> int:
+        """The number of processes that train together."""
+        return self.num_distributed_processes
+
+    def disable(self) -> Self:
+        """Ignore the environment: this is process 0 of 1."""
+        return self._place(0, 1)
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> Self:
+        """Set the id of this process and the number of processes."""
+        return self._place(process_id, num_processes)
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
+        """Read the number of processes and this process's id from these variables, now."""
+        self._place(0, 1)
+        return self._read(var_num_processes, var_process_id)
+
+    def rowsByReplica(self, by_replica: bool) -> Self:
+        """True: loaders divide each global batch among the replicas of all processes, so that a replica's rows are the
+        same for any number of processes. False: each process reads a contiguous share of the order. The default is
+        True for `popdist.poptorch.Options`, and False, as in PopTorch, for others."""
+        return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
+
+    def _read(self, var_num_processes: str, var_process_id: str) -> Self:
+        found = {name: os.environ.get(name) for name in (var_num_processes, var_process_id)}
+        if not any(found.values()):
+            return self
+        for name, text in found.items():
+            assert text and text.isdecimal(), (
+                f"{name} must hold a number, as {var_num_processes} and {var_process_id} say how many "
+                f"processes there are and which one this is; found {text!r}"
+            )
+        return self._place(int(found[var_process_id] or 0), int(found[var_num_processes] or 1))
+
+    def _place(self, process_id: int, num_processes: int) -> Self:
+        whole = isinstance(process_id, int) and isinstance(num_processes, int)
+        assert whole and 0 <= process_id < num_processes, (
+            f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
+        )
+        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
