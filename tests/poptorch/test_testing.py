@@ -1,10 +1,14 @@
-"""allclose compares structure and values."""
+"""allclose compares structure and values; compare finds the faults of an update, and their factor."""
 
+import pytest
 import torch
+from torch import nn
 
-from poptorch.testing import allclose
+import poptorch
+from poptorch.testing import allclose, compare
 
 ONE, OTHER = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1])
+MICRO_BATCHES = 4
 
 
 def test_structure_and_values_must_match():
@@ -14,3 +18,104 @@ def test_structure_and_values_must_match():
     assert not allclose((ONE, ONE), [ONE, ONE])
     assert not allclose((ONE,), (ONE, ONE))
     assert not allclose(ONE, torch.ones(3))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused, self.last = nn.Linear(4, 8), nn.Linear(1, 1), nn.Linear(8, 2)
+
+    def forward(self, x, y):
+        output = self.last(self.first(x).tanh())
+        return output, nn.functional.mse_loss(output, y)
+
+
+def options(replicas=1):
+    found = poptorch.Options().showCompilationProgressBar(False).replicationFactor(replicas)
+    found.Training.gradientAccumulation(MICRO_BATCHES)
+    return found
+
+
+def batch(rows):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4), torch.randn(rows, 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_update_in_a_layout_is_equal_and_changes_nothing(kind, replicas):
+    net = poptorch.annotate(Net(), {"first": 0, "last": 1})
+    found = compare(net, options(replicas), batch(24), kind(net.parameters(), lr=0.1))
+    assert found.equal and found.conclusion == "all equal"
+    assert "pipelined: 2 stages on 2 ipus" in found.title
+    assert [name for name, *_ in found.rows] == [name for name, _ in Net().named_parameters()]
+    assert all(map(torch.equal, net.state_dict().values(), Net().state_dict().values()))
+
+
+def test_only_the_rows_of_the_first_update_are_used():
+    assert compare(Net(), options().deviceIterations(2), batch(16)).equal
+
+
+def test_a_batch_may_be_a_dictionary():
+    x, y = batch(8)
+    assert compare(Net(), options(), {"y": y, "x": x}).equal
+
+
+def test_sums_in_place_of_means_are_named():
+    summing = options(3)
+    summing.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    found = compare(Net(), summing, batch(24))
+    assert not found.equal and found.loss == "equal"
+    assert (
+        found.conclusion
+        == "gradients are 12 times plain: micro-batches and replicas are summed, not averaged"
+    )
+
+
+def in_micro_batches(model, optimizer, batch, factor=1.0, skipped=0):
+    loss = torch.zeros(())
+    for x, y in list(zip(*(t.split(2) for t in batch), strict=True))[skipped:]:
+        part = model(x.clone(), y.clone())[1] / MICRO_BATCHES
+        part.backward()
+        loss += part.detach()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= factor
+    optimizer.step()
+    return loss
+
+
+def test_a_loop_that_scales_twice_is_named_and_printed():
+    found = compare(
+        Net(),
+        options(),
+        batch(8),
+        update=lambda *given: in_micro_batches(*given, factor=1 / MICRO_BATCHES),
+    )
+    lines = str(found).splitlines()
+    assert lines[1] == "gradients are 1/4 of plain: accumulation is scaled twice"
+    assert lines[2:4] == ["loss: equal", " " * 15 + "gradient      new weight"]
+    assert lines[4].startswith("first.weight   1/4 of plain  at [0, 0]: ")
+
+
+def test_a_loop_that_leaves_rows_out_differs_and_one_that_does_not_is_equal():
+    found = compare(Net(), options(), batch(8), update=lambda *given: in_micro_batches(*given, skipped=1))
+    assert found.conclusion.startswith("4 of 4 gradients differ, first first.weight: at [0, 0]: ")
+    assert compare(Net(), options(), batch(8), update=in_micro_batches).equal
+
+
+def test_a_loop_that_takes_the_batch_as_one_differs_by_rounding():
+    def whole(model, optimizer, batch):
+        loss = model(*batch)[1]
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = compare(Net(), options(), batch(8), update=whole)
+    assert {gradient[:8] for _, gradient, _ in found.rows} <= {"none", "equal", "rounding"}
+
+
+def test_a_model_without_a_loss_is_an_error():
+    with pytest.raises(poptorch.Error, match="forward returns no loss"):
+        compare(nn.Linear(4, 4), options(), torch.randn(8, 4))
