@@ -6,11 +6,11 @@ Outside compilation each returns its true result, or its input.
 from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*
 from .control import cond, for_loop
 from .ctc import ctc_beam_search_decoder
-from .custom import custom_op, registerCustomOp
 from .grouped_norm import GroupedBatchNorm2d
-from .host import CPU
+from .host import CPU, custom_op, registerCustomOp
 from .marks import (
     Attribute,
+    MultiConv,
     NameScope,
     identity_loss,
     isRunningOnIpu,
@@ -20,11 +20,8 @@ from .marks import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from .matmul import serializedMatMul
-from .multi_conv import MultiConv
-from .points import fps, nearest
 from .printing import ipu_print_tensor
-from .slices import dynamic_slice, dynamic_update
+from .tensor_ops import dynamic_slice, dynamic_update, fps, nearest, serializedMatMul
 
 __all__ = [
     "CPU",

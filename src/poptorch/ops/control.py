@@ -22,8 +22,8 @@ def cond(
 ) -> list[Tensor]:
     """Run `then_body(*then_inps) if condition else else_body(*else_inps)`: only the chosen body.
 
-    Both bodies return the same number of tensors, of the same shapes and types. They may use tensors of the
-    forward around them. What they change in place changes for themselves alone.
+    Both bodies return the same number of tensors, of the same shapes and types. They may use tensors of the forward
+    around them, and work on copies: changes in place are lost.
 
     Args:
         condition: a bool tensor with one element
@@ -57,8 +57,8 @@ def cond(
 def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     """Run `inputs = body(*inputs)` `count` times.
 
-    The body returns as many tensors as it takes, of the same shapes and types. It gets them by value: what it
-    changes in place changes for itself alone.
+    The body returns as many tensors as it takes, of the same shapes and types. It works on copies: changes in place
+    are lost.
 
     Returns: a list, also of one tensor
     """

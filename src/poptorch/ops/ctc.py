@@ -1,6 +1,6 @@
 """CTC: the loss, and the search for the most probable label sequences.
 
-They are operations of their own, since both read lengths, which have no values while a model is captured.
+Both are opaque operations, since they read lengths, which have no values while a model is captured.
 """
 
 import math
@@ -32,7 +32,7 @@ def ctc_loss(
 
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
-        targets:   [B, S], or all of them in a row: [sum of the target lengths]
+        targets:   [B, S], or concatenated: [sum of the target lengths]
         reduction: "mean" divides by the target lengths first, "sum" or "none"
     """
     single = log_probs.dim() == 2
@@ -77,7 +77,7 @@ def _run(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
-    # The table is as wide as this batch's longest target; in a graph all shapes are fixed.
+    # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
     missing = _alphas(targets) - alpha.shape[-1]
     return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
 
@@ -125,9 +125,9 @@ def ctc_beam_search_decoder(
 
     Args:
         probs:   log-probabilities, [T, B, C]
-        lengths: how many of the T steps count, [B]
-    Returns: log-probabilities of the paths [B, P], their lengths [B, P] and the paths [B, P, T], which are
-        filled up with `blank`; best first
+        lengths: number of valid steps of each sequence, [B]
+    Returns: log-probabilities of the paths [B, P], their lengths [B, P] and the paths [B, P, T], padded with
+        `blank`; best first
     """
     if not isinstance(probs, Tensor) or not isinstance(lengths, Tensor):
         raise Error(
@@ -172,8 +172,8 @@ def _decode(
 def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
     """Return the best paths with their log-probabilities.
 
-    For each path two numbers: the probability of all alignments that end in a blank, and of those that end
-    in its last label. Only after a blank can the same label begin anew.
+    Of each path, two numbers are kept: the probability of all alignments that end in a blank, and of those that end in
+    its last label. A path can repeat its last label only after a blank.
     """
     beams: dict[Path, tuple[float, float]] = {(): (0.0, _NEVER)}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Batch norm over the micro-batches of several replicas: one gather in forward, one in backward."""
+"""Batch norm over the micro-batches of several replicas, by one gather in forward and one in backward."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ _BUT_CHANNELS = (1, -1, 1, 1)
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """*Ours*: batch norm whose statistics are those of a group of neighbouring replicas, G·n values of a channel where
-    each replica has n. (Elsewhere: distributed, or synchronized, batch norm.)
+    """*Ours*: synchronized batch norm: the statistics are those of a group of neighbouring replicas.
 
-    A group lies in one process, or takes all replicas of several. In evaluation and outside a compiled model this is
-    `nn.BatchNorm2d`, as by its state.
+    A group is a part of one process's replicas, or all replicas of several processes. In evaluation, outside a
+    compiled model and in its `state_dict()` this is `nn.BatchNorm2d`.
 
     Args:
         num_features: channels; inputs are [rows, channels, height, width]
@@ -50,7 +49,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             share: Any = self.momentum
-            if share is None:  # the mean of all so far
+            if share is None:  # the mean of all updates
                 share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
             unbiased = variance * (values / (values - 1))
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -61,10 +60,10 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 class _Normalised(torch.autograd.Function):
-    """(x − μ)·γ/σ + β, μ and σ² of the group; also returns these.
+    """Returns (x − μ)·γ/σ + β, and the group's μ and σ².
 
-    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group; dγ and dβ are this replica's: they are gradients
-    like others, and summed over replicas before the update.
+    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group. dγ and dβ are this replica's: like other
+    gradients they are summed over replicas before the update.
     """
 
     @staticmethod

@@ -1,6 +1,8 @@
-"""Call Python functions from a compiled graph: `poptorch.CPU`, and the operation that custom operations become.
+"""Python functions that a compiled graph calls on the host: `poptorch.CPU` and custom operations.
 
-The graph holds a number, the handle of a function in this process: functions can't be saved in a graph.
+The graph holds a number, the handle of a function in this process, since functions can't be saved in a graph. A library
+of C++ operators for IPUs can't run here, so `custom_op` uses an implementation of that name: one registered by
+`registerCustomOp`, else one of `known_operations.py`.
 """
 
 import itertools
@@ -18,23 +20,33 @@ from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import calls_within
 
+from .known_operations import KNOWN, computed_here
 from .library import computed, listed
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A function, and the shape and type of each tensor that it returns."""
+    """A function that graphs call on the host.
+
+    Args:
+        outputs:   shape and type of each tensor that it returns
+        read_only: of each input, whether the function must not change it
+        fix:       last line of the error if it does
+        weights:   the model's tensors on the host, which it must not change either
+    """
 
     name: str
     function: Callable[..., Sequence[Tensor]]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    read_only: tuple[bool, ...]  # of each input, whether the function must not change it
-    fix: str  # of the message for a function that writes into such an input
-    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # the model's on the host, which must not change
+    read_only: tuple[bool, ...]
+    fix: str
+    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]
 
 
-_calls: dict[int, HostCall] = {}  # by handle; graphs refer to them for as long as the process lives
-# From a random number on, so that a graph that another process has saved never meets a function of this one.
+_calls: dict[int, HostCall] = {}  # by handle; never deleted, as graphs hold handles
+# The first is a random number, so that a handle in a graph of another process is no handle of this one.
 _handles = itertools.count(secrets.randbits(40) << 20)
 
 
@@ -50,9 +62,9 @@ def host_call(
     """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`.
 
     Args:
-        writes:  the inputs that it changes in place; their new values come behind the outputs
-        scratch: the inputs that it may change, and whose new values are dropped
-        fix:     the end of the message for a function that writes into another input
+        writes:  positions of inputs that it changes in place; their new values are returned after the outputs
+        scratch: positions of inputs that it may change, whose new values are dropped
+        fix:     last line of the error for a function that writes into another input
     """
     wrong = [type(value).__name__ for value in like if not isinstance(value, Tensor)]
     if wrong:
@@ -86,7 +98,7 @@ def _find(handle: int) -> HostCall:
 def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     call = _find(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
-    # Ordinary copies: the function may keep them or give them to numpy.
+    # Ordinary tensors, and copies: the function may keep them or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
         versions, weights = [value._version for value in given], _versions(call)
@@ -101,7 +113,7 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
         for position, (value, before, version) in enumerate(zip(given, inputs, versions, strict=True)):
             if call.read_only[position] and (value._version != version or not _same(value, before)):
                 raise Error(
-                    f"{call.name} changes its input {position} in place, and nobody would see it\n"
+                    f"{call.name} changes its input {position} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
                     f"  fix: work on a copy, `inputs[{position}].clone()`; {call.fix}"
                 )
@@ -115,13 +127,13 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 
 def _versions(call: HostCall) -> dict[str, int]:
-    """Return the version of each of the model's tensors on the host: each write raises it."""
-    with torch._C.DisableTorchFunctionSubclass():  # a look at them is no use of them
+    """Return the version counters of the model's tensors on the host, which each write increments."""
+    with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _same(value: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors hold the same bits; a write by numpy does not raise a tensor's version."""
+    """Return whether two tensors hold the same bits. (Writes by numpy don't increment a version counter.)"""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
@@ -154,11 +166,11 @@ class CPU:
 
         self.log = poptorch.CPU(self.count_zeros, "count")
 
-    The call returns a tensor, or a list or tuple of tensors, whose shapes and types depend on nothing but those
-    of its inputs. While the model is compiled it runs once, on zeros, to learn them.
+    The function returns a tensor, or a list or tuple of tensors, whose shapes and types depend only on those of its
+    inputs. Compilation calls it once, with fake tensors or zeros, for these shapes and types.
 
     Args:
-        writes: positions of the inputs that the layer changes in place, buffers of the model for example. (Ours.)
+        writes: *ours*: positions of the inputs that the layer changes in place, such as buffers of the model
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
@@ -192,10 +204,10 @@ class CPU:
         return type(example)(made) if many else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
-        """Return what the layer returns for fake tensors; for zeros, if it reads values."""
+        """Return the layer's outputs for fake tensors, or for zeros if it reads values."""
         with hidden() as fake, torch.no_grad():
             try:
-                with fake:  # a part of the model has fake weights now
+                with fake:  # during capture the model's weights are fake
                     return self._layer(*(torch.empty_like(value) for value in inputs))
             except Exception:
                 return self._layer(*(torch.zeros(value.shape, dtype=value.dtype) for value in inputs))
@@ -203,3 +215,178 @@ class CPU:
 
 def as_list(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# Custom operations ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    writes: tuple[int, ...]
+
+
+_registered: dict[tuple[str, str, int], _Implementation] = {}
+
+
+def registerCustomOp(
+    name: str,
+    domain: str,
+    version: int,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    writes: Sequence[int] = (),
+) -> None:
+    """Set what `custom_op(..., name, domain, version, ...)` computes.
+
+    Both functions run on the host, on CPU tensors, each time the graph runs.
+
+    Args:
+        forward:  `forward(*inputs, **attributes)` returns a tensor or several
+        backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
+            by default forward is differentiated by autograd
+        writes:   positions of the inputs that forward changes in place; buffers keep the new value. A write into
+            another input is an error when the graph runs
+    """
+    _registered[name, domain, version] = _Implementation(forward, backward, tuple(writes))
+
+
+def custom_op(
+    inputs: Sequence[Tensor],
+    name: str,
+    domain: str,
+    domain_version: int,
+    example_outputs: Sequence[Tensor],
+    attributes: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    """Return the outputs of a custom operation: a registered one, or one of `known_operations.py`.
+
+    Args:
+        example_outputs: tensors with the shapes and types of the outputs
+        attributes: floats, integers, strings, or lists of one of these types; passed to the implementation by name
+    Raises:
+        Error: the model is being compiled, and the operation has no implementation
+    """
+    attributes = {} if attributes is None else attributes
+    _check(attributes)
+    found = _registered.get((name, domain, domain_version))
+    if found is None and name in KNOWN:
+        return computed_here(name, inputs, attributes, example_outputs)
+    if current() is None:
+        if found is None:
+            return [torch.zeros_like(example) for example in example_outputs]
+        return as_list(found.forward(*inputs, **attributes))
+    if found is None:
+        known = ", ".join(f"{d}.{n} {v}" for n, d, v in sorted(_registered)) or "none"
+        raise Error(
+            f"the custom operation {domain}.{name}, version {domain_version}, has no implementation here\n"
+            f"  why: operators compiled for IPUs can't run on this hardware; registered are: {known}\n"
+            f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
+            " computes the outputs with torch"
+        )
+    wrong = [position for position in found.writes if not 0 <= position < len(inputs)]
+    if wrong:
+        raise Error(
+            f"the custom operation {domain}.{name} writes input {wrong[0]}, and has {len(inputs)} inputs"
+        )
+    like = [(tuple(example.shape), example.dtype) for example in example_outputs]
+    made = _HostFunction.apply(f"{domain}.{name}", found, attributes, like, *inputs)
+    return written_back(inputs, found.writes, list(made))
+
+
+class _HostFunction(torch.autograd.Function):
+    """A host call in forward, and one in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.name, ctx.op, ctx.attributes = name, op, attributes
+        # Backward reads the inputs as they were before forward wrote to them.
+        ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
+        examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
+
+        def run(*given: Tensor) -> list[Tensor]:
+            return as_list(op.forward(*given, **attributes))
+
+        fix = "or say which inputs it writes: poptorch.registerCustomOp(..., writes=[...])"
+        made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes, fix=fix)
+        ctx.mark_non_differentiable(*made[len(examples) :])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        op, attributes = ctx.op, ctx.attributes
+        count = len(gradients) - len(op.writes)
+        gradients = gradients[:count]
+
+        def run(*given: Tensor) -> list[Tensor]:
+            sums, values = list(given[:count]), list(given[count:])
+            if op.backward is None:
+                return _differentiated(op.forward, attributes, sums, values, wanted)
+            made = as_list(op.backward(sums, values, **attributes))
+            return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
+
+        like = [inputs[i] for i in wanted]
+        name = f"the backward of the custom operation {ctx.name}"
+        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
+        scratch = range(count if op.backward is not None else count + len(inputs))
+        fix = "inputs that forward writes can't be written by backward"
+        made = dict(
+            zip(wanted, host_call(name, run, [*gradients, *inputs], like, (), scratch, fix), strict=True)
+        )
+        return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
+
+
+def _differentiated(
+    forward: Callable[..., Any],
+    attributes: dict[str, Any],
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    wanted: list[int],
+) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(as_list(forward(*leaves, **attributes)), gradients, strict=True)
+            if output.requires_grad
+        ]
+        outputs, passed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return list(
+            torch.autograd.grad(
+                outputs, [leaves[i] for i in wanted], passed, allow_unused=True, materialize_grads=True
+            )
+        )
+
+
+def _check(attributes: dict[str, Any]) -> None:
+    for key, value in attributes.items():
+        if not isinstance(key, str):
+            raise ValueError(f"attribute names must be strings; found {key!r}")
+        _check_ascii(key)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        wrong = next((item for item in items if not isinstance(item, (float, int, str))), None)
+        if wrong is not None:
+            raise ValueError(
+                f"attribute {key!r} must be a float, an int, a string, or a list of them; found"
+                f" {type(wrong).__name__}"
+            )
+        if len({type(item) for item in items}) > 1:
+            raise ValueError(f"the values of attribute {key!r} must all be the same type; found {value!r}")
+        for item in items:
+            if isinstance(item, str):
+                _check_ascii(item)
+            elif isinstance(item, float) and abs(item) > _LARGEST and abs(item) != float("inf"):
+                raise Error(
+                    f"{item} is too {'high' if item > 0 else 'low'} for a float attribute ({key!r}): 32 bits hold"
+                    f" ±{_LARGEST:.3e}"
+                )
+
+
+def _check_ascii(text: str) -> None:
+    if not text.isascii():
+        raise ValueError(f"{text} contains non-ASCII characters.")

@@ -1,7 +1,7 @@
-"""Custom operations that public programs load from compiled libraries, in torch: `custom_op` finds them by name.
+"""Custom operations of public programs, which load them from compiled libraries: the same in torch, by name.
 
-They become part of the captured graph, so that they are differentiated, drawn from the engine's random numbers and
-saved as every other operation is. `registerCustomOp` of the same name wins.
+They become part of the captured graph: autograd differentiates them, the engine draws their random numbers, and
+executables contain them. An operation of the same name registered by `registerCustomOp` takes precedence.
 """
 
 import inspect
@@ -17,9 +17,9 @@ from ..logs import logger
 from .ctc import ctc_loss
 from .library import listed
 
-_NO_EFFECT = ("root_path", "grain_size")  # attributes: where code for IPUs lies, and how it is laid out there
+_NO_EFFECT = ("root_path", "grain_size")  # attributes: path of code for IPUs, and its layout there
 _REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def copy_tensor(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def copy_tensor(x: Tensor) -> Tensor:
 
 
 def remap(x: Tensor) -> Tensor:
-    """Return the same values; on IPUs they lie elsewhere."""
+    """Return the same values; on IPUs their layout in memory changes."""
     return torch.ops.poptorch.nop(x)
 
 
@@ -62,7 +62,7 @@ class _Proxy(torch.autograd.Function):
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
-    """Return the first input; its gradient goes to the second."""
+    """Return the first input, with a gradient for the second input only."""
     return _Proxy.apply(value, proxy)  # type: ignore[return-value]
 
 
@@ -80,7 +80,7 @@ def l2_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
-    """Return the values rounded to a smaller float format, in their own type; larger ones become its largest.
+    """Return the values rounded to a smaller float format, in their own dtype; larger values become its largest.
 
     The format has subnormals, and no infinity: its largest value is 2^(2^(e-1)-1) · (2 - 2^-m), its smallest normal
     one 2^(1-2^(e-1)). Rounding: "nearest" (ties to even), or "stochastic": up or down at random, right on average.
@@ -113,7 +113,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return `quantised` values (fwd), and pass on the gradient as it is or quantised, too (bwd)."""
+    """Return the values, quantised if `fwd`; the gradient is quantised if `bwd`."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _Quantised.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
@@ -134,10 +134,10 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 def computed_here(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return what a known operation makes of its inputs, in the shape and type of its example; say once what it is.
+    """Return the output of an operation in `KNOWN`, in the shape and dtype of its example; log its name once.
 
     Raises:
-        Error: other inputs or attributes than it takes, or examples of other sizes than what it makes
+        Error: inputs, attributes or an example that don't fit the operation
     """
     function = KNOWN[name]
     signature = inspect.signature(function)
@@ -150,8 +150,8 @@ def computed_here(
             f"  why: the one that is known here takes {signature}: {error}\n"
             f"  fix: poptorch.registerCustomOp({name!r}, domain, version, forward) says what yours computes"
         ) from None
-    if name not in _said:
-        _said.add(name)
+    if name not in _reported:
+        _reported.add(name)
         summary = (inspect.getdoc(function) or "").split("\n")[0]
         logger.warning("the custom operation %s is computed by poptorch's own: %s", name, summary)
     made = function(*inputs, **given)

@@ -1,7 +1,7 @@
 """Register operations as `torch.ops.poptorch.*`, of three kinds.
 
-A mark is an identity that stays in the captured graph under its name. A computed operation stays in the graph, too, and
-is opaque. A shorthand is traced through: the graph holds the operations that it calls.
+A mark is an identity that stays in the captured graph under its name. A computed operation is opaque: the graph holds
+it, not the operations that it calls. A shorthand is transparent: the graph holds only the operations that it calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ def mark(
     Args:
         schema:   "name(Tensor input, <settings>) -> Tensor"
         run:      called with the arguments each time the operation computes
-        gradient: from (gradient, *settings) to the gradient of the input
+        gradient: called with (gradient, *settings), returns the gradient of the input
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
@@ -64,7 +64,7 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register an operation without a gradient; `pretend` returns empty tensors of the shapes of its results."""
+    """Register an operation without a gradient. `pretend` is its fake implementation."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")

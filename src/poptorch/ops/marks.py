@@ -1,19 +1,22 @@
 """Marks for the compiler: of the loss, of single tensors, and of all operations in a scope.
 
-A mark of a tensor is an identity that stays in the captured graph under its own name. On plain PyTorch a mark computes
-what its name says, or nothing.
+The mark of a tensor is an identity that stays in the captured graph under its own name. On plain PyTorch a mark returns
+the true result, or its input.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
-from ..enums import OverlapMode, by_name
+from ..enums import MultiConvPlanType, OverlapMode, by_name
 from .library import mark
 
 mark("nop(Tensor input) -> Tensor")
@@ -28,7 +31,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     """Mark a tensor as the loss that training differentiates.
 
     Args:
-        reduction: "mean" or "sum" over all elements, or "none" for a tensor that is a scalar already
+        reduction: "mean" or "sum" over all elements, or "none" for a scalar
     """
     assert reduction in ("mean", "sum", "none"), (
         f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"
@@ -46,20 +49,20 @@ def isRunningOnIpu() -> bool:
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, by an operation that is kept in the graph."""
+    """Return the tensor itself; the operation is kept in the graph."""
     if not isinstance(tensor, Tensor):
         raise Error(f"nop takes a tensor; found {type(tensor).__name__}\n  fix: poptorch.nop(x)")
     return torch.ops.poptorch.nop(tensor)
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Return the tensors themselves; with recomputation on they are stored, and not computed again.
+    """Return the tensors themselves; recomputation stores them instead of computing them again.
 
     Args:
         tensors: one tensor (returns a tensor), several (returns a tuple), or one list or tuple (returns
-            the same kind)
+            the same type)
     Raises:
-        ValueError: something is not a tensor
+        ValueError: an argument is not a tensor
     """
     if len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return torch.ops.poptorch.recomputation_checkpoint(tensors[0])
@@ -75,11 +78,11 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """Return the tensor itself, and record the proportion in the graph; it has no effect here, where memory is shared.
+    """Return the tensor itself and record the proportion in the graph; without effect here, where memory is shared.
 
     Args:
-        tensor: what a matrix product or convolution has returned
-        available_memory_proportion: how much of an IPU's tile memory it might have used, 0 to 1
+        tensor: result of a matrix product or convolution
+        available_memory_proportion: share of an IPU's tile memory for that operation, 0 to 1
     """
     if not isinstance(tensor, Tensor):
         raise Error(
@@ -91,12 +94,12 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the same structure of tensors; `mode` is the loop with which their transfer may overlap."""
+    """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the device."""
     return _marked("input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the same structure of tensors; `mode` is the loop with which their transfer may overlap."""
+    """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the host."""
     return _marked("output", output_tensors, mode)
 
 
@@ -117,7 +120,7 @@ def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
 
 
 class NameScope:
-    """Give the operations inside this prefix in the compiled graph; scopes nest.
+    """Prefixes the names of the operations inside in the compiled graph; scopes nest.
 
     with poptorch.NameScope("embedding"):
         x = self.table(tokens)
@@ -149,12 +152,12 @@ def pop_name_scope() -> None:
 
 
 class Attribute:
-    """Give the operations inside these attributes in the compiled graph, in each node's `attributes`.
+    """Adds attributes to the operations inside, as `attributes` of their nodes in the compiled graph.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
 
-    Scopes nest; leaving one restores the values of the outer.
+    Scopes nest; the end of a scope restores the values of the outer one.
     """
 
     def __init__(self, **attributes: dict[str, Any]) -> None:
@@ -190,3 +193,99 @@ def clear_attribute(attribute: str, key: str) -> None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}
         others = {k: v for k, v in capture.attributes.items() if k != attribute}
         capture.attributes = {**others, attribute: entries} if entries else others
+
+
+class MultiConv:
+    """Records the convolutions inside as one group, which an IPU may run in parallel; results don't change.
+
+        with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
+            a, b = self.left(x), self.right(y)
+
+    Each property is one value for all convolutions, a list with a value for each, or None for no value.
+    """
+
+    def __init__(self) -> None:
+        self._properties: dict[str, Any] = {}
+
+    def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
+        """Set the proportion of tile memory that each convolution may use."""
+        valid = _all(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
+        return self._set(
+            "available_memory_proportions", value, valid, "available memory proportion! A number or a list"
+        )
+
+    def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
+        """Set the type of partial sums: torch.float or torch.half."""
+        valid = _all(value, lambda dtype: dtype in (torch.float32, torch.float16))
+        words = "partials types: torch.float, torch.half or a list of them"
+        return self._set("partials_types", value, valid, words, ValueError)
+
+    def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
+        """Set whether the start tile of a convolution is spread."""
+        valid = _all(value, lambda flag: isinstance(flag, bool))
+        return self._set(
+            "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
+        )
+
+    def planType(self, value: MultiConvPlanType | None) -> MultiConv:
+        """Set whether the convolutions run in parallel or one after another."""
+        valid = isinstance(value, MultiConvPlanType | None)
+        return self._set("plan_type", value, valid, "plan type! A member of poptorch.MultiConvPlanType")
+
+    def perConvReservedTiles(self, value: int | None) -> MultiConv:
+        """Set the number of tiles that are reserved for each convolution."""
+        valid = isinstance(value, int | None) and not isinstance(value, bool)
+        return self._set("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
+
+    def cycleBackOff(self, value: float | None) -> MultiConv:
+        """Set the share of cycles by which a plan may be slower than the best."""
+        return self._set("cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float")
+
+    def _set(
+        self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
+    ) -> MultiConv:
+        if not valid:
+            raise error(f"Invalid {words}; found {value!r}")
+        self._properties[name] = tuple(value) if isinstance(value, list) else value
+        return self
+
+    def __enter__(self) -> None:
+        capture = current()
+        if capture is None:
+            return
+        if capture.group is not None:
+            raise Error(
+                "Nested poptorch.MultiConv is not supported: a convolution is in one group\n"
+                "  fix: end the outer `with` before the inner begins"
+            )
+        capture.group = Group({name: value for name, value in self._properties.items() if value is not None})
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        capture = current()
+        if capture is None or capture.group is None:
+            return
+        group, capture.group = capture.group, None
+        if kind is not None:
+            return
+        if group.convolutions == 0:
+            raise Error(
+                "Unexpected end_multi_conv: there is no convolution in this poptorch.MultiConv\n"
+                "  fix: call the convolutions inside the `with`"
+            )
+        wrong = {
+            name: len(value)
+            for name, value in group.properties.items()
+            if isinstance(value, tuple) and len(value) != group.convolutions
+        }
+        if wrong:
+            raise Error(
+                f"this poptorch.MultiConv has {group.convolutions} convolutions, but "
+                + ", ".join(f"{name} has {length} values" for name, length in wrong.items())
+                + "\n  fix: one value for each convolution, or a single value for all"
+            )
+
+
+def _all(value: Any, valid: Callable[[Any], bool]) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(valid(item) for item in value)
+    return value is None or valid(value)

@@ -1,7 +1,6 @@
 """`ipu_print_tensor`: print a tensor's values each time the graph computes it, and its gradient's.
 
-The layout is PopTorch's, which neither torch nor numpy print: every innermost row on a line of its own, indented by its
-depth.
+The layout is PopTorch's, not that of torch or numpy: each innermost row is a line, indented by its depth.
 
     title: {
      {0.25 1.5}
@@ -39,16 +38,16 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> Tensor:
-    """Return the tensor itself; its values are printed to stderr whenever a compiled model computes it.
+    """Return the tensor itself, and print its values to stderr whenever a compiled model computes it.
 
     Use the result, or the operation may be removed. On plain PyTorch nothing is printed.
 
     Args:
         print_gradient: print its gradient too, in training, as `<title>_gradient`
-        summarise_threshold: with more elements only those at the edges are shown (0: always all)
-        edge_items: how many those are, at each edge
-        max_line_width: longer rows are broken (0: never)
-        digits: significant digits (0: as many as tell the number from others)
+        summarise_threshold: of more elements, only those at the edges are printed (0: all)
+        edge_items: number of elements at each edge
+        max_line_width: characters after which rows are broken (0: never)
+        digits: significant digits (0: as many as identify the number)
         float_format: "auto", "fixed", "scientific" or "none" (as Python prints it)
     Raises:
         KeyError: another float format
@@ -130,7 +129,7 @@ class _Layout:
         return [*lines, indent + self.close_bracket]
 
     def _shown(self, length: int, short: bool) -> list[int | None]:
-        """Return the positions that are printed; None stands for those left out."""
+        """Return the positions to print, with None in place of those left out."""
         edge = self.edge_items
         if not short or length <= 2 * edge:
             return list(range(length))
@@ -164,7 +163,7 @@ class _Layout:
 
 
 def _shortest(value: float, tensor: Tensor) -> str:
-    """Return the fewest digits that give this number back in the tensor's type."""
+    """Return the number with the fewest digits that identify it in the tensor's dtype."""
     if not math.isfinite(value):
         return str(value)
     candidates = (f"{value:.{digits}g}" for digits in range(1, 18))

@@ -11,7 +11,7 @@ from torch import Tensor
 from popengine.errors import Error
 
 from ..annotating.blocks import Block
-from . import custom, marks, slices
+from . import host, marks, tensor_ops
 from .library import shorthand
 
 _CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
@@ -33,7 +33,7 @@ def _custom_operation(
     inputs: list[Tensor], name: str, domain: str, version: int, outputs: list[Tensor], attributes: str
 ) -> list[Tensor]:
     given = json.loads(attributes) if attributes else None
-    return custom.custom_op(inputs, name, domain, version, outputs, given)
+    return host.custom_op(inputs, name, domain, version, outputs, given)
 
 
 shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
@@ -48,11 +48,12 @@ shorthand(
 shorthand("end_ipu_block() -> ()", Block.end)
 shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
 shorthand(
-    "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor", slices.dynamic_slice
+    "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor",
+    tensor_ops.dynamic_slice,
 )
 shorthand(
     "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor",
-    slices.dynamic_update,
+    tensor_ops.dynamic_update,
 )
 shorthand(
     "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes) ->"

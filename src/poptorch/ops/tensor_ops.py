@@ -1,0 +1,212 @@
+"""Operations on tensors with PopTorch's names: slices at data-dependent places, serialized products, point clouds."""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.compile.recording.current_capture import current
+from popengine.errors import Error
+
+from ..enums import MatMulSerializationMode
+from .library import computed
+
+_INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int = 1) -> Tensor:
+    """Return `tensor[start : start + size : step]` along `dim`.
+
+    Args:
+        start: integer tensor with one element; a start that is too large is an error of the run
+        size:  elements that the slice spans
+        step:  distance of the elements that are returned
+    """
+    _check_slice("dynamic_slice", tensor, dim, start, size)
+    if not isinstance(step, int) or step < 1:
+        raise Error(f"dynamic_slice: step must be an integer from 1; found {step!r}")
+    return tensor.index_select(dim, _indexes(start, size, step, tensor))
+
+
+def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
+    """Return a copy of `input` with `src` in `[start : start + size]` along `dim`.
+
+    Args:
+        src:   of the input's type and shape, but `size` elements along `dim`
+        start: integer tensor with one element
+    """
+    _check_slice("dynamic_update", input, dim, start, size)
+    if not isinstance(src, Tensor):
+        raise Error(f"dynamic_update: src must be a tensor; found {type(src).__name__}")
+    if src.dtype != input.dtype:
+        raise Error(
+            f"dynamic_update: src is {src.dtype} and input {input.dtype}; they must have the same type\n"
+            f"  fix: src.to({input.dtype})"
+        )
+    expected = list(input.shape)
+    expected[dim] = size
+    if list(src.shape) != expected:
+        raise Error(
+            f"dynamic_update: src has shape {tuple(src.shape)}; {tuple(expected)} fits into {tuple(input.shape)}"
+            f" along dimension {dim} with size {size}"
+        )
+    return input.index_copy(dim, _indexes(start, size, 1, input), src)
+
+
+def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise Error(f"{name}: takes a tensor; found {type(tensor).__name__}")
+    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise Error(
+            f"{name}: dim must be a dimension of a tensor of shape {tuple(tensor.shape)}; found {dim!r}"
+        )
+    if not isinstance(start, Tensor) or start.dtype not in _INDEX_TYPES or start.numel() != 1:
+        found = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
+        raise Error(
+            f"{name}: start must be an integer tensor with one element; found {found}\n"
+            "  fix: torch.tensor([2]) where the start is known, tensor.narrow needs no tensor"
+        )
+    length = tensor.shape[dim]
+    if not isinstance(size, int) or not 0 < size <= length:
+        raise Error(f"{name}: size must be an integer from 1 to {length}, the dimension; found {size!r}")
+
+
+def _indexes(start: Tensor, size: int, step: int, like: Tensor) -> Tensor:
+    return start.reshape(()).long() + torch.arange(0, size, step, device=like.device)
+
+
+def serializedMatMul(
+    lhs: Tensor,
+    rhs: Tensor,
+    mode: MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> Tensor:
+    """Return `torch.matmul(lhs, rhs)`, computed in `factor` pieces to need less memory at a time.
+
+    Args:
+        lhs, rhs: [..., rows, inner] and [..., inner, columns]
+        mode:     cut along the rows of lhs (InputChannels), along inner (ReducingDim), along the columns of
+            rhs (OutputChannels), or not at all (Disabled)
+        factor:   number of pieces, a divisor of that dimension (0: not cut)
+        keep_precision: sum the products of ReducingDim in float32 if the operands are narrower
+    """
+    assert isinstance(lhs, Tensor), f"serializedMatMul: lhs must be a tensor; found {type(lhs).__name__}"
+    assert isinstance(rhs, Tensor), f"serializedMatMul: rhs must be a tensor; found {type(rhs).__name__}"
+    assert isinstance(mode, MatMulSerializationMode), (
+        f"serializedMatMul: mode must be one of poptorch.MatMulSerializationMode's; found {mode!r}"
+    )
+    assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; found {factor!r}"
+    if mode is MatMulSerializationMode.Disabled or factor == 0:
+        return torch.matmul(lhs, rhs)
+    cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs
+    dim = -2 if mode is MatMulSerializationMode.InputChannels else -1
+    length = cut.shape[dim] if cut.dim() >= 2 else None
+    if length is None or factor < 1 or length % factor:
+        raise Error(
+            f"serializedMatMul: factor {factor} can't cut {mode.name} of {tuple(lhs.shape)} @ {tuple(rhs.shape)}\n"
+            f"  why: the dimension {'is missing' if length is None else f'has {length} elements'}, and all pieces"
+            " must be equal\n  fix: a factor that divides it, or MatMulSerializationMode.Disabled"
+        )
+    if current() is None or factor == 1:
+        return torch.matmul(lhs, rhs)
+    if mode is MatMulSerializationMode.InputChannels:
+        return torch.cat([torch.matmul(piece, rhs) for piece in lhs.chunk(factor, -2)], -2)
+    if mode is MatMulSerializationMode.OutputChannels:
+        return torch.cat([torch.matmul(lhs, piece) for piece in rhs.chunk(factor, -1)], -1)
+    return _reduced(lhs, rhs, factor, keep_precision)
+
+
+def _reduced(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool) -> Tensor:
+    wide = torch.promote_types(lhs.dtype, torch.float32) if keep_precision else lhs.dtype
+    pairs = zip(lhs.to(wide).chunk(factor, -1), rhs.to(wide).chunk(factor, max(-2, -rhs.dim())), strict=True)
+    first, *others = (torch.matmul(left, right) for left, right in pairs)
+    return sum(others, first).to(lhs.dtype)
+
+
+def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
+    """Sample points of each cloud, each as far as possible from those before it (farthest point sampling).
+
+    Args:
+        src:   points of all clouds, [N, F]
+        ptr:   beginnings of the clouds and the end of the last: cloud i is src[ptr[i]:ptr[i + 1]]
+        ratio: share of a cloud's points that is sampled, rounded up
+        random_start: begin with a random point of the cloud instead of its first
+    Returns: the rows of the sampled points, cloud after cloud
+    """
+    if not isinstance(src, Tensor):
+        raise Error(f"fps: src must be a tensor of points [N, F]; found {type(src).__name__}")
+    if not isinstance(ptr, list) or len(ptr) < 2 or not all(isinstance(value, int) for value in ptr):
+        raise Error(
+            f"fps: ptr must be a list of at least two integers, the boundaries of the clouds; found {ptr!r}\n"
+            "  fix: [0, len(src)] for a single cloud"
+        )
+    if sorted(ptr) != ptr or ptr[0] < 0 or ptr[-1] > len(src):
+        raise Error(f"fps: ptr must rise from 0 to at most {len(src)}, the number of points; found {ptr}")
+    if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
+    # Drawn outside of the opaque operation, so that the engine draws them as it draws the model's other numbers.
+    make = torch.rand if random_start else torch.zeros
+    return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
+
+
+def _counts(ptr: list[int], ratio: float) -> list[int]:
+    return [math.ceil(ratio * (end - begin)) for begin, end in itertools.pairwise(ptr)]
+
+
+def _sample(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
+    chosen = []
+    for begin, end, count, start in zip(ptr, ptr[1:], _counts(ptr, ratio), starts.tolist(), strict=False):
+        chosen.append(begin + _farthest(src[begin:end].flatten(1), count, int(start * (end - begin))))
+    return torch.cat(chosen)
+
+
+def _farthest(points: Tensor, count: int, start: int) -> Tensor:
+    chosen = torch.empty(count, dtype=torch.int64)
+    distance = torch.full((len(points),), math.inf, device=points.device)
+    for position in range(count):
+        chosen[position] = start
+        distance = torch.minimum(distance, (points - points[start]).float().square().sum(1))
+        start = int(distance.argmax())
+    return chosen.to(points.device)
+
+
+computed(
+    "fps(Tensor src, int[] ptr, float ratio, Tensor starts) -> Tensor",
+    _sample,
+    lambda src, ptr, ratio, starts: src.new_empty(sum(_counts(ptr, ratio)), dtype=torch.int64),
+)
+
+
+def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> Tensor:
+    """Return, for each point of x, the row of the nearest point of y.
+
+    Args:
+        x, y: [N, F] and [M, F], or [N] and [M]
+        batch_x, batch_y: sorted numbers of the points' clouds; only points of the same cloud are compared. Lists or
+            tensors, both or none
+    """
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise Error(f"nearest takes tensors; found {type(x).__name__} and {type(y).__name__}")
+    if (batch_x is None) != (batch_y is None):
+        raise Error("nearest: give batch_x and batch_y both, or none of them")
+    x, y = (points.reshape(len(points), -1) for points in (x, y))
+    if x.shape[1] != y.shape[1]:
+        raise Error(f"nearest: points of x have {x.shape[1]} coordinates, those of y {y.shape[1]}")
+    distance = (x[:, None] - y[None]).square().sum(2)
+    if batch_x is not None:
+        of_x, of_y = _batch("batch_x", batch_x, x), _batch("batch_y", batch_y, y)
+        distance = distance.masked_fill(of_x[:, None] != of_y[None], math.inf)
+    return distance.argmin(1)
+
+
+def _batch(name: str, value: Any, points: Tensor) -> Tensor:
+    if isinstance(value, (list, tuple)):
+        if list(value) != sorted(value):
+            raise Error(f"nearest: {name} must be sorted; found {value}")
+        value = torch.tensor(value, device=points.device)
+    if not isinstance(value, Tensor) or value.shape != points.shape[:1]:
+        raise Error(f"nearest: {name} must hold one number for each of the {len(points)} points")
+    return value
