@@ -114,7 +114,7 @@ def compare(
     return Comparison(f"{title}; against plain PyTorch", _conclusion(loss, rows, counts), loss, rows)
 
 
-class _Update(NamedTuple):
+class _UpdateResult(NamedTuple):
     """What an update computes: the loss of each micro-batch, gradients and new weights by name."""
 
     losses: Tensor
@@ -123,7 +123,9 @@ class _Update(NamedTuple):
     place: int = 0  # of the loss among the tensors that forward returns
 
 
-def _plain_update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts) -> _Update:
+def _plain_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
+) -> _UpdateResult:
     """Run an update in plain PyTorch. The micro-batches of a replica are added in turn, then replicas in pairs."""
     micro_batches = counts.accumulation * counts.groups
     losses: list[Tensor] = [torch.empty(0)] * micro_batches
@@ -151,7 +153,7 @@ def _plain_update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
         parameter.grad = sums[0][name] / (counts.accumulation * counts.replicas) if name in sums[0] else None
     optimizer.step()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return _Update(torch.stack(losses), gradients, _weights(model), place)
+    return _UpdateResult(torch.stack(losses), gradients, _weights(model), place)
 
 
 def _called(model: Callable[..., Any], batch: Any) -> Any:
@@ -166,7 +168,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _update_here(
     model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, place: int
-) -> tuple[str, _Update]:
+) -> tuple[str, _UpdateResult]:
     """Run an update by an executor, and another one by SGD, whose first momentum is the gradient."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
@@ -180,16 +182,16 @@ def _update_here(
     executor.destroy()
     states = {n: sgd.state.get(p, {}) for n, p in twin_for_gradients.named_parameters()}
     gradients = {n: state["momentum_buffer"] for n, state in states.items() if "momentum_buffer" in state}
-    return title, _Update(losses, gradients, _weights(twin))
+    return title, _UpdateResult(losses, gradients, _weights(twin))
 
 
 def _update_elsewhere(
     update: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-) -> tuple[str, _Update]:
+) -> tuple[str, _UpdateResult]:
     """Run an update by a function of the user's, which returns one loss."""
     loss = torch.as_tensor(update(model, optimizer, batch)).detach()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return update.__name__, _Update(loss, gradients, _weights(model))
+    return update.__name__, _UpdateResult(loss, gradients, _weights(model))
 
 
 def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
