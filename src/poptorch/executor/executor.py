@@ -91,11 +91,14 @@ class PoplarExecutor:
         self._synthetic: list[Tensor] | None = None
         self._compiled_mode: bool | None = None  # of the user's model; None: not compiled, or not called yet
         self._has_warned_of_mode = False
+        self._told_methods: set[str] = set()
         self._compilation_seconds: float | None = None
         if training:
             marked_model.check_buffers(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
             marked_model.mark(model, self)
+
+    forward = marked_model.HostForward()
 
     # ---- calling -----------------------------------------------------------------------------------------
 
@@ -490,6 +493,9 @@ class PoplarExecutor:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
         value = getattr(self.model, name)
+        if name not in self._told_methods:
+            self._told_methods.add(name)
+            marked_model.announce_host_method(self.model, name, value)
         if isinstance(value, nn.Parameter) and name in self._user_model._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params
             return GroupableParameter.of(value, name, groupings)

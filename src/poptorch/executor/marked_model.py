@@ -8,6 +8,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,30 @@ class _MarkedModel:
         if len(reduced) > 2 and isinstance(reduced[2], dict):
             reduced[2] = {name: value for name, value in reduced[2].items() if name != "_pando_owner"}
         return tuple(reduced)
+
+
+class HostForward:
+    """An executor's `forward`: the host's copy's; of the class an error, for trainers that look for a module's."""
+
+    def __get__(self, executor: Any, kind: type) -> Any:
+        if executor is not None:
+            return executor.model.forward
+        raise AttributeError(
+            "an executor has no forward of its own: a call computes gradients and updates weights, too\n"
+            "  fix: give a trainer the model, and call the executor in its training_step: docs/guide/hugging_face.md"
+        )
+
+
+def announce_host_method(model: nn.Module, name: str, value: Any) -> None:
+    """Warn once that a method of the model's own, such as `generate`, runs on the host."""
+    of_torch = name.startswith("_") or hasattr(nn.Module, name)
+    if inspect.ismethod(value) and value.__self__ is model and not of_torch:
+        logger.warning(
+            "%s.%s runs on the host, uncompiled, with the newest weights\n"
+            "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor",
+            plain_class(model).__name__,
+            name,
+        )
 
 
 def is_marked(model: Any) -> bool:

@@ -66,6 +66,7 @@ class OptimizerLink:
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
+        optimizer = unwrapped(optimizer)
         compiled = self._lease.executable is not None
         frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
@@ -238,6 +239,12 @@ class OptimizerLink:
                 " param_groups",
                 "; ".join(changes[:3]) or "its parameter groups",
             )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper such as accelerate's `AcceleratedOptimizer`; any other one as it is."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:

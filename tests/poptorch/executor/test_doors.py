@@ -1,0 +1,182 @@
+"""transformers.Trainer and accelerate train through an executor, as the guide shows it."""
+
+import logging
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import poptorch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "hugging_face.md"
+STEPS, ACCUMULATION, ROWS = 4, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def documented():
+    """Return the Trainer that the guide shows."""
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    assert len([line for line in code.partition("class ")[2].splitlines() if line.strip()]) <= 10
+    names = {}
+    exec(code, names)
+    return names["PoptorchTrainer"]
+
+
+def language_model():
+    torch.manual_seed(0)
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=16, bos_token_id=0, eos_token_id=0, **off
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows(count):
+    torch.manual_seed(1)
+    return [{"input_ids": words, "labels": words} for words in torch.randint(31, (count, 8))]
+
+
+def options():
+    found = poptorch.Options().showCompilationProgressBar(False).outputMode(poptorch.OutputMode.All)
+    found.Training.gradientAccumulation(ACCUMULATION)
+    return found
+
+
+def arguments(folder, **more):
+    return transformers.TrainingArguments(
+        str(folder),
+        **{"max_steps": STEPS, "save_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, **more},
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def trainer(folder, model=None, **more):
+    kind = documented()
+    kind.poptorch_options = options()
+    given = arguments(folder, per_device_train_batch_size=ACCUMULATION * ROWS, **more)
+    return kind(
+        model=language_model() if model is None else model,
+        args=given,
+        train_dataset=rows(64),
+        eval_dataset=rows(8),
+    )
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[n], others[n]) for n in some)
+
+
+@pytest.mark.parametrize("layout", ["unsplit", "pipelined"])
+def test_the_trainer_trains_with_the_bits_of_a_plain_trainer(tmp_path, layout):
+    plain = transformers.Trainer(
+        model=language_model(),
+        args=arguments(
+            tmp_path / "plain",
+            per_device_train_batch_size=ROWS,
+            gradient_accumulation_steps=ACCUMULATION,
+            max_grad_norm=0,
+        ),
+        train_dataset=rows(64),
+    )
+    plain.model_accepts_loss_kwargs = False  # the mean of each micro-batch, not weighed by labels
+    expected = plain.train()
+    model = language_model()
+    if layout == "pipelined":
+        poptorch.annotate(model, {"transformer.h.1": 1})
+    here = trainer(tmp_path / "here", model, max_grad_norm=0)
+    found = here.train()
+    assert equal(weights(here.model), weights(plain.model))
+    assert found.training_loss == pytest.approx(expected.training_loss, rel=1e-6)
+    assert found.global_step == STEPS
+
+
+def test_the_trainer_saves_resumes_and_evaluates(tmp_path):
+    whole = trainer(tmp_path)
+    whole.train()
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert equal(weights(again.model), weights(whole.model))
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    assert equal(weights(saved), weights(whole.model))
+    with torch.no_grad():
+        words = torch.stack([row["input_ids"] for row in rows(8)])
+        expected = saved.eval()(input_ids=words, labels=words, num_items_in_batch=torch.tensor(64)).loss
+    assert whole.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_trainers_limit_of_the_gradient_norm_clips(tmp_path):
+    clipped, free = (trainer(tmp_path, max_grad_norm=limit, max_steps=1) for limit in (1e-7, 0))
+    for each in (clipped, free):
+        each.train()
+    assert (
+        clipped.executor._optimizer.max_grad_norm == 1e-7
+        and free.executor._optimizer.max_grad_norm == math.inf
+    )
+    assert not equal(weights(clipped.model), weights(free.model))
+
+
+def test_an_executor_as_the_trainers_model_is_an_error_that_shows_the_way(tmp_path):
+    executor = poptorch.trainingModel(language_model())
+    with pytest.raises(AttributeError, match=r"an executor has no forward of its own.*\n.*training_step"):
+        transformers.Trainer(model=executor, args=arguments(tmp_path))
+    assert not hasattr(type(executor), "forward")
+
+
+def accelerated(folder, calls, restored=False):
+    """Train `calls` updates with what accelerate has prepared, after its saved state if there is one."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    loader = torch.utils.data.DataLoader(rows(32), batch_size=8)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if restored:
+        accelerator.load_state(folder)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    for batch in list(loader)[calls]:
+        executor(**batch)
+        schedule.step()
+        executor.setOptimizer(optimizer)
+    accelerator.save_state(folder)
+    return weights(model)
+
+
+def test_accelerates_model_optimizer_and_schedule_train_and_go_on_from_a_state(tmp_path):
+    whole = accelerated(str(tmp_path / "whole"), slice(0, 4))
+    accelerated(str(tmp_path / "parts"), slice(0, 2))
+    assert equal(accelerated(str(tmp_path / "parts"), slice(2, 4), restored=True), whole)
+
+
+def test_methods_of_the_hosts_copy_say_once_that_they_run_uncompiled(caplog):
+    model = language_model()
+    executor = poptorch.trainingModel(model, options())
+    words = torch.zeros(1, 2, dtype=torch.long)
+    with caplog.at_level(logging.WARNING, logger="poptorch::python"):
+        for _ in range(2):
+            executor.generate(words, max_new_tokens=2, do_sample=False)
+        executor.named_parameters(), executor.config, executor.eval()
+    said = [record.message for record in caplog.records if "uncompiled" in record.message]
+    assert said == [
+        "GPT2LMHeadModel.generate runs on the host, uncompiled, with the newest weights\n"
+        "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor"
+    ]
