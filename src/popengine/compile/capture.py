@@ -7,25 +7,24 @@ unstable parts of torch that the engine needs are used in this file and in `reco
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from .recording.capture_contexts import interrupts_held, modes_left, module_paths
+from .recording.capture_contexts import (
+    interrupts_held,
+    modes_left,
+    module_paths,
+    traced,
+    without_torch_compile,
+)
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
 from .recording.graph_recorder import Recorder
@@ -34,8 +33,6 @@ from .recording.leftovers import Attributes
 from .recording.standins import StandIns, adoption
 from .recording.torch_errors import explained
 from .rewriting.mixed_types import MixedPrecision
-
-logger = logging.getLogger("poptorch::python")
 
 
 @interrupts_held()
@@ -66,31 +63,31 @@ def capture(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def pretend(like: Tensor) -> Tensor:
-        # A shape is all there is to ask for: what a tensor subclass does when it is used has no place here.
-        with torch._C.DisableTorchFunctionSubclass(), fake:
-            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
-    stand_ins = StandIns(module, pretend)
+    # Only shapes are read: what a tensor subclass does when it is used has no place here.
+    with torch._C.DisableTorchFunctionSubclass(), fake:
+        stand_ins = StandIns(module, pretend)
+        inputs = [pretend(sample) for sample in samples]
+        scale = pretend(torch.empty(()))
     if training:
         stand_ins.check_writable()
         stand_ins.take_hooks()
     state = Capture(training)
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
-    inputs = [pretend(sample) for sample in samples]
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
     for role, values in roles.items():
         for key, value in values.items():
             recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
-    scale = pretend(torch.empty(()))
     attributes = Attributes(module)
     token = active.set(state)
     random = torch.get_rng_state()
     try:
         with (
-            _eager(module),
-            _tracing(training, device),
+            without_torch_compile(module),
+            traced(training, device),
             fake,
             stand_ins.in_place(),
             recorder,
@@ -167,69 +164,7 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
     return found
 
 
-# ---- what runs around the forward ------------------------------------------------------------------------
-
-
-_TORCH = str(Path(torch.__file__).parent)
-
-
-def _asks_torch() -> bool:
-    """Return whether torch's own code calls what calls this, in the thread that captures.
-
-    The model's code is told that nothing compiles it: so it takes the branches of plain PyTorch.
-    """
-    return active.get() is not None and sys._getframe(2).f_code.co_filename.startswith(_TORCH)
-
-
-_CAPTURING = (
-    threading.RLock()
-)  # what is replaced below is one for the process: threads that compile take turns
-
-
-def _eager(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch.compile's modules and functions run as they are written."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
-    if dynamo is None:
-        return contextlib.nullcontext()
-    compiled = [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, dynamo.OptimizedModule) or child._compiled_call_impl is not None
-    ]
-    if compiled:
-        logger.warning(
-            "torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model"
-        )
-    return torch.compiler.set_stance("force_eager")
-
-
-@contextlib.contextmanager
-def _tracing(training: bool, device: str) -> Iterator[None]:
-    """Run the body as a capture's: torch's layers branch on no data, autograd is in one thread and quiet.
-
-    For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
-    else one operation each that only CPUs have.
-    """
-    with _CAPTURING:
-        is_compiling, onednn = torch.compiler.is_compiling, torch._C._get_mkldnn_enabled()
-        torch.compiler.is_compiling = lambda: is_compiling() or _asks_torch()
-        collects = gc.isenabled()
-        gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
-        torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
-        try:
-            with (
-                contextlib.nullcontext() if device == "cpu" else sdpa_kernel(SDPBackend.MATH),
-                torch.autograd.set_multithreading_enabled(False),
-                torch.autograd.set_detect_anomaly(False),  # it would look for NaN in tensors without values
-                torch.set_grad_enabled(training),
-            ):
-                yield
-        finally:
-            torch.compiler.is_compiling = is_compiling
-            if collects:
-                gc.enable()
-            torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore
-
+# ---- losses ----------------------------------------------------------------------------------------------
 
 _NAMES = """
     l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss

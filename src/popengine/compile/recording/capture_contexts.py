@@ -7,17 +7,25 @@ the mode on: all that torch computes later would be recorded.
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .current_capture import Capture, active
+from .graph_recorder import user_line
+
+logger = logging.getLogger("poptorch::python")
 
 
 @contextlib.contextmanager
@@ -79,3 +87,75 @@ def module_paths(module: nn.Module, capture: Capture) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = own
+
+
+# What `traced` replaces is one for the process: threads that compile take turns.
+_CAPTURING = threading.RLock()
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _is_asked_by_torch(reported: set[str]) -> bool:
+    """Return whether a layer of torch's calls what calls this, in the thread that captures; and log it once.
+
+    Torch's layers must branch on no data. The model's code is told that nothing compiles it: so it takes the branches
+    of plain PyTorch.
+    """
+    frame = sys._getframe(2)
+    if active.get() is None or not frame.f_code.co_filename.startswith(_TORCH):
+        return False
+    where = f"{frame.f_code.co_name} in {Path(frame.f_code.co_filename).name}, called at {user_line()},"
+    if (
+        where not in reported and frame.f_code.co_name != "_call_impl"
+    ):  # which calls hooks of modules that fail
+        logger.info("%s takes its branch for compilers: its results may differ from plain PyTorch's", where)
+    reported.add(where)
+    return True
+
+
+def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch.compile's modules and functions run as they are written."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
+    if dynamo is None:
+        return contextlib.nullcontext()
+    compiled = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, dynamo.OptimizedModule) or child._compiled_call_impl is not None
+    ]
+    if compiled:
+        logger.warning(
+            "torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model"
+        )
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextlib.contextmanager
+def traced(training: bool, device: str) -> Iterator[None]:
+    """Run the body as a capture's: torch's layers branch on no data, autograd is in one thread and quiet.
+
+    For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
+    else one operation each that only CPUs have.
+    """
+    with _CAPTURING:
+        is_compiling, onednn, reported = (
+            torch.compiler.is_compiling,
+            torch._C._get_mkldnn_enabled(),
+            set[str](),
+        )
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch(reported)
+        collects = gc.isenabled()
+        gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
+        torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
+        try:
+            with (
+                contextlib.nullcontext() if device == "cpu" else sdpa_kernel(SDPBackend.MATH),
+                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.set_detect_anomaly(False),  # it would look for NaN in tensors without values
+                torch.set_grad_enabled(training),
+            ):
+                yield
+        finally:
+            torch.compiler.is_compiling = is_compiling
+            if collects:
+                gc.enable()
+            torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore

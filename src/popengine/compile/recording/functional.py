@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, Recorder
+from .graph_recorder import PLACE, Recorder, is_write, memory_of
 
 aten = torch.ops.aten
 # Of a node's meta, when it's replayed.
@@ -21,11 +22,58 @@ _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.defaul
 
 
 def is_mutable(graph: fx.Graph) -> bool:
-    """Whether an operation in it writes into one of its operands."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in graph.nodes
-    )
+    """Return whether an operation in it writes into one of its operands."""
+    return any(map(is_write, graph.nodes))
+
+
+def replace_simple_writes(graph: fx.Graph) -> None:
+    """Replace writes into a value that no other value shares its memory with, by operations that make a new value.
+
+    Dropout makes such writes. A graph without any others need not be replayed, which takes as long as the capture.
+    """
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    sharing: dict[int | None, list[fx.Node]] = {}
+    for node in nodes:
+        sharing.setdefault(memory_of(node), []).append(node)
+    for node in nodes:
+        operation = _without_write(node.target) if is_write(node) else None
+        first, *others = sharing[memory_of(node)]
+        if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
+            continue
+        if any(
+            place[user] > place[node] for user in node.args[0].users
+        ):  # it reads the value after the write
+            continue
+        target: Any = node.target
+        defaults = [a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only]
+        given = (*node.args, *defaults)  # the other operation may have no defaults
+        args, kwargs = fx.node.map_arg((given, node.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
+        old = node.meta["val"]
+        with old.fake_mode, torch.no_grad():
+            made = operation(*args, **kwargs)
+        if (made.dtype, made.shape, made.stride()) == (old.dtype, old.shape, old.stride()):
+            with graph.inserting_before(node):
+                new = graph.call_function(operation, given, node.kwargs)
+            new.meta.update(node.meta, val=made)
+            place[new] = place[node]
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+@functools.cache
+def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the operation that computes what this one writes into its first operand, if there is one."""
+    schema = operation._schema
+    types = [(str(argument.type), argument.kwarg_only) for argument in schema.arguments]
+    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    for name in packet.overloads() if packet is not None and len(schema.returns) == 1 else ():
+        other = getattr(packet, name)
+        if not other._schema.is_mutable and types == [
+            (str(argument.type), argument.kwarg_only) for argument in other._schema.arguments
+        ]:
+            return other
+    return None
 
 
 def functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
@@ -109,6 +157,7 @@ def as_graph(
     graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     constants = recorder.constants
+    replace_simple_writes(graph)
     if is_mutable(graph):
         functional = functionalized(graph, constants, fake)
         for node, value in functional.written.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 from ...errors import CaptureError
 
@@ -68,10 +68,33 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
     A `torch.Size` is a leaf: torch's tree_map makes a tuple of it, which `Tensor.new` takes as data.
     """
-    leaves, structure = tree_flatten(value, is_leaf=lambda part: type(part) is torch.Size)
-    changed = list(map(change, leaves))
-    same = all(new is old for new, old in zip(changed, leaves, strict=True))
-    return value if same else tree_unflatten(changed, structure)
+    kind = type(value)
+    if kind is list or kind is tuple:
+        changed = [map_leaves(change, item) for item in value]
+        same = all(new is old for new, old in zip(changed, value, strict=True))
+        return value if same else kind(changed)
+    if kind is dict:
+        made = {key: map_leaves(change, item) for key, item in value.items()}
+        return value if all(made[key] is item for key, item in value.items()) else made
+    if kind is torch.Size or (kind not in SUPPORTED_NODES and not hasattr(value, "_fields")):
+        return change(value)
+    return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, which are lists at the most."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def is_write(node: fx.Node) -> bool:
+    """Return whether an operation writes into one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def memory_of(node: fx.Node) -> int | None:
@@ -182,7 +205,7 @@ class Recorder(TorchDispatchMode):
             return out
         if not isinstance(out, (Tensor, tuple, list)):
             return out  # a device, a size: known while tracing
-        as_nodes = tree_map(
+        as_nodes = map_leaves(
             lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         scope = meta.get("scope")

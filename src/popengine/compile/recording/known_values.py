@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import CaptureError
-from .graph_recorder import Recorder, memory_of, user_line
+from .graph_recorder import Recorder, is_write, map_leaves, memory_of, tensors_in, user_line
 
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
@@ -68,19 +68,22 @@ class CaptureRecorder(Recorder):
                     saved[0] = saved[0].clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # two of three calls; nothing is computed
+            return args[0].device
         if func.overloadpacket in _OTHER_MEMORY:
             raise CaptureError(
                 f"{func} gives a tensor another memory or size, at {user_line()}\n"
                 "  why: a compiled model has the shapes of its capture, and its tensors keep their memory\n"
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(value.layout is not torch.strided and not isinstance(value, FakeTensor) for value in operands):
+        operands = tensors_in((*args, *(kwargs or {}).values()))
+        real = [value for value in operands if not isinstance(value, FakeTensor)]
+        if any(value.layout is not torch.strided for value in real):
             with self:
                 return self._from_sparse(func, args, kwargs or {}, operands)
-        if func is not aten.lift_fresh.default:
+        if func is not aten.lift_fresh.default and (real or func._schema.is_mutable):
             with self:  # a view that is made now is recorded
-                args, kwargs = tree_map(self._from_outside, (args, kwargs or {}))
+                args, kwargs = map_leaves(self._from_outside, (args, kwargs or {}))
                 if func._schema.is_mutable:
                     self._keep_saved(func, args, kwargs)
         try:
@@ -161,7 +164,7 @@ def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
         needed = _behind(recorder, recorder.node(value))
         if needed is None:
             return None
-        copied = any(_is_write(node) for node in needed)
+        copied = any(is_write(node) for node in needed)
         values: dict[fx.Node, Any] = {}
         for node in (node for node in recorder.graph.nodes if node in needed):
             if node.op == "placeholder":
@@ -177,7 +180,7 @@ def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
     """All that a node's value comes from, writes into its memory included; None if that isn't constant."""
     needed: set[fx.Node] = set()
     stack, memory = [node], set()
-    writes = [node for node in recorder.graph.nodes if _is_write(node)]
+    writes = [node for node in recorder.graph.nodes if is_write(node)]
     while stack:
         node = stack.pop()
         if node in needed:
@@ -200,10 +203,6 @@ def _is_constant(node: fx.Node) -> bool:
         return True
     target: Any = node.target
     return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def _is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _written(node: fx.Node) -> set[int | None]:

@@ -22,6 +22,7 @@ logger = logging.getLogger("poptorch::python")
 
 _SHELVES = ("_parameters", "_buffers", "_modules")
 _CLOSED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, Tensor)
+_PLAIN = {type(None), bool, int, float, str, bytes}  # most of what is found
 _MOST = 300_000  # objects that a search looks at
 
 
@@ -42,9 +43,11 @@ def left_behind(value: Any, path: str = "model") -> list[Leftover]:
     stack: list[tuple[Any, str, Callable[[Any], None]]] = [(value, path, _nowhere)]
     while stack and len(seen) < _MOST:
         value, path, put = stack.pop()
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, FakeTensor):
             found.append(Leftover(path, value, put))
-        elif id(value) not in seen and value is not None and not isinstance(value, _CLOSED):
+        elif id(value) not in seen and not isinstance(value, _CLOSED):
             seen.add(id(value))
             stack += _inside(value, path, put)
     return found
