@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..ir import Result, Signature
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
-from .recorder import Recorder
 
 logger = logging.getLogger("popengine")
 
@@ -186,7 +185,6 @@ class EngineCall:
     steps: int
     first_step: int
     seed: int
-    recorder: Recorder | None
     threads: int  # the caller's number for one operation, to be put back
     name: str  # for messages
     done: int = 0

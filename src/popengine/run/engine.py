@@ -119,12 +119,11 @@ class Engine:
             self.settings.counts.iterations if self.settings.training else 1,
             self.state.step,
             self.state.seed,
-            recorder,
             torch.get_num_threads(),
             name,
         )
         try:
-            self._queue.start(call)
+            self._queue.start(call, recorder)
             call.wait()
         finally:
             self._await_idle()  # at once, but after Ctrl-C

@@ -24,6 +24,7 @@ from ..order import IN_TURNS, ORDERS, After
 from ..programs import actions, lanes
 from . import devices
 from .call import EngineCall
+from .recorder import Recorder
 from .row_functions import RowFunctions, Work
 
 _SOFT = 1  # omp_pause_soft: the library's settings stay
@@ -158,6 +159,7 @@ class ReadyQueue:
         self._tables: dict[tuple[bool, bool], StepTasks] = {}
         self._nodes: StepTasks
         self._call: EngineCall
+        self._recorder: Recorder | None = None
         lock = threading.Lock()
         self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
         self._ready: list[int] = []
@@ -181,8 +183,9 @@ class ReadyQueue:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def start(self, call: EngineCall) -> None:
-        """Begin a call."""
+    def start(self, call: EngineCall, recorder: Recorder | None) -> None:
+        """Begin a call. The call before is over."""
+        self._recorder = recorder
         if self._inside > 1:
             let_go_of_team()
         self._inbox.put(call)
@@ -237,12 +240,7 @@ class ReadyQueue:
         try:
             while call.done < call.steps:
                 self._rows.begin_step()
-                tasks = self._table(call)
-                if call.recorder is None:
-                    self._step(tasks)
-                else:
-                    with call.recorder.recording(self._rows, call.step):
-                        self._step(tasks)
+                self._step(self._table(call), call.step)
                 self._rows.end_step()
                 call.step_done()
         finally:
@@ -250,13 +248,15 @@ class ReadyQueue:
 
     def _table(self, call: EngineCall) -> StepTasks:
         """The tasks of this step. A recorder sees each ipu as a device of its own."""
-        is_recorded = call.recorder is not None
+        is_recorded = self._recorder is not None
         looks = call.hyper is not None and self._rows.updates.looks_at_gradients
         if (is_recorded, looks) not in self._tables:
             self._tables[is_recorded, looks] = StepTasks(self._rows, 0 if is_recorded else self._threads)
         return self._tables[is_recorded, looks]
 
-    def _step(self, tasks: StepTasks) -> None:
+    def _step(self, tasks: StepTasks, number: int) -> None:
+        if self._recorder is not None:
+            self._recorder.begin_step(self._rows, number)
         with self._changed:
             self._nodes, self._missing = tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
@@ -265,6 +265,8 @@ class ReadyQueue:
             for task in tasks.first:
                 self._put(task)
         self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
+        if self._recorder is not None:
+            self._recorder.end_step(is_finished=self._failure is None)
         if self._failure is not None:
             raise self._failure
 
@@ -286,10 +288,10 @@ class ReadyQueue:
         while (number := self._next(is_over, core, done)) is not None:
             try:
                 task, started = self._nodes.all[number], perf_counter()
-                if self._call.recorder is None:
+                if self._recorder is None:
                     task.work(task.index)
                 else:
-                    self._call.recorder.perform(task.row, task.index, task.replica, task.work, core)
+                    self._recorder.perform(task.row, task.index, task.replica, task.work, core)
                 if core >= 0 and self._judged < 2 * _JUDGED:
                     self._judge(perf_counter() - started)
                 done = number

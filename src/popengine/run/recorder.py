@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -30,6 +29,9 @@ from ..profile import Tensor as Row
 from ..programs import Program, programs
 from .backends.eager import Code, build
 from .devices import settle
+from .row_functions import RowFunctions
+
+_Memory = tuple[int, int] | int | None  # of inputs: micro-batch and place; None: of the state
 
 
 @dataclass
@@ -39,17 +41,13 @@ class _Held:
 
 
 class Meter:
-    """What an ipu of replica 0 holds, as if it had memory of its own; `rows` says it. Indices count its instructions.
+    """What an ipu of replica 0 holds, as if it had memory of its own. Indices count the instructions of its program."""
 
-    Args:
-        step_rows: the `RowFunctions` that are run
-    """
-
-    def __init__(self, step_rows: Any, ipu: int) -> None:
+    def __init__(self, step_rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = step_rows, ipu
         self._done: list[Row] = []
-        self._held: dict[Any, _Held] = {}
-        self._keys: dict[int, dict[str, Any]] = {}  # micro-batch -> name -> key in `_held`
+        self._held: dict[_Memory, _Held] = {}
+        self._keys: dict[int, dict[str, _Memory]] = {}  # micro-batch -> name -> key in `_held`
         self._inputs = {value.untyped_storage()._cdata for value in step_rows.call.inputs}
         self._state = self._state_storages()
 
@@ -99,7 +97,7 @@ class Meter:
         values = (*state.values[0].values(), *state.new_buffers[0].values())
         return {value.untyped_storage()._cdata for value in values}
 
-    def _add(self, name: str, micro_batch: int, value: Tensor, index: int) -> Any:
+    def _add(self, name: str, micro_batch: int, value: Tensor, index: int) -> _Memory:
         storage = value.untyped_storage()
         if storage._cdata in self._state:
             return None
@@ -113,7 +111,7 @@ class Meter:
         held.names.add(name)
         return key
 
-    def _drop(self, name: str, key: Any, index: int) -> None:
+    def _drop(self, name: str, key: _Memory, index: int) -> None:
         if key is None:
             return
         held = self._held[key]
@@ -216,7 +214,9 @@ class Recorder:
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
         self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
-        self._rows: Any = None
+        self._rows: RowFunctions | None = None
+        self._plain: list[Code] = []  # the pieces of replica 0 without clocks
+        self._spent = 0  # ns, on beginning this step
         self._programs: dict[int, Program] = {}
         self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
@@ -246,12 +246,11 @@ class Recorder:
 
     # ---- the queue's side --------------------------------------------------------------------------------
 
-    @contextmanager
-    def recording(self, rows: Any, number: int) -> Iterator[None]:
-        """A step runs inside; if it comes to its end, its times are kept.
+    def begin_step(self, rows: RowFunctions, number: int) -> None:
+        """Prepare for the tasks of a step.
 
         Args:
-            rows: the `RowFunctions` that are run
+            number: of the step, over all calls
         """
         began = perf_counter_ns()
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
@@ -274,7 +273,7 @@ class Recorder:
                 detail = self._looking[ipu] = Detail(self._call, number, Meter(rows, ipu))
                 if ipu in self.details:
                     detail.fastest = self.details[ipu].fastest
-        plain = list(rows.codes[0])
+        self._plain = list(rows.codes[0])
         if self._looking and rows.settings.backend == "eager":  # compiled pieces have no operations any more
             rows.codes[0][:] = _ticking(plan.partition.pieces, self._ticks)
         inside = perf_counter_ns()
@@ -282,21 +281,24 @@ class Recorder:
             if task.kind == "copy":  # nothing is moved in one memory
                 for replica in replicas:
                     self._note(task, self._place[row, -1], replica, inside, inside, -1, 0)
-        try:
-            yield
-        except BaseException:
+        self._spent = inside - began
+
+    def end_step(self, is_finished: bool) -> None:
+        """Keep the times of a step that has come to its end."""
+        began = perf_counter_ns()
+        assert self._rows is not None
+        self._rows.codes[0][:] = self._plain
+        if not is_finished:
             self.broken = self._times
-            raise
-        finally:
-            outside = perf_counter_ns()
-            rows.codes[0][:] = plain
+            return
         self.details.update(self._looking)
         for place, times in self._times.items():
             self.kept[place].add(times)
-        self.ns_of_steps.append(inside - began + perf_counter_ns() - outside)
+        self.ns_of_steps.append(self._spent + perf_counter_ns() - began)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a node of the step. What a device has begun is waited for, so that the time is that of the work."""
+        """Run a task. What a device has begun is waited for, so that the time is that of the work."""
+        assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._place.get((row, index if task.index == "micro_batch" else -1))
         if first is None:
