@@ -30,8 +30,9 @@ demo-lightning: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
-# Units: no programs of several processes, no examples, no browser.
-FAST := $(wildcard tests/test_*.py) tests/popengine tests/poptorch
+# Units: no processes that load data or train together, no examples, no documents, no browser.
+FAST := $(filter-out tests/test_wheel.py, $(wildcard tests/test_*.py)) tests/popengine tests/poptorch
+FAST += --ignore tests/poptorch/data --ignore tests/poptorch/test_guide.py
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(FAST)
 
