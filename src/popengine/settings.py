@@ -153,6 +153,21 @@ class Hyper:
     loss_scaling: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The part of a step that one plan computes: all of it, unless the last micro-batch is smaller than the others.
+
+    Args:
+        ends_step: False: the next plan continues with the gradient sums, and updates the weights
+        before:    micro-batches of the step that the plan before has summed
+        weight:    rows of a micro-batch, relative to those of the micro-batches before
+    """
+
+    ends_step: bool = True
+    before: int = 0
+    weight: float = 1.0
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings of the engine."""
@@ -177,6 +192,8 @@ class Settings:
     ] = ()  # products of half types: chosen by the options and the processor
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
+    several_plans: bool = False  # other plans of the model use the same weights and optimizer state
+    part: StepPart = StepPart()
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that have the same value of a parameter, in order."""

@@ -38,10 +38,12 @@ class Net(nn.Module):
         return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
 
 
-def trainer(iterations=2):
+def trainer(iterations=2, plans=0):
     torch.manual_seed(0)
     model = Net()
     options = poptorch.Options().deviceIterations(iterations).randomSeed(5).showCompilationProgressBar(False)
+    if plans:
+        options.allowNewShapes(plans)
     options.Training.gradientAccumulation(3)
     return poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
 
@@ -100,6 +102,27 @@ def check_calls(executor, after, files, seconds, rows=X):
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_call_that_is_interrupted_anywhere_leaves_whole_updates(after, iterations):
     assert check_calls(trainer(iterations), after, EVERYWHERE, (None,), X[: iterations * len(HALF)]) > 200
+
+
+class InTwoShapes:
+    """An executor whose calls are two: of one update, and of all others."""
+
+    def __init__(self, executor):
+        self._executor = executor
+
+    def __call__(self, rows):
+        self._executor(rows[: len(HALF)])
+        self._executor(rows[len(HALF) :])
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+
+def test_an_interrupt_between_two_plans_loses_nothing(after):
+    executor = trainer(plans=4)
+    executor.compile(X)
+    files = ("/poptorch/executor/", "/run/engine.py", "/run/state.py")
+    assert check_calls(InTwoShapes(executor), after, files, (None,), torch.cat([HALF, X])) > 100
 
 
 def test_a_second_interrupt_loses_nothing_either(after):

@@ -162,7 +162,7 @@ class _TableWriter:
             self._add_piece(number)
         self._after_changed_buffers()
         self._free()
-        if self.flow.trained:
+        if self.flow.trained and self.settings.part.ends_step:
             self._add_updates()
         return tuple(self.rows)
 

@@ -45,6 +45,7 @@ class Engine:
     Args:
         weights: parameters and buffers by canonical name; they are copied
         device:  the device where all ipus are; by default the machine's of the settings' kind
+        previous: an engine with another plan of the model, from which this one takes over
     """
 
     def __init__(
@@ -54,21 +55,25 @@ class Engine:
         weights: Mapping[str, Tensor],
         seed: int,
         device: torch.device | None = None,
+        previous: Engine | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
         self._group = group_of(settings.counts.instances) if several else None
         if self._group is not None:
-            self._group.barrier("compilation", facts_of_plan(plan, settings, weights, seed))
+            what = "compilation" if previous is None else "compilation for other inputs"
+            first = weights if previous is None else {}
+            self._group.barrier(what, facts_of_plan(plan, settings, first, seed))
         self.plan, self.settings = plan, settings
         device = device or devices.device_of(settings.device)
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self.state = State(plan, settings, weights, device)
-        self.state.random_state = seed, 0
+        self.state = State(plan, settings, weights, device, previous.state if previous else None)
+        if previous is None:
+            self.state.random_state = seed, 0
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
         group = self._group if self.state.owner else None
         self._shared_state = SharedState(self.state, group) if group is not None else None
-        self._calls = 0
+        self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of gradients that overflow
         self._latest: EngineCall | None = None  # that threads may still work on
         # Threads of the user's that call at the same time run one by one. (Re-entrant: after an interrupt at the very
@@ -79,6 +84,11 @@ class Engine:
         inside = threads_inside(plan, settings, cores)
         self._queue = ReadyQueue(self._step, cores // inside, inside)
         self._close = weakref.finalize(self, self._queue.close)
+
+    def take_over(self, other: Engine) -> None:
+        """Continue where an engine with another plan of the model is, with its tensors."""
+        self.state.take_over(other.state)
+        self._calls, self._unconfirmed = other._calls, other._unconfirmed
 
     def close(self) -> None:
         """End the threads."""
@@ -110,7 +120,7 @@ class Engine:
         self.updates_done = 0
         name = f"call {self._calls + 1} of the training"
         if self._group is not None:
-            self._group.barrier(name, self._facts(hyper))
+            self._group.barrier(name, self._facts(hyper, inputs))
             self._unconfirmed.clear()
         call = self._latest = EngineCall(
             [devices.pinned(value, self.state.device) for value in self._by_micro_batch(inputs)],
@@ -128,7 +138,7 @@ class Engine:
         finally:
             self._await_idle()  # at once, but after Ctrl-C
             self._calls += call.done == call.steps
-            self.updates_done = call.done if self.settings.training else 0
+            self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
             if recorder is not None:
                 recorder.end_call(call.done, failed=call.done < call.steps)
         if call.failure is not None:
@@ -151,7 +161,7 @@ class Engine:
             aligned(batch) if self.state.device.type == "cpu" and batch.is_cpu else batch for batch in batches
         ]
 
-    def _facts(self, hyper: Hyper | None) -> Facts:
+    def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
         """What has to be equal in all processes before a call."""
         assert hyper is not None
         facts: dict[str, dict[str, str]] = {
@@ -161,6 +171,7 @@ class Engine:
                 "loss scaling factor": repr(self.state.loss_factor),
             },
             "seed": {"random seed": str(self.state.seed)},
+            "input": {str(place): f"{tuple(value.shape)}" for place, value in enumerate(inputs)},
         }
         if self._unconfirmed:
             facts["value"] = hashes_of({k: v for k, v in self.state.read().items() if k in self._unconfirmed})

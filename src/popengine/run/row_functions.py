@@ -60,6 +60,8 @@ class RowFunctions:
         self.call: EngineCall
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
         self._weights_asked_for = [anchor for anchor in settings.anchors if anchor.is_weight]
+        # A running mean weights its values itself.
+        self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
@@ -93,13 +95,15 @@ class RowFunctions:
         self._anchor("weight")
         if self.call.hyper is not None:
             scale = self.call.hyper.loss_scaling * self.state.loss_factor
-            self.state.set_loss_scale(scale)
+            self.state.set_loss_scale(scale * self._weight)
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
         """A step is done. (In training its last row has said so to the state.)"""
         if not self.settings.training:
             self.state.end_step()
+        elif not self.settings.part.ends_step:
+            self.state.hold_step()
 
     def failed(self, error: BaseException) -> None:
         """Wake the other processes, which may wait for this one."""
@@ -179,7 +183,8 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                values.append(mix(call.seed, call.step, micro_batch, place))
+                number_in_step = self.settings.part.before + micro_batch
+                values.append(mix(call.seed, call.step, number_in_step, place))
             try:
                 with self._checks():
                     made = codes[number](values)
@@ -235,23 +240,24 @@ class RowFunctions:
         for name, position in stores:
             value = frame[name]
             if position in self._scaled and call.hyper is not None:
-                value = value / (call.hyper.loss_scaling * self.state.loss_factor)
+                value = value / (call.hyper.loss_scaling * self.state.loss_factor * self._weight)
             call.results.put(position, iteration, accumulation, replica, value)
 
     def _summing(self, row: int, replica: int) -> Work:
         """Add a micro-batch's gradients to their sums, and outputs that are summed up to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
         added, stores, frees = _pairs(task, ir.Accumulate), _pairs(task, ir.Store), task.frees
+        part = self.settings.part
 
         def add(micro_batch: int) -> None:
             frame = frames[micro_batch]
             self._store(stores, frame, micro_batch, replica)
-            if micro_batch == 0:
+            if micro_batch + part.before == 0:
                 self._begin_sums(added, frame, replica, frees)
             elif added:
                 targets, gradients = [sums[key] for _, key in added], [frame[name] for name, _ in added]
                 if self.settings.reduction == "running":
-                    update_means(targets, gradients, micro_batch + 1)
+                    update_means(targets, gradients, micro_batch + 1 + part.before / part.weight)
                 else:
                     torch._foreach_add_(targets, gradients)
             for name in frees:
@@ -326,7 +332,7 @@ def _left(call: EngineCall) -> str:
     return f"{done}, and the weights are those after them"
 
 
-def update_means(means: list[Tensor], values: list[Tensor], count: int) -> None:
+def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
     """Update means of `count` - 1 values with one more value each: a mean is never larger than its values, so half
     precision does not overflow. Each is computed in float32 at least, and rounded once."""
     for mean, value in zip(means, values, strict=True):

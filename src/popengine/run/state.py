@@ -41,15 +41,28 @@ class Unit(NamedTuple):
     ipu: int
 
 
+class _OpenStep(NamedTuple):
+    """Gradient sums and new buffers of replica 0, by canonical name, in the middle of a step."""
+
+    sums: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 class State:
     """The tensors of a loaded plan, and how the host reads and writes them.
 
     Args:
-        weights: parameters and buffers by canonical name; they are copied
+        weights:  parameters and buffers by canonical name; they are copied
+        previous: the state of another plan of the model, from which this one takes over all tensors
     """
 
     def __init__(
-        self, plan: Plan, settings: Settings, weights: Mapping[str, Tensor], device: torch.device
+        self,
+        plan: Plan,
+        settings: Settings,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        previous: State | None = None,
     ) -> None:
         self.plan, self.settings, self.device = plan, settings, device
         # Held while updates write to the weights, and by threads that read them.
@@ -63,7 +76,10 @@ class State:
         self._slots = {slot.name: slot for slot in signature.slots}
         self.slot_of = {s.key: s.name for s in signature.slots if s.role in ("parameter", "buffer")}
         changed = {result.key for result in signature.results if result.kind == "buffer"}
+        self._held: _OpenStep | None = None  # of a step that another plan has begun
         self._ipus = {name: ipu for ipu in reversed(sorted(plan.state)) for name in plan.state[ipu]}
+        if settings.several_plans:  # which may read what this plan does not
+            self._ipus = dict.fromkeys(self.slot_of.values(), min(plan.state)) | self._ipus
         self._changed = [
             n for n in self._ipus if self._slots[n].role == "buffer" and self._slots[n].key in changed
         ]
@@ -76,17 +92,23 @@ class State:
                 if self._slots[name].role not in ("parameter", "buffer")
             }
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
-            self._write(lambda replica: weights)
+            known = () if previous is None else previous.slot_of
+            new = {key: value for key, value in weights.items() if key not in known}
+            self._write(lambda replica: new)
             self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
-            self.begin_step()
             self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
-            self.units = self._units()
-            self.owner = self._owners()
             self.optimizer: dict[Unit, OptimizerState] = {}
+            self.owner: dict[str, int] = {}
+            self.units = self._units()
+            if previous is not None:
+                self.take_over(previous)
+            self._begin_buffers()
+            self.owner = self._owners() | self.owner
             optimizer = settings.optimizer
             for unit in self.units if optimizer is not None else ():
                 assert optimizer is not None
-                if unit.key in optimizer.group_of and self.is_kept_here(unit.key):
+                is_new = unit not in self.optimizer
+                if is_new and unit.key in optimizer.group_of and self.is_kept_here(unit.key):
                     self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.settle(device)
 
@@ -128,6 +150,28 @@ class State:
                 load[found[unit.key]] += size
         return found
 
+    def take_over(self, other: State) -> None:
+        """Continue with the weights, buffers, optimizer state and random state of another plan. Nothing is copied.
+
+        Replicas that the other plan does not have keep their buffers, or begin with those of its last replica.
+        """
+        for replica, values in enumerate(self.values):
+            theirs = other.values[min(replica, len(other.values) - 1)]
+            for key, name in other.slot_of.items():
+                if replica < len(other.values) or self.slot_of[key] not in values:
+                    values[self.slot_of[key]] = theirs[name]
+        units = {(unit.key, unit.replica): unit for unit in self.units}
+        states = {
+            (unit.key, unit.replica): state
+            for optimizer in (self.optimizer, other.optimizer)
+            for unit, state in optimizer.items()
+        }
+        self.optimizer = {units.get(place, Unit(*place, -1)): state for place, state in states.items()}
+        self.owner = self.owner | other.owner
+        self.still, self.lost, self.host_is_stale = other.still, other.lost, other.host_is_stale
+        self.seed, self.step, self.loss_factor = other.seed, other.step, other.loss_factor
+        self._held = other._held if self.settings.part.before else None
+
     # ---- a step --------------------------------------------------------------------------------------------
 
     def weight(self, unit: Unit) -> Tensor:
@@ -138,10 +182,27 @@ class State:
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """The running step begins with the buffers as they are."""
+        """Begin a step with the buffers as they are, and with the sums and buffers of a plan that has begun it."""
+        self._begin_buffers()
+        if self._held is None:
+            return
+        self.new_buffers[0].update((self.slot_of[key], value) for key, value in self._held.buffers.items())
+        for key, value in self._held.sums.items():
+            if key in self.sums[0]:  # in a bucket
+                self.sums[0][key].copy_(value)
+            else:
+                self.sums[0][key] = value
+        self._held = None
+
+    def _begin_buffers(self) -> None:
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)
+
+    def hold_step(self) -> None:
+        """Keep the gradient sums and the new buffers for the plan that ends the step. Such plans have one replica."""
+        buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
+        self._held = _OpenStep(dict(self.sums[0]), buffers)
 
     def end_step(self) -> None:
         """The running step is finished: its buffers are the buffers."""
@@ -218,7 +279,7 @@ class State:
         return found
 
     def _by_ipu(self) -> dict[str, None]:
-        return dict.fromkeys(name for names in self.plan.state.values() for name in names)
+        return dict.fromkeys([*(n for names in self.plan.state.values() for n in names), *self._ipus])
 
     def read_buffers(self) -> list[dict[str, Tensor]]:
         """Copies of each replica's buffers, by canonical name."""
@@ -239,7 +300,7 @@ class State:
         with self.still:
             self.check()
             found: dict[str, OptimizerState] = {}
-            for key in dict.fromkeys(unit.key for unit in self.units):
+            for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
                 firsts = [self.settings.members(key, row)[0] for row in self._rows(key)]
                 states = [
                     s

@@ -73,7 +73,7 @@ class Updates:
         """Divide the parameters of an ipu into chunks: what depends on shapes alone, before the first step."""
         optimizer = self.settings.optimizer
         assert optimizer is not None
-        units = [unit for unit in self.state.optimizer if unit.ipu == ipu]
+        units = [unit for unit in self.state.units if unit in self.state.optimizer and unit.ipu == ipu]
         groups = self._groups[ipu] = {}
         for unit in units:
             groups.setdefault(optimizer.group_of[unit.key], []).append(unit)
@@ -146,7 +146,9 @@ class Updates:
 
     def _divisor(self) -> float:
         if self.settings.reduction == "mean":
-            return self._scale * self.settings.counts.accumulation * self.settings.counts.global_replicas
+            part, counts = self.settings.part, self.settings.counts
+            micro_batches = part.before + part.weight * counts.accumulation
+            return self._scale * micro_batches * counts.global_replicas
         return self._scale
 
     def _members(self, unit: Unit) -> tuple[int, ...]:

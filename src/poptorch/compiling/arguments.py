@@ -1,10 +1,13 @@
 """The arguments of a call: bound to the signature of forward, checked, and prepared for the engine."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +18,21 @@ from popengine.settings import Counts
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, describe, paths_of, tensors_of, with_tensors
 
-_HINT = (
-    "\n  why: a compiled model has fixed inputs\n"
-    "  fix: wrap the model once more for these inputs, or call destroy() on this one first"
+_WHY = "\n  why: a compiled model has fixed inputs"
+_OTHER_SHAPES = (
+    f"{_WHY}\n  fix: options.allowNewShapes() lets calls have other sizes and leave out arguments; without it, call"
+    " destroy() on the executor first"
 )
+_OTHER_INPUTS = (
+    f"{_WHY}\n  fix: call destroy() on the executor: its next call compiles the model for these inputs"
+)
+
+
+class InputKind(NamedTuple):
+    """What a plan is compiled for: the structure and constants of each argument, and the tensors."""
+
+    specs: tuple[tuple[str, Spec], ...]
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,12 @@ class BoundCall:
     bound: inspect.BoundArguments
     positional: int
 
-    @property
+    @cached_property
+    def kind(self) -> InputKind:
+        specs = tuple((name, describe(value)) for name, value in self.bound.arguments.items())
+        return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
+
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors in the arguments, in walking order."""
         return tensors_of(list(self.bound.arguments.values()))
@@ -59,10 +78,14 @@ class BoundCall:
 
     def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
         """Call `forward` with these tensors in place of the call's own."""
-        names = list(self.bound.arguments)
-        values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
-        bound = inspect.BoundArguments(self.bound.signature, dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+        bound = self.with_tensors(tensors).bound
         return forward(*bound.args, **bound.kwargs)
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
+        """Return the call with other tensors in place of its own."""
+        values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
+        arguments: Any = dict(zip(self.bound.arguments, values, strict=True))
+        return BoundCall(inspect.BoundArguments(self.bound.signature, arguments), self.positional)
 
 
 class MissingArgument(Error, TypeError):
@@ -237,68 +260,86 @@ class CompiledInputs:
     """The structure, constants, dtypes and shapes of the arguments that a model was compiled for."""
 
     def __init__(self, call: BoundCall, counts: Counts, wide: bool) -> None:
-        self._counts = counts
+        self.counts = counts
         self.wide = wide  # see `narrowed`
-        self._spec = {name: describe(value) for name, value in call.bound.arguments.items()}
+        self.kind = call.kind
+        self.paths = call.paths
         self._positional = call.positional
-        self._tensors = [(tensor.dtype, tensor.shape) for tensor in call.tensors]
 
-    def check(self, call: BoundCall) -> None:
-        """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes."""
-        for index, (name, value) in enumerate(call.bound.arguments.items()):
-            found = describe(value)
-            if found == self._spec[name]:
+    def check(self, call: BoundCall, any_shape: bool = False) -> None:
+        """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes.
+
+        Args:
+            any_shape: let sizes differ, and let arguments, parts of containers and keys be left out or added
+        """
+        for index, ((name, compiled), (_, found)) in enumerate(
+            zip(self.kind.specs, call.kind.specs, strict=True)
+        ):
+            if found == compiled:
                 continue
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
             if kind is inspect.Parameter.VAR_POSITIONAL or index >= min(call.positional, self._positional):
-                self._check_number(call.positional)
-            _compare(self._spec[name], found, name, kind is inspect.Parameter.VAR_KEYWORD)
-        for (dtype, shape), tensor, path in zip(self._tensors, call.tensors, call.paths, strict=True):
+                self._check_number(call.positional, any_shape)
+            _compare(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
+        compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
+        for tensor, path in zip(call.tensors, call.paths, strict=True):
+            dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
             if tensor.dtype != dtype:
                 raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
-            if tensor.shape != shape:
+            if tensor.shape != shape and not any_shape:
                 explained = self._explained(shape, tensor.shape)
-                raise _differs(f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}")
+                raise _differs(
+                    f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}", _OTHER_SHAPES
+                )
 
-    def _check_number(self, positional: int) -> None:
-        if positional != self._positional:
+    def _check_number(self, positional: int, any_shape: bool) -> None:
+        if positional != self._positional and not any_shape:
             what = f"Number of positional arguments mismatch: expected {self._positional} arguments"
-            raise BatchError(f"{what} but got {positional}{_HINT}")
+            raise BatchError(f"{what} but got {positional}{_OTHER_SHAPES}")
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
         """Return a fix for inputs that are one micro-batch, as torch's own loader makes them; else an empty text."""
-        whole = self._counts.product
+        whole = self.counts.product
         if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
             return ""
         return (
-            f"\n  {expected[0]} = micro-batch {found[0]} x {factors(self._counts)}\n"
+            f"\n  {expected[0]} = micro-batch {found[0]} x {factors(self.counts)}\n"
             f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={found[0]})"
         )
 
 
-def _compare(expected: Spec, found: Spec, path: str, keywords: bool = False) -> None:
-    """Raise BatchError, unless both are equal; `keywords`: they are the parts of **kwargs."""
+def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
+    """Raise BatchError, unless both are equal, or differ in what `any_shape` allows; `keywords`: they are the parts of
+    **kwargs."""
     if expected == found:
         return
     if expected.type is not found.type:
-        raise _differs(f"Type mismatch for {path}", expected.type, found.type)
-    if expected.keys != found.keys:
+        # An argument that is left out is a constant in place of a tensor or a container.
+        is_left_out = (expected.constant is None) != (found.constant is None)
+        if is_left_out and any_shape:
+            return
+        hint = _OTHER_SHAPES if is_left_out else _OTHER_INPUTS
+        raise _differs(f"Type mismatch for {path}", expected.type, found.type, hint)
+    if expected.keys != found.keys and not any_shape:
         missing = [str(key) for key in expected.keys if key not in found.keys]
         unexpected = [str(key) for key in found.keys if key not in expected.keys]
         words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
         words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
-        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
-    if len(expected.children) != len(found.children):
-        raise _differs(f"Length mismatch for {path}", len(expected.children), len(found.children))
+        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_OTHER_SHAPES}")
+    if len(expected.children) != len(found.children) and not any_shape:
+        raise _differs(
+            f"Length mismatch for {path}", len(expected.children), len(found.children), _OTHER_SHAPES
+        )
     if expected.constant != found.constant:
         raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
-    names = expected.keys or range(len(expected.children))
-    for name, one, other in zip(names, expected.children, found.children, strict=True):
+    others = dict(zip(found.keys or range(len(found.children)), found.children, strict=True))
+    for name, one in zip(expected.keys or range(len(expected.children)), expected.children, strict=True):
         record = is_dataclass(expected.type) and not issubclass(expected.type, dict)
         step = f".{name}" if record else f"[{name!r}]".replace("'", '"')
-        _compare(one, other, str(name) if keywords else path + step)
+        if name in others:
+            _compare(one, others[name], str(name) if keywords else path + step, any_shape)
 
 
-def _differs(what: str, expected: Any, found: Any) -> BatchError:
-    return BatchError(f"{what}: expected {expected} but got {found}{_HINT}")
+def _differs(what: str, expected: Any, found: Any, hint: str = _OTHER_INPUTS) -> BatchError:
+    return BatchError(f"{what}: expected {expected} but got {found}{hint}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +36,7 @@ from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, wei
 from .auto_balance import balanced
 from .machine_hints import NO_HINTS, Hints, hints
 from .outputs import traced_outputs
+from .runs import Run
 from .traced_functions import Traced
 
 
@@ -47,6 +50,7 @@ class Executable:
         notes:    further outputs for the host
         graph:    the captured graph, for profiles; files don't hold it
         hints:    measured for a profile only
+        key:      what the plan is known by: see `Run.key`
     """
 
     plan: Plan
@@ -59,6 +63,7 @@ class Executable:
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
     hints: Hints = NO_HINTS
+    key: Any = None
 
     def without_graph(self) -> Executable:
         """Return the executable as a file can hold it."""
@@ -67,24 +72,70 @@ class Executable:
 
 def compile_model(
     model: nn.Module,
-    call: BoundCall,
+    run: Run,
     options: Options,
     settings: Settings,
     done: Callable[[str], None],
     together: bool = False,
+    earlier: Sequence[Executable] = (),
 ) -> Executable:
     """Capture and lower a model.
 
     Args:
+        settings: of a call of whole micro-batches
         done:     called with the name of each finished pass
         together: all instances compile now, so that what is measured can be exchanged
+        earlier:  plans of the model for other inputs: the new one has their stages and, where micro-batches are
+            equal, their graph
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
-    requests, wide = requests_of(options), is_wide(model)
-    samples = [narrowed(sample(tensor, settings.counts), wide) for tensor in call.tensors]
+    if earlier:
+        settings = replace(settings, strategy=earlier[0].settings.strategy)
+    settings, wide = run.settings(settings), is_wide(model)
+    samples = [narrowed(sample(tensor, run.counts), wide) for tensor in run.call.tensors]
+    like = next(
+        (e for e in earlier if e.graph is not None and _micro_batch(e.inputs) == _micro_batch(run)), None
+    )
+    if like is not None:
+        chosen = like.settings
+        settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
+    else:
+        like, settings = _captured(model, run, options, settings, samples, earlier)
+    done("capture")
+    assert like.graph is not None
+    if settings.counts.replicas > 1 and options.broadcast_buffers:
+        _check_buffers(like.graph, settings.counts.replicas)
+    if settings.strategy.auto == "balance":
+        settings = balanced(like.graph, settings, weights_of(model), samples, together)
+    settings = with_work_enough(like.graph, settings)
+    plan = compile_graph(like.graph, settings, done)
+    compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
+    return replace(
+        like, plan=plan, settings=settings, inputs=CompiledInputs(run.call, run.counts, wide), key=run.key
+    )
+
+
+def _micro_batch(of: Run | CompiledInputs) -> Any:
+    """Return the structure, dtypes and shapes of a micro-batch."""
+    kind = of.call.kind if isinstance(of, Run) else of.kind
+    product = of.counts.product
+    shapes = ((shape[0] // product, *shape[1:]) if shape else () for _, shape in kind.tensors)
+    return kind.specs, tuple(dtype for dtype, _ in kind.tensors), tuple(shapes)
+
+
+def _captured(
+    model: nn.Module,
+    run: Run,
+    options: Options,
+    settings: Settings,
+    samples: list[Tensor],
+    earlier: Sequence[Executable],
+) -> tuple[Executable, Settings]:
+    """Return an executable without a plan, and the settings with what the capture has decided."""
+    requests = requests_of(options)
     tracing = _Tracing(
-        model, call, options, settings.training, {request.long_name for request in requests.values()}
+        model, run.call, options, settings.training, {request.long_name for request in requests.values()}
     )
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
@@ -96,14 +147,11 @@ def compile_model(
                 samples,
                 training=settings.training,
                 device=settings.device,
-                given=call.in_words(samples),
+                given=run.call.in_words(samples),
             )
     finally:
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
-    done("capture")
-    if settings.counts.replicas > 1 and options.broadcast_buffers:
-        _check_buffers(graph, settings.counts.replicas)
     _check_overlap(graph, options)
     graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
     notes = tuple(tracing.notes)
@@ -117,24 +165,59 @@ def compile_model(
         if widened:
             logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
     wanted = options.memory_format if options.exists("memory_format") else "preserve"
-    graph, memory_format = with_layout(graph, wanted)
+    graph, memory_format = with_layout(graph, earlier[0].memory_format if earlier else wanted)
     if wanted == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
     with one_row_each(model, settings.replica_groups):
         here = (settings.device, settings.backend) == ("cpu", "eager")
         profiled = here and options._profile_directory(settings.training) is not None
         hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
-    if settings.strategy.auto == "balance":
-        settings = balanced(graph, settings, weights_of(model), samples, together)
-    settings = with_work_enough(graph, settings)
-    plan = compile_graph(graph, settings, done)
-    compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    inputs, template, outputs = (
-        CompiledInputs(call, settings.counts, wide),
+    unknown: Any = None
+    captured = Executable(
+        unknown,
+        settings,
+        unknown,
         tracing.template,
         tracing.returned,
+        anchors,
+        notes,
+        graph,
+        memory_format,
+        hinted,
     )
-    return Executable(plan, settings, inputs, template, outputs, anchors, notes, graph, memory_format, hinted)
+    return captured, settings
+
+
+@contextlib.contextmanager
+def with_flags(model: nn.Module, flags: Flags) -> Iterator[None]:
+    """Run the body with a model's modes and `requires_grad` as they were when `flags` were taken."""
+    now = Flags.of(model)
+    flags.set()
+    try:
+        yield
+    finally:
+        now.set()
+
+
+class Flags(NamedTuple):
+    """The mode of each module, and which parameters require a gradient."""
+
+    modes: list[tuple[nn.Module, bool]]
+    trained: list[tuple[nn.Parameter, bool]]
+
+    @staticmethod
+    def of(model: nn.Module) -> Flags:
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        return Flags([(module, module.training) for module in model.modules()], trained)
+
+    def set(self) -> None:
+        for module, mode in self.modes:
+            module.__dict__["training"] = mode
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, requires_grad in self.trained:
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
 
 
 class _Tracing:

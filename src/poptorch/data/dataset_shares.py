@@ -27,12 +27,19 @@ class Share:
     leftovers: int = 0  # rows at the end that no process reads
 
 
-def share_of(rows: int, batch: int, processes: int, process: int, drop_last: bool) -> Share:
+def share_of(
+    rows: int, batch: int, processes: int, process: int, drop_last: bool, is_equal: bool = False
+) -> Share:
     """Return a process's contiguous block: whole batches with `drop_last`, otherwise all rows as evenly as possible.
 
+    Args:
+        is_equal: no process has a row more: the last block continues with the first rows
     Raises:
         DataError: there isn't a whole batch for each process
     """
+    if not drop_last and is_equal:
+        size = -(-rows // processes)
+        return Share(process * size, size)
     if not drop_last:
         size, longer = divmod(rows, processes)
         return Share(process * size + min(process, longer), size + (process < longer))
@@ -93,12 +100,13 @@ def partition_of(
     seed = options.random_seed if shuffle else None
     rows, combined = len(dataset), micro_batch * counts.product
     width = micro_batch * counts.groups
+    is_equal = options.exists("new_shapes")  # all processes then train on the last rows together
 
     def sampler_of(process: int) -> PartitionSampler | ReplicaSampler:
-        share = share_of(rows, combined, distributed.numProcesses, process, drop_last)
+        share = share_of(rows, combined, distributed.numProcesses, process, drop_last, is_equal)
         if not by_replica:
             return PartitionSampler(rows, share, seed)
-        dealt = share.size * distributed.numProcesses if drop_last else rows
+        dealt = share.size * distributed.numProcesses if drop_last or is_equal else rows
         return ReplicaSampler(rows, dealt, width, distributed.numProcesses, process, seed)
 
     first, last = (-(-len(sampler_of(p)) // combined) for p in (0, distributed.numProcesses - 1))
@@ -120,7 +128,8 @@ class ReplicaSampler(Sampler[int]):
     order of an epoch is the next permutation from a generator with the seed.
 
     Args:
-        dealt: rows of the order that are read; the rest is the incomplete last batch
+        dealt: rows of the order that are read; the rest is the incomplete last batch. With more than `rows` the order
+            begins again
         seed:  None to read rows in order
     """
 
@@ -132,16 +141,25 @@ class ReplicaSampler(Sampler[int]):
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        rounds, left = divmod(self.dealt, self.width * self.processes)
-        return rounds * self.width + min(max(left - self.process * self.width, 0), self.width)
+        return len(self._places())
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
             order = torch.arange(self.rows)
         else:
             order = torch.randperm(self.rows, generator=self.generator)
-        piece = torch.arange(self.dealt) // self.width
-        return iter(order[: self.dealt][piece % self.processes == self.process].tolist())
+        return iter(order[self._places()].tolist())
+
+    def _places(self) -> torch.Tensor:
+        """Return the places of this process's rows in the order."""
+        place = torch.arange(self.dealt)
+        left = self.dealt % (self.width * self.processes)
+        width = torch.full_like(place, self.width)
+        if left % self.processes == 0:  # the pieces of the last round are shorter
+            width[self.dealt - left :] = left // self.processes
+            place = place - (place >= self.dealt - left) * (self.dealt - left)
+        mine = place // width.clamp(min=1) % self.processes == self.process
+        return torch.arange(self.dealt)[mine] % self.rows
 
 
 class PartitionSampler(Sampler[int]):
@@ -163,8 +181,8 @@ class PartitionSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start, end = self.share.start, self.share.start + self.share.size
         if self.generator is None:
-            return iter(range(start, end))
+            return iter(place % self.rows for place in range(start, end))
         permutation = torch.randperm(self.rows, generator=self.generator)
         self.behind = not self.behind
         offset = self.share.leftovers if self.behind else 0
-        return iter(permutation[start + offset : end + offset].tolist())
+        return iter(permutation[torch.arange(start + offset, end + offset) % self.rows].tolist())

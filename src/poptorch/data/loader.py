@@ -29,13 +29,19 @@ from poptorch.options import Options
 # loader has no reference to its model, so all are called.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# The counts that a combined batch was loaded for, by its first tensor.
-_counts = WeakTensorKeyDictionary()
+# The counts and the micro-batch size that a combined batch was loaded for, by its first tensor.
+_loaded = WeakTensorKeyDictionary()
+_NOT_LOADED: tuple[Counts | None, int | None] = (None, None)
 
 
 def counts_of(tensor: torch.Tensor) -> Counts | None:
     """Return the counts that a loader has made a tensor for; None for other tensors."""
-    return _counts.get(tensor)
+    return (_loaded.get(tensor) or _NOT_LOADED)[0]
+
+
+def micro_batch_of(tensor: torch.Tensor) -> int | None:
+    """Return the rows of a micro-batch in a tensor that a loader has made; None for other tensors."""
+    return (_loaded.get(tensor) or _NOT_LOADED)[1]
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -91,7 +97,7 @@ class DataLoader(torch.utils.data.DataLoader):
         assert "rebatched_size" not in async_options, (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
-        micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
+        self._micro_batch = micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
         combined = None if micro_batch is None else micro_batch * options._counts().product
         self._combined_batch_size = combined
         self._worker_size = worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
@@ -119,7 +125,7 @@ class DataLoader(torch.utils.data.DataLoader):
             persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
             **kwargs,
         )
-        if not drop_last:
+        if not drop_last and not options.exists("new_shapes"):
             _warn_of_tail(self._rows(), combined, batch_sampler, self._group)
         if self.mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
@@ -182,7 +188,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._whole(rows, self._combined_batch_size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _observed(self._batches(), self.options._counts())
+        return _observed(self._batches(), self.options._counts(), self._micro_batch)
 
     def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:
@@ -280,8 +286,8 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
     return getattr(batch_sampler, "batch_size", None)
 
 
-def _observed(batches: Iterator[Any], counts: Counts) -> Iterator[Any]:
-    """Yield the same batches; record the counts of each, and the wait for it in profiles."""
+def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
+    """Yield the same batches; record the counts of each and its micro-batch size, and the wait for it in profiles."""
     while True:
         start = time.perf_counter_ns()
         try:
@@ -291,7 +297,7 @@ def _observed(batches: Iterator[Any], counts: Counts) -> Iterator[Any]:
         for listener in list(listeners):
             listener.note("loader", start)
         for tensor in tensors_of(batch)[:1]:
-            _counts[tensor] = counts
+            _loaded[tensor] = counts, micro_batch
         yield batch
         del batch
 
@@ -317,7 +323,7 @@ def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None
 
 def _warn_of_tail(rows: int | None, combined: int | None, batch_sampler: Any, group: int) -> None:
     """Report the size of the last batch if it is incomplete (drop_last=False)."""
-    advice = "An executor compiled for the other batches can't run it; drop_last=True leaves it out"
+    advice = "An executor can't run it without options.allowNewShapes(); drop_last=True leaves it out"
     if batch_sampler is not None:
         if not hasattr(batch_sampler, "__len__"):
             logger.warning("drop_last=False: the last combined batch may be incomplete. %s", advice)

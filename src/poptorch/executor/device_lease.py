@@ -1,8 +1,9 @@
-"""The lease of devices: what is compiled, the engine that it is loaded into, and what stays when that is let go."""
+"""The plans of a model, the engine that runs one of them, and the state that remains when devices are released."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from popengine.run.engine import Engine
 
 from ..compiling.executable import Executable
 from ..enums import ConnectionType
+from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import device_of
 from ..reporting.reporter import Reporter
@@ -19,7 +21,7 @@ from ..reporting.reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """What the next devices begin with. None: with what a new executor has."""
+    """The state that the next devices begin with. None: that of a new executor."""
 
     random: tuple[int, int] | None = None
     optimizer: Mapping[str, dict[str, Tensor]] | None = None
@@ -27,21 +29,38 @@ class KeptState:
     buffers: list[dict[str, Tensor]] | None = None  # of each replica; else they have the host's
 
 
-class DeviceLease:
-    """An executable (None: not compiled), and its engine (None: not attached)."""
+@dataclass(eq=False)
+class LoadedPlan:
+    """A compiled plan, the reporter of its profile, and its engine (None: not attached)."""
 
-    def __init__(self, options: Options, reporter: Reporter | None) -> None:
-        self._options, self._reporter = options, reporter
-        self.executable: Executable | None = None
-        self.engine: Engine | None = None
+    executable: Executable
+    reporter: Reporter | None = None
+    engine: Engine | None = None
+    synthetic: list[Tensor] | None = None  # inputs of `Options.enableSyntheticData`
+
+
+class DeviceLease:
+    """The plans of a model by the inputs that they are for; `current` is the one that holds the weights."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.plans: dict[Any, LoadedPlan] = {}  # the latest used is the last
+        self.current: LoadedPlan | None = None
+        self.first: Executable | None = None  # of this compilation, with which later plans agree
         self.kept = KeptState()
         self._process = -1  # that attached: threads do not live on in a fork of it
 
-    def isCompiled(self) -> bool:
-        return self.executable is not None
+    @property
+    def executable(self) -> Executable | None:
+        return self.current.executable if self.current is not None else None
 
-    def isAttachedToDevice(self) -> bool:
-        return self.engine is not None
+    @property
+    def engine(self) -> Engine | None:
+        return self.current.engine if self.current is not None else None
+
+    @property
+    def reporter(self) -> Reporter | None:
+        return self.current.reporter if self.current is not None else None
 
     def need_executable(self) -> Executable:
         if self.executable is None:
@@ -57,7 +76,7 @@ class DeviceLease:
         if self.forked:
             raise Error(
                 f"the model is attached to devices of process {self._process}, and this is a fork of it\n"
-                "  why: os.fork() copies memory, but no threads: nobody would run the model here\n"
+                "  why: os.fork() copies memory, but no threads: none would run the model here\n"
                 "  fix: call detachFromDevice() before the fork, or start processes with 'spawn'"
             )
         return self.engine
@@ -66,6 +85,55 @@ class DeviceLease:
     def forked(self) -> bool:
         """Whether the devices belong to the process that this one is a fork of."""
         return self.engine is not None and self._process != os.getpid()
+
+    # ---- plans ---------------------------------------------------------------------------------------------
+
+    def add(self, key: Any, plan: LoadedPlan) -> None:
+        """Add a plan, which is the current one if it is the first."""
+        self.plans[key] = plan
+        if self.current is None:
+            self.current, self.first = plan, plan.executable
+
+    def use(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
+        """Make a plan the current one: with the tensors of the one before, if that is on devices.
+
+        Args: weights: the host's; read only for what the plan before has not got
+        """
+        before = self.current
+        if before is plan:
+            return
+        if before is not None and before.engine is not None:
+            self.need_engine()
+            if plan.engine is None:
+                plan.engine = self._load(plan, weights, before.engine)
+                held = {unit.key for unit in before.engine.state.optimizer}
+                kept = {key: state for key, state in (self.kept.optimizer or {}).items() if key not in held}
+                plan.engine.state.write_optimizer(kept)  # of parameters that no plan has trained since
+            else:
+                plan.engine.take_over(before.engine)
+        self.current = plan
+
+    def remove(self, key: Any) -> None:
+        """Forget a plan that is not the current one."""
+        plan = self.plans.pop(key)
+        self._release(plan)
+
+    def keep_latest(self, keys: list[Any], most: int) -> None:
+        """Note that plans were used, and forget those that were not used for the longest time."""
+        latest = {key: self.plans[key] for key in keys}
+        plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
+        dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
+        self.plans = plans  # one assignment: an interrupt leaves all plans
+        for key in dropped:
+            self.remove(key)
+            logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
+
+    def forget(self) -> None:
+        """Forget all plans; none is on devices."""
+        self.plans.clear()
+        self.current = self.first = None
+
+    # ---- devices -------------------------------------------------------------------------------------------
 
     def check_free(self) -> None:
         """Raises Error or AssertionError, unless devices can be taken."""
@@ -78,33 +146,45 @@ class DeviceLease:
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Start the devices' threads; upload weights, and all that was kept."""
-        executable, kept = self.need_executable(), self.kept
-        # What was compiled elsewhere runs on the devices of this program.
-        settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
-        with torch._C.DisableTorchFunctionSubclass():
-            engine = Engine(executable.plan, settings, weights, self._seed())
+        plan, kept = self.current, self.kept
+        assert plan is not None
+        engine = self._load(plan, weights)
         if kept.random is not None:
             engine.state.random_state = kept.random
         if kept.optimizer is not None:
             engine.state.write_optimizer(kept.optimizer, kept.loss_factor)
         if kept.buffers is not None:
             engine.state.write_buffers(kept.buffers)
-        if self._reporter is not None:
-            self._reporter.attached(engine, executable.graph, executable.hints)
         self._process = os.getpid()
-        self.engine = engine  # last: now it has all that was kept
+        plan.engine = engine  # last: now it has all that was kept
         self.kept = replace(kept, buffers=None)
 
+    def _load(
+        self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
+    ) -> Engine:
+        executable = plan.executable
+        # What was compiled elsewhere runs on the devices of this program.
+        settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
+        with torch._C.DisableTorchFunctionSubclass():
+            engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
+        if plan.reporter is not None:
+            plan.reporter.attached(engine, executable.graph, executable.hints)
+        return engine
+
     def let_go(self) -> None:
-        """End the devices' threads, and keep what the next ones begin with. Weights are their owner's matter."""
-        if self.forked:
-            self.engine = None  # its threads are the other process's
+        """End the devices' threads, and keep the state that the next ones begin with. Weights are in `WeightSync`."""
+        if not self.forked:
+            self.need_engine()
+            self.kept = self.to_keep()
+        for plan in self.plans.values():
+            self._release(plan)
+
+    def _release(self, plan: LoadedPlan) -> None:
+        engine, plan.engine = plan.engine, None  # before its threads end
+        if engine is None or self._process != os.getpid():  # or its threads are the other process's
             return
-        engine = self.need_engine()
-        self.kept = self.to_keep()
-        if self._reporter is not None:
-            self._reporter.released()
-        self.engine = None  # before its threads end
+        if plan.reporter is not None:
+            plan.reporter.released()
         engine.close()
 
     def to_keep(self, with_random_state: bool = True, whole: bool = False) -> KeptState:
@@ -124,11 +204,9 @@ class DeviceLease:
     @property
     def random_state(self) -> tuple[int, int]:
         """(seed, steps run)."""
-        return (
-            self.engine.state.random_state
-            if self.engine is not None
-            else self.kept.random or (self._seed(), 0)
-        )
+        if self.engine is not None:
+            return self.engine.state.random_state
+        return self.kept.random or (self._seed(), 0)
 
     @random_state.setter
     def random_state(self, state: tuple[int, int]) -> None:
@@ -156,7 +234,7 @@ class DeviceLease:
         """As `optimizer_states`, but always of all parameters.
 
         Raises:
-            Error: the state is shared out over instances, and is not on devices; or another instance is gone
+            Error: the state is sharded over instances, and is not on devices; or another instance is gone
         """
         if not self.shares_state:
             return self.optimizer_states

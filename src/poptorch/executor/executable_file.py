@@ -37,7 +37,7 @@ _VERSIONS = {"pando": __version__, "torch": torch.__version__}
 class Saved:
     """What a file holds."""
 
-    executable: Executable
+    executables: tuple[Executable, ...]  # of all plans; the first is the one to begin with
     options: Options
     training: bool
     model: Any  # None: not exported
@@ -102,7 +102,7 @@ def leave_in_folder(
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
     saved = Saved(
-        executable.without_graph(), options, settings.training, None, None, KeptState(), per_replica_params
+        (executable.without_graph(),), options, settings.training, None, None, KeptState(), per_replica_params
     )
     try:
         if not path.exists():
@@ -157,8 +157,8 @@ def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
             f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
             f" {kinds[model.training]}"
         )
-    shapes = model.shapes(saved.executable.settings.replica_groups)
-    slots = saved.executable.plan.partition.signature.slots
+    shapes = model.shapes(saved.executables[0].settings.replica_groups)
+    slots = saved.executables[0].plan.partition.signature.slots
     other = [
         f"{slot.key} {list(slot.shape)}"
         for slot in slots

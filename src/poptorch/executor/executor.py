@@ -1,32 +1,33 @@
 """The executor: a wrapped model that compiles itself at its first call, and runs on its devices.
 
-It turns arguments into batches for the engine and results into outputs. What it has parts for is asked of them: the
-lease of its devices, its weights, its optimizer, its latest call.
+    arguments ─ bind ─► runs ─ a plan for each: compiled, or known ─► engine.run ─► outputs
+
+Its parts: the lease of the devices (`device_lease.py`), the weights' two copies (`weight_sync.py`), the optimizer
+(`optimizer_link.py`) and the latest call (`latest_call.py`). All other public names are in `public_names.py`.
 """
 
 import contextlib
 import functools
 import inspect
+import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from popengine.errors import Error
 from popengine.settings import Counts, Settings
 
-from ..annotating.blocks import module_repr
-from ..annotating.replica_groups import GroupableParameter, groups_of
+from ..annotating.replica_groups import groups_of
 from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
-from ..compiling.executable import compile_model
+from ..compiling.executable import Flags, compile_model, with_flags
 from ..compiling.outputs import returned
+from ..compiling.runs import Run, runs_of
 from ..data.loader import counts_of
-from ..enums import ConnectionType
+from ..enums import ConnectionType, OutputMode
 from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
@@ -35,25 +36,13 @@ from ..reporting.overview import Overview, overview
 from ..reporting.planned import exit_if_only_planning
 from ..reporting.reporter import reporter_for
 from . import executable_file, marked_model
-from .device_lease import DeviceLease
-from .latest_call import LatestCall, latest_call
+from .device_lease import DeviceLease, LoadedPlan
+from .latest_call import LatestCall, joined, latest_call
 from .optimizer_link import OptimizerLink
+from .public_names import PublicNames
 from .torch_modes import methods_with_torch_modes
 from .weight_sync import WeightSync
 from .wrapped_model import WrappedModel
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that the executor's part of this name has, as a method of the executor."""
-
-    @functools.wraps(method)
-    def ask(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(self, name), *args, **kwargs)
-
-    return ask
 
 
 class _Function(nn.Module):
@@ -66,7 +55,7 @@ class _Function(nn.Module):
 
 @final
 @methods_with_torch_modes
-class PoplarExecutor:
+class PoplarExecutor(PublicNames):
     """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
@@ -83,22 +72,22 @@ class PoplarExecutor:
         # Flags of the top level are fixed now; everything below is shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)
-        self._reporter = reporter_for(self, options, training)
-        self._lease = DeviceLease(options, self._reporter)
-        self._weights = WeightSync(self._wrapped, self._lease, self._reporter, weakref.ref(self))
+        self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
+        self._lease = DeviceLease(options)
+        self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
-        self._latest = LatestCall()
-        self._synthetic: list[Tensor] | None = None
+        self._turn = threading.RLock()  # calls in several threads run one by one
+        self._latest, self._updates = LatestCall(), 0
+        self._compiled_plans = 0  # also those that were dropped
+        self._compilation_seconds: float | None = None
         self._compiled_mode: bool | None = None  # of the user's model; None: not compiled, or not called yet
+        self._compiled_flags = Flags([], [])
         self._has_warned_of_mode = False
         self._told_methods: set[str] = set()
-        self._compilation_seconds: float | None = None
         if training:
             marked_model.check_buffers(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
             marked_model.mark(model, self)
-
-    forward = marked_model.HostForward()
 
     # ---- calling -----------------------------------------------------------------------------------------
 
@@ -116,35 +105,77 @@ class PoplarExecutor:
         )
         call = arguments.bind(self._signature, args, kwargs)
         arguments.check_kinds(call)
-        lease = self._lease
-        first = lease.executable is None
-        if first:
-            self._compile(call)
-        executable = lease.need_executable()
-        executable.inputs.check(call)
-        if lease.engine is None:
-            self.attachToDevice()
-        if not self._wrapped.training:
-            self._weights.refresh()
-        self._weights.check_host()
-        self._warn_of_mode()
-        self._optimizer_link.check_unused()
-        self._optimizer_link.upload()
-        recorder = self._reporter.recorder if self._reporter is not None else None
+        with self._turn:
+            self._updates, whole = 0, self._lease.current
+            runs, finished = self._runs(call), []
+            try:
+                for run in runs:
+                    finished.append(self._run(run))
+                    if run.counts.replicas == self.options.replication_factor:
+                        whole = self._lease.current
+            finally:
+                if whole is not None and self._lease.current is not whole and self.isCompiled():
+                    self._lease.use(whole, {})  # the host reads and writes the buffers of all replicas
+            if self._most_plans:
+                self._lease.keep_latest([run.key for run in runs], self._most_plans)
+            executable = self._lease.need_executable()
+            self._latest = joined(finished, runs, executable)
+            return returned(executable.template, list(self._latest.outputs))
+
+    def _runs(self, call: arguments.BoundCall) -> list[Run]:
+        """Return the runs that a call is made of: one, unless shapes are free and the batch is incomplete."""
+        run, first = Run(call, self.options._counts()), self._lease.first
+        if not self._most_plans or run.key in self._lease.plans:
+            return [run]
+        every_n = self.options.output_mode == OutputMode.EveryN
+        like = first and first.inputs
+        return runs_of(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
+
+    def _run(self, run: Run) -> LatestCall:
+        """Run a plan, which is compiled now if there is none for these inputs."""
+        lease, before = self._lease, self._lease.current
+        plan = lease.plans.get(run.key)
+        is_new = plan is None
+        if plan is None:
+            if lease.first is not None:
+                lease.first.inputs.check(run.call, any_shape=self._most_plans > 0)
+            plan = self._compile(run)
+        else:
+            lease.use(plan, {})
         try:
-            results = lease.need_engine().run(self._inputs(call), self._optimizer_link.hyper, recorder)
+            if lease.engine is None:
+                self.attachToDevice()
+            if not self._wrapped.training:
+                self._weights.refresh()
+            self._weights.check_host()
+            self._warn_of_mode()
+            self._optimizer_link.check_unused()
+            self._optimizer_link.upload()
+            engine, updates = lease.need_engine(), self._updates
+            recorder = plan.reporter.recorder if plan.reporter is not None else None
+            try:
+                results = engine.run(self._inputs(run.call, plan), self._optimizer_link.hyper, recorder)
+            finally:
+                self._updates = updates + engine.updates_done
         except Exception:
-            # It may be these inputs that do not fit, and the model is not to be bound to them.
-            if first and not self.finished_updates:
-                self._forget_executable()
+            # These inputs may be at fault, and the model is not to be bound to them.
+            if is_new and not self.finished_updates:
+                self._forget_plan(run.key, before)
             raise
-        if self._reporter is not None:
-            self._reporter.called()
-        made_up = None if self._synthetic is None else len(self._synthetic)
-        self._latest = latest_call(executable, results, made_up)
-        arguments.write_back(call, executable.plan.partition.signature, results.inputs())
-        outputs = results.outputs()[: executable.outputs]
-        return returned(executable.template, outputs)
+        if plan.reporter is not None:
+            plan.reporter.called()
+        arguments.write_back(run.call, plan.executable.plan.partition.signature, results.inputs())
+        return latest_call(plan.executable, results, None if plan.synthetic is None else len(plan.synthetic))
+
+    def _inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
+        mode = self.options._Popart.options.get("syntheticDataMode", 0)
+        if mode and plan.synthetic is not None:
+            return plan.synthetic
+        tensors = arguments.prepared(call, plan.executable.inputs.wide)
+        if mode:
+            counts = plan.executable.settings.counts
+            tensors = plan.synthetic = arguments.synthetic_inputs(tensors, mode, counts)
+        return tensors
 
     def _warn_of_mode(self) -> None:
         """Warn once of `train()` or `eval()` of the trained model that came after its compilation."""
@@ -160,63 +191,72 @@ class PoplarExecutor:
                 *(("train", "eval") if mode else ("eval", "train")),
             )
 
-    def _inputs(self, call: arguments.BoundCall) -> list[Tensor]:
-        mode = self.options._Popart.options.get("syntheticDataMode", 0)
-        if mode and self._synthetic is not None:
-            return self._synthetic
-        executable = self._lease.need_executable()
-        tensors = arguments.prepared(call, executable.inputs.wide)
-        if mode:
-            tensors = self._synthetic = arguments.synthetic_inputs(tensors, mode, executable.settings.counts)
-        return tensors
-
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments, the same as those of a call, and load the weights; runs nothing."""
-        if self.isCompiled():
+        if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
-        self._compile(arguments.bind(self._signature, args, kwargs))
+        for run in self._runs(arguments.bind(self._signature, args, kwargs)):
+            if run.key not in self._lease.plans:
+                self._compile(run)
 
-    isCompiled = _part("_lease", DeviceLease.isCompiled)
-
-    def _compile(self, call: arguments.BoundCall) -> None:
+    def _compile(self, run: Run) -> LoadedPlan:
+        """Compile a plan, load the weights if this is the first one, and make it the current plan."""
         if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
             marked_model.check_not_wrapped(self._user_model)
             marked_model.mark(self._user_model, self)
-        options, model = self.options, self._wrapped.traced
-        settings = self._settings_for(call, options)
-        started = time.perf_counter()
-        if self._reporter is not None:
-            self._reporter.compiling()
-        passed = self._reporter.passed if self._reporter is not None else None
-        with progress(options._show_progress_bar, passed) as done:
-            with arguments.noting_row_counts(call):
-                found = compile_model(model, call, options, settings, done, together=True)
+        options, model, lease = self.options, self._wrapped.traced, self._lease
+        settings, started = self._settings_for(run, options), time.perf_counter()
+        before, number = lease.current, self._compiled_plans + 1
+        if before is None:
+            self._compiled_flags = Flags.of(model)
+        reporter = reporter_for(self, options, self._wrapped.training, number)
+        with progress(options._show_progress_bar, reporter and reporter.passed) as done:
+            with arguments.noting_row_counts(run.call), with_flags(model, self._compiled_flags):
+                earlier = [plan.executable for plan in lease.plans.values()]
+                found = compile_model(model, run, options, settings, done, together=True, earlier=earlier)
             announce(found.plan, found.settings)
             exit_if_only_planning(found.plan, found.settings, found.graph)
-            self._lease.executable = found
+            plan = LoadedPlan(found, reporter)
+            lease.add(run.key, plan)
             try:
-                if options.connection_type != ConnectionType.Never:
+                if before is not None:
+                    lease.use(plan, self._weights.on_host())
+                elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
-                self._lease.executable = None
+                self._forget_plan(run.key, before)
                 raise
-            self._compiled_mode = self._user_model.training
+            if before is None:
+                self._compiled_mode = self._user_model.training
             executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
-        self._compilation_seconds = time.perf_counter() - started
+        self._compiled_plans, self._compilation_seconds = number, time.perf_counter() - started
+        if before is not None:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in run.call.tensors)
+            logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
+        return plan
 
-    def _settings_for(self, call: arguments.BoundCall, options: Options) -> Settings:
-        """What to compile with. Raises: Error or AssertionError, where arguments or options do not fit."""
-        model, training = self._wrapped.traced, self._wrapped.training
+    def _settings_for(self, run: Run, options: Options) -> Settings:
+        """Return the settings of a whole call.
+
+        Raises: Error or AssertionError, if the arguments do not fit the options
+        """
+        model, training, call = self._wrapped.traced, self._wrapped.training, run.call
         groups = groups_of(model, self.per_replica_params, options.replication_factor)
+        if groups and run.counts.replicas != options.replication_factor:
+            raise Error(
+                "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
+                f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
+            )
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
         arguments.check_kinds(call)
         self._warn_of_other_counts(call, settings.counts)
-        arguments.check_batch(call, settings.counts)
-        arguments.warn_about(call, arguments.is_wide(model))
+        arguments.check_batch(call, run.counts)
+        if not self._lease.plans:
+            arguments.warn_about(call, arguments.is_wide(model))
         options._Popart.check_names()
         self._wrapped.updatable_buffers()
         return settings
@@ -236,23 +276,14 @@ class PoplarExecutor:
                 )
                 return
 
-    @property
-    def plan(self) -> Overview:
-        """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code. Print it, or let
-        a notebook show it; `poptorch.describe` makes one before the first call.
-        """
-        executable = self._lease.need_executable()
-        return overview(executable.plan, executable.settings, executable.graph)
-
     def _described(self, options: Options | None, *args: Any, **kwargs: Any) -> Overview:
         """Return what `plan` would be after a call with these arguments, and with these options in place of the
         executor's own, if there are any; nothing is kept of the compilation."""
-        options = (
-            self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
-        )
-        call = arguments.bind(self._signature, args, kwargs)
-        settings = self._settings_for(call, options)
-        found = compile_model(self._wrapped.traced, call, options, settings, lambda name: None)
+        training, model = self._wrapped.training, self._user_model
+        options = self.options if options is None else resolved(options, training, model)
+        run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
+        settings = self._settings_for(run, options)
+        found = compile_model(self._wrapped.traced, run, options, settings, lambda name: None)
         return overview(found.plan, found.settings, found.graph)
 
     # ---- devices -----------------------------------------------------------------------------------------
@@ -263,8 +294,6 @@ class PoplarExecutor:
         weights = self._weights.begin()
         self._optimizer_link.join()
         self._lease.take(weights)
-
-    isAttachedToDevice = _part("_lease", DeviceLease.isAttachedToDevice)
 
     def detachFromDevice(self) -> None:
         """Release the devices; weights, optimizer state and the random state stay on the host."""
@@ -285,14 +314,23 @@ class PoplarExecutor:
         if self.isAttachedToDevice():
             self._let_go()
         self._optimizer_link.release()  # while it is known what its state is the state of
-        self._forget_executable()
+        self._forget_plans()
         self._unmark()
 
-    def _forget_executable(self) -> None:
+    def _forget_plans(self) -> None:
         if self.isAttachedToDevice():
             self._let_go()
-        self._lease.executable = self._synthetic = self._compiled_mode = None
+        self._lease.forget()
+        self._compiled_mode = None
         self._latest = LatestCall()
+
+    def _forget_plan(self, key: Any, before: LoadedPlan | None) -> None:
+        """Forget a plan that has not run, and return to the plan before."""
+        if before is None:
+            self._forget_plans()
+        else:
+            self._lease.use(before, {})
+            self._lease.remove(key)
 
     def _unmark(self) -> None:
         # While an executor dies its model sees no owner any more.
@@ -306,60 +344,10 @@ class PoplarExecutor:
         self._unmark()
 
     def __del__(self) -> None:
-        # Nobody can ask for newer weights from now on: leave them with the model. At the interpreter's exit
-        # parts of torch may be gone already.
+        # From now on newer weights can't be read: leave them with the model. At the interpreter's exit parts of
+        # torch may be gone already.
         with contextlib.suppress(Exception):
             self._release()
-
-    @property
-    def finished_updates(self) -> int:
-        """*Ours*: the weight updates that the latest call has finished: fewer than `deviceIterations` after an error or
-        Ctrl-C. The weights are those after the last of them."""
-        return self._lease.engine.updates_done if self._lease.engine is not None else 0
-
-    @property
-    def rng_state(self) -> list[int]:
-        """[seed, steps run]: with the same state a model draws the same random numbers."""
-        self._lease.need_executable()
-        return list(self._lease.random_state)
-
-    @rng_state.setter
-    def rng_state(self, state: list[int]) -> None:
-        self._lease.need_executable()
-        if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
-            raise Error(
-                f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
-                "  fix: state = executor.rng_state; ...; executor.rng_state = state"
-            )
-        self._lease.random_state = (state[0], state[1])
-
-    # ---- weights and optimizer ---------------------------------------------------------------------------
-
-    copyWeightsToHost = _part("_weights", WeightSync.copyWeightsToHost)
-    copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
-    copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
-    averageRunningStatistics = _part("_weights", WeightSync.averageRunningStatistics)
-    hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
-    setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
-
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy the weights to the host if the devices have newer ones; whether they had."""
-        is_stale = self._weights.stale
-        if is_stale:
-            self.copyWeightsToHost()
-        return is_stale
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user model's, with the newest weights."""
-        return self._user_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
-        self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
-        keys = self._user_model.load_state_dict(state_dict, strict)
-        if self.isAttachedToDevice():
-            self.copyWeightsToDevice()
-        return keys
 
     # ---- files -------------------------------------------------------------------------------------------
 
@@ -374,10 +362,11 @@ class PoplarExecutor:
         Raises:
             AssertionError: the file's folder is a file
         """
-        executable = self._lease.need_executable()
+        first = self._lease.first or self._lease.need_executable()
         self.copyWeightsToHostIfNeeded()
+        others = (plan.executable for plan in self._lease.plans.values() if plan.executable is not first)
         saved = executable_file.Saved(
-            executable.without_graph(),
+            tuple(executable.without_graph() for executable in (first, *others)),
             self.options,
             self._wrapped.training,
             self._user_model if export_model else None,
@@ -404,102 +393,15 @@ class PoplarExecutor:
     def _restore(self, saved: executable_file.Saved) -> None:
         if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:
             marked_model.mark(self._user_model, self)
-        self._lease.executable, self._lease.kept = saved.executable, saved.kept
+        self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)
+        for number, executable in enumerate(saved.executables, 1):
+            reporter = reporter_for(self, self.options, self._wrapped.training, number)
+            self._lease.add(executable.key, LoadedPlan(executable, reporter))
+        self._lease.kept = saved.kept
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)
         if self.options.connection_type == ConnectionType.Always:
             self.attachToDevice()
-
-    # ---- answers -----------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> Any:
-        """The user's model; of an executor for inference, its own copy of the top level: weights and parts are
-        shared, and its flags are what forward finds when it is compiled."""
-        return self._user_model if self._wrapped.training else self._wrapped.traced
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model (in training: of its parts; what forward finds at the top is as at wrapping).
-
-        The compilation has the modes of its moment for good; afterwards this is a warning, until `destroy`.
-        """
-        if self.isCompiled():
-            logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
-        self.model.train(mode)
-        self._compiled_mode = None
-        return self
-
-    def eval(self) -> Self:
-        """`train(False)`."""
-        return self.train(False)
-
-    @property
-    def options(self) -> Options:
-        """The executor's own frozen options, with an output mode picked."""
-        return self._wrapped.options
-
-    @property
-    def memory_format(self) -> str:
-        """*Ours*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
-
-        Raises: Error, before compilation.
-        """
-        return self._lease.need_executable().memory_format
-
-    getPerfCounters = _part("_latest", LatestCall.getPerfCounters)
-    getLatency = _part("_latest", LatestCall.getLatency)
-    getHostIpuLatency = _part("_latest", LatestCall.getHostIpuLatency)
-    getComputeLatency = _part("_latest", LatestCall.getComputeLatency)
-    getIpuHostLatency = _part("_latest", LatestCall.getIpuHostLatency)
-    getAnchoredTensor = _part("_latest", LatestCall.getAnchoredTensor)
-
-    def compilationTime(self) -> timedelta:
-        """How long the compilation took."""
-        if not self.options._show_progress_bar:
-            raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
-        if self._compilation_seconds is None:
-            raise Error(
-                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
-            )
-        return timedelta(seconds=self._compilation_seconds)
-
-    def cycleCount(self) -> int:
-        """Refused: there are no cycles to count here."""
-        if not self.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
-            raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
-        if self._latest.has_run:
-            raise Error(
-                "cycleCount() is only supported on actual IPU hardware; getPerfCounters() has seconds"
-            )
-        raise Error("cycleCount() is for a model that has run: run the model at least once")
-
-    def getTensorNames(self) -> list[str]:
-        """The names of tensors, all of which `Options.anchorTensor` takes."""
-        executable = self._executable
-        assert executable is not None, (
-            "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
-        )
-        return list(executable.anchors.names)
-
-    @property
-    def notes(self) -> list[tuple[Any, Any]]:
-        """What the forward has noted (`poptorch.notes`), with the latest call's values."""
-        return list(self._latest.notes)
-
-    def __repr__(self) -> str:
-        return module_repr(self._user_model)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and "_wrapped" not in self.__dict__:
-            raise AttributeError(name)  # while the executor is being made
-        value = getattr(self.model, name)
-        if name not in self._told_methods:
-            self._told_methods.add(name)
-            marked_model.announce_host_method(self.model, name, value)
-        if isinstance(value, nn.Parameter) and name in self._user_model._parameters:
-            groupings = None if self.isCompiled() else self.per_replica_params
-            return GroupableParameter.of(value, name, groupings)
-        return value
 
     def __reduce__(self) -> Any:
         """An executor that is not compiled pickles as what it was made of."""
@@ -507,17 +409,3 @@ class PoplarExecutor:
             raise Error("a compiled executor can't be pickled\n  fix: write it to a file with save(filename)")
         make = functools.partial(PoplarExecutor, training=self._wrapped.training, optimizer=self._optimizer)
         return make, (self._user_model, self.options)
-
-    # ---- private names that programs use -----------------------------------------------------------------
-
-    per_replica_params = property(attrgetter("_wrapped.per_replica"))
-    _executable = property(attrgetter("_lease.executable"))
-    _user_model = property(attrgetter("_wrapped.user"))
-    _options = property(attrgetter("_wrapped.options"))
-    _optimizer = property(attrgetter("_optimizer_link.optimizer"))
-    _host_weights_version = property(attrgetter("_weights.version"))
-    _is_attached = property(isAttachedToDevice)
-
-    def _debugGetPopartIR(self) -> str:
-        """Refused: there is no PopART graph here."""
-        raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")

@@ -1,15 +1,21 @@
 """What an executor keeps of its latest call, for whoever asks: its times, its anchors and its notes."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from popengine.errors import Error
 from popengine.run.call import Results
+from popengine.settings import Outputs
 
 from ..compiling.executable import Executable
+from ..compiling.runs import Run
+from ..nested_values import tensors_of, with_tensors
 
 Times = list[list[float]]  # for each tensor, one entry for each micro-batch (or kept output)
 Latency = tuple[float, float, float]  # min, max, mean, in seconds
@@ -24,6 +30,7 @@ class LatestCall:
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
     notes: Sequence[tuple[Any, Any]] = ()
     has_run: bool = False
+    outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def getPerfCounters(self) -> dict[str, Times]:
         """When the latest call's micro-batches were staged and its outputs arrived.
@@ -87,5 +94,68 @@ def latest_call(executable: Executable, results: Results, synthetic_inputs: int 
         dict(zip(_KEYS, times, strict=True)),
         executable.anchors.values(results),
         [(note.what, note.value(results, counts)) for note in executable.notes],
-        has_run=True,
+        True,
+        results.outputs()[: executable.outputs],
     )
+
+
+def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executable) -> LatestCall:
+    """Return the results of the runs of an incomplete batch as those of one call.
+
+    Args: executable: of one of the runs
+    Raises:
+        Error: outputs of micro-batches of different sizes would be added
+    """
+    if len(calls) == 1:
+        return calls[0]
+    counters = {
+        key: [
+            [*itertools.chain(*times)] for times in zip(*(call.counters[key] for call in calls), strict=True)
+        ]
+        for key in _KEYS
+    }
+    mode = executable.settings.outputs
+    replicas_of = [run.counts.replicas for run in runs]
+    outputs = [_joined(v, mode, replicas_of) for v in zip(*(call.outputs for call in calls), strict=True)]
+    anchored = {}
+    for name, anchor in executable.anchors.by_name.items():
+        # Weights are read at the beginning and the end of a step.
+        whole = [
+            call.anchored[name]
+            for call, run in zip(calls, runs, strict=True)
+            if run.part.ends_step or anchor is None or not anchor.is_weight
+        ]
+        anchored[name] = whole[-1] if anchor is None else _joined(whole, anchor.outputs, replicas_of)
+    notes = [
+        (
+            parts[0][0],
+            with_tensors(parts[0][1], map(_in_a_row, zip(*(tensors_of(p[1]) for p in parts), strict=True))),
+        )
+        for parts in zip(*(call.notes for call in calls), strict=True)
+    ]
+    return LatestCall(counters, anchored, notes, True, outputs)
+
+
+def _joined(values: Sequence[Tensor], mode: Outputs, replicas_of: Sequence[int]) -> Tensor:
+    """Return the values of several runs as one, in the order of micro-batches; `replicas_of`: of each run."""
+    if mode == "final":
+        return values[-1]
+    if mode != "sum":
+        return _in_a_row(values)
+    total = values[0].clone()
+    for value, replicas in zip(values[1:], replicas_of[1:], strict=True):
+        value = value.reshape(1) if total.dim() > value.dim() else value
+        # Fewer replicas may have computed a later run.
+        part = total[: len(value)] if total.dim() else total
+        is_other = total.dim() > 0 and len(value) * replicas_of[0] != len(total) * replicas
+        if is_other or part.shape != value.shape:
+            raise Error(
+                "OutputMode.Sum adds outputs of all micro-batches, and the last one of this batch has another size\n"
+                "  fix: another output mode, or poptorch.DataLoader(..., drop_last=True)"
+            )
+        part += value
+    return total
+
+
+def _in_a_row(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.reshape(1) if not value.dim() else value for value in values])

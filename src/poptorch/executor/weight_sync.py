@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 
 from ..logs import logger
-from ..reporting.reporter import Reporter, noting
+from ..reporting.reporter import noting
 from .device_lease import DeviceLease
 from .wrapped_model import WrappedModel
 
@@ -29,10 +29,8 @@ class WeightSync:
     `version` counts the copies to the host.
     """
 
-    def __init__(
-        self, model: WrappedModel, lease: DeviceLease, reporter: Reporter | None, executor: weakref.ref[Any]
-    ) -> None:
-        self._model, self._lease, self._reporter, self._executor = model, lease, reporter, executor
+    def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
+        self._model, self._lease, self._executor = model, lease, executor
         self.version = 0
         self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
         self._trainers: list[weakref.ref[WeightSync]] | None = None  # other executors'; None: to be looked up
@@ -70,7 +68,7 @@ class WeightSync:
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model."""
         engine = self._lease.need_engine()
-        with noting(self._reporter, "weights to host"), engine.state.still:
+        with noting(self._lease.reporter, "weights to host"), engine.state.still:
             self.put_on_host(engine.state.read())
         # Last: while the host has got but some of them, the next look at its weights copies all again.
         engine.state.host_is_stale = False
@@ -102,7 +100,7 @@ class WeightSync:
         engine = self._lease.need_engine()
         weights = self.on_host()
         self._check_types(weights)
-        with noting(self._reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
+        with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
         self._note_equal(weights)
 

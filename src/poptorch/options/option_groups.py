@@ -32,6 +32,7 @@ class ExecutionOptions(OptionsDict):
     input_cgt = Setting(CommGroupType.Consecutive)
     input_group_size = Setting(1)
     memory_format: Setting[str] = Setting()
+    new_shapes: Setting[int] = Setting()
     output_mode = Setting(OutputMode.Default.value)
     output_return_period = Setting(1)
     random_seed: Setting[int] = Setting()
@@ -140,6 +141,17 @@ class ExecutionOptions(OptionsDict):
             f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
         )
         return self.createOrSet(memory_format=memory_format)
+
+    def allowNewShapes(self, plans: int = 8) -> Self:
+        """*Ours*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
+
+        Each new combination of shapes compiles another plan for the same weights, optimizer state and random state. The
+        last `plans` are kept. The log says (INFO) what each has cost. See docs/guide/shapes.md.
+        """
+        assert type(plans) is int and plans > 0, (
+            f"allowNewShapes takes a number of plans from 1; found {plans!r}"
+        )
+        return self.createOrSet(new_shapes=plans)
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:

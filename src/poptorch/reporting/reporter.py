@@ -49,8 +49,8 @@ class Reporter:
         path: of the profile
     """
 
-    def __init__(self, path: Path, options: Options, training: bool) -> None:
-        self.path, self.options, self.training = path, options, training
+    def __init__(self, path: Path, options: Options, number: int) -> None:
+        self.path, self.options, self.number = path, options, number
         self.recorder = Recorder()
         self.passes: list[profile.Pass] = []
         self._engine: Engine | None = None
@@ -129,7 +129,8 @@ class Reporter:
         }
         return replace(
             found,
-            name=options("model_name") if options.exists("model_name") else found.name,
+            name=(options("model_name") if options.exists("model_name") else found.name)
+            + (f" (plan {self.number})" if self.number > 1 else ""),
             facts={**found.facts, **facts},
             passes=tuple(self.passes),
             operations=tuple(_timed(described, recorder)),
@@ -160,12 +161,17 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
     return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
-def reporter_for(executor: Any, options: Options, training: bool) -> Reporter | None:
-    """Return a reporter if the options ask for a profile. It saves when the executor is garbage-collected, too."""
+def reporter_for(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
+    """Return a reporter if the options ask for a profile. It saves when the executor is garbage-collected, too.
+
+    Args: number: of the plan, from 1: each plan of a model has a profile in a folder of its own
+    """
     directory = options._profile_directory(training)
     if directory is None:
         return None
-    reporter = Reporter(directory / "profile.pop", options, training)
+    if number > 1:
+        directory = directory.with_name(f"{directory.name}_{number}")
+    reporter = Reporter(directory / "profile.pop", options, number)
     weakref.finalize(executor, reporter.released)
     listeners.add(reporter.recorder)
     _live.add(reporter)

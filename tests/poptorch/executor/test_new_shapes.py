@@ -1,0 +1,372 @@
+"""`Options.allowNewShapes`: calls with other shapes and incomplete batches give what plain PyTorch gives.
+
+Plain PyTorch accumulates over the same micro-batches: equal ones to the last bit.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from popengine import profile
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bits depend on the number of threads within an operation, of which steps of few micro-batches have more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    """A mean over any length of the sequence, batch norm, an optional second input with weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = poptorch.BeginBlock(nn.Linear(6, 8), "first", ipu_id=0)
+        self.norm = nn.BatchNorm1d(8)
+        self.extra = nn.Linear(6, 8)
+        self.last = poptorch.BeginBlock(nn.Linear(8, 3), "last", ipu_id=1)
+
+    def forward(self, x, target, mask=None):
+        hidden = self.first(x).mean(1)
+        if mask is not None:
+            hidden = hidden + self.extra(mask)
+        scores = self.last(self.norm(hidden).relu())
+        return scores, nn.functional.cross_entropy(scores, target)
+
+
+def model_and_twin():
+    torch.manual_seed(0)
+    model = Model()
+    return model, copy.deepcopy(model)
+
+
+def options(accumulation=1, plans=8, **more):
+    found = poptorch.Options().showCompilationProgressBar(False).allowNewShapes(plans)
+    found.setExecutionStrategy(poptorch.ShardedExecution())
+    found.Training.gradientAccumulation(accumulation)
+    for name, value in more.items():
+        getattr(found, name)(*(value if isinstance(value, tuple) else (value,)))
+    return found
+
+
+def batch(rows, length=5):
+    return torch.randn(rows, length, 6), torch.randint(3, (rows,))
+
+
+def plain_step(twin, optimizer, micro_batches):
+    """Accumulate the gradients of micro-batches, each weighted by its rows, and update."""
+    rows = [len(inputs[0]) for inputs in micro_batches]
+    optimizer.zero_grad()
+    losses = []
+    for inputs, count in zip(micro_batches, rows, strict=True):
+        loss = twin(*(value.clone() for value in inputs))[1]
+        losses.append(loss.detach())
+        if len(set(rows)) == 1:
+            loss.backward()
+        else:
+            (loss * count / sum(rows)).backward()
+    for parameter in twin.parameters():
+        if parameter.grad is not None and len(set(rows)) == 1:
+            parameter.grad /= len(rows)
+    optimizer.step()
+    return torch.stack(losses)
+
+
+def cut(inputs, size):
+    return [tuple(value[i : i + size] for value in inputs) for i in range(0, len(inputs[0]), size)]
+
+
+def assert_equal(model, twin, exact=True):
+    for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(value, other) if exact else torch.allclose(value, other, atol=1e-6), name
+
+
+STRATEGIES = {
+    "sharded": poptorch.ShardedExecution,
+    "pipelined": poptorch.PipelinedExecution,
+    "phased": lambda: poptorch.SerialPhasedExecution(["first"], ["last"]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_calls_of_other_lengths_train_the_same_weights(strategy):
+    model, twin = model_and_twin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    opts = options(3, setExecutionStrategy=STRATEGIES[strategy]())
+    trainer = poptorch.trainingModel(model, opts, optimizer)
+    for length in (5, 7, 5, 2, 7):
+        inputs = batch(12, length)
+        _, loss = trainer(*inputs)
+        assert torch.equal(loss, plain_step(twin, plain, cut(inputs, 4))[-1])
+    assert_equal(model, twin)
+
+
+def test_an_optional_argument_may_be_left_out_and_its_weights_then_rest():
+    """Without the argument its weights have no gradient, so AdamW leaves them and their step count as they are."""
+    model, twin = model_and_twin()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    trainer = poptorch.trainingModel(model, options(), torch.optim.AdamW(model.parameters(), lr=0.01))
+    for has_mask in (False, True, False, True, True):
+        inputs = (*batch(4), torch.randn(4, 6))[: 3 if has_mask else 2]
+        trainer(*inputs)
+        plain_step(twin, plain, [inputs])
+    assert_equal(model, twin)
+
+
+def test_a_shape_that_returns_is_not_compiled_again(caplog):
+    poptorch.setLogLevel("INFO")
+    calls = []
+    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+    with caplog.at_level(logging.INFO):
+        trainer = poptorch.trainingModel(Model(), options())
+        for length in (3, 4, 5, 3, 4, 5):
+            trainer(*batch(4, length))
+    handle.remove()
+    poptorch.setLogLevel("WARN")
+    assert len(calls) == 3
+    lines = [record.message for record in caplog.records if record.message.startswith("plan ")]
+    assert [line.split(", took")[0] for line in lines] == [
+        "plan 2, for inputs [4, 4, 6], [4]",
+        "plan 3, for inputs [4, 5, 6], [4]",
+    ]
+
+
+def test_the_plan_used_longest_ago_is_dropped():
+    calls = []
+    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+    trainer = poptorch.trainingModel(Model(), options(plans=2))
+    for length in (3, 4, 3, 5, 3, 4):
+        trainer(*batch(4, length))
+    handle.remove()
+    assert len(calls) == 4, "3, 4, 5, and 4 once more"
+
+
+def test_other_types_and_constants_are_still_refused():
+    trainer = poptorch.inferenceModel(lambda x, scale=2.0: x * scale, options())
+    trainer(torch.ones(4))
+    with pytest.raises(poptorch.Error, match="Data type mismatch for x"):
+        trainer(torch.ones(5, dtype=torch.int64))
+    with pytest.raises(poptorch.Error, match="Value mismatch for scale"):
+        trainer(torch.ones(4), 3.0)
+    assert trainer(torch.ones(2), 2.0).tolist() == [2.0, 2.0]
+
+
+def test_without_the_option_the_error_names_it():
+    trainer = poptorch.inferenceModel(Model(), poptorch.Options().deviceIterations(2))
+    trainer(*batch(4))
+    with pytest.raises(poptorch.Error, match=r"Shape mismatch for x(.|\n)*fix: options.allowNewShapes\(\)"):
+        trainer(*batch(4, 3))
+
+
+def test_modes_are_those_of_the_first_compilation():
+    model, twin = model_and_twin()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    trainer = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for length in (5, 3):
+        inputs = batch(4, length)
+        trainer(*inputs)
+        plain_step(twin, plain, [inputs])
+        model.eval()  # as before a validation
+    assert_equal(model, twin)
+    assert not model.norm.training
+
+
+def test_weights_and_optimizer_state_move_with_the_plans():
+    """The host's reads and writes, and a detach, see one model, whichever plan has run last."""
+    model, twin = model_and_twin()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = poptorch.trainingModel(model, options(), optimizer)
+    for number, length in enumerate((5, 3, 5, 4, 3)):
+        inputs = batch(4, length)
+        trainer(*inputs)
+        plain_step(twin, plain, [inputs])
+        if number == 1:
+            trainer.detachFromDevice()
+        if number == 2:
+            with torch.no_grad():
+                model.last.bias.fill_(0.5)
+                twin.last.bias.fill_(0.5)
+            trainer.copyWeightsToDevice()
+    assert_equal(model, twin)
+    states = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert torch.equal(states[0][0]["exp_avg"], states[1][0]["exp_avg"])
+
+
+def test_saved_plans_are_loaded_again(tmp_path):
+    trainer = poptorch.inferenceModel(nn.Linear(3, 2), options())
+    found = [trainer(torch.ones(rows, 3)) for rows in (4, 2)]
+    trainer.save(str(tmp_path / "model.poptorch"))
+    calls = []
+    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+    again = poptorch.load(str(tmp_path / "model.poptorch"))
+    assert all(torch.equal(again(torch.ones(len(value), 3)), value) for value in found)
+    handle.remove()
+    assert not calls
+
+
+# ---- incomplete batches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [48, 40, 36, 24, 20, 8, 4])
+def test_a_batch_with_fewer_micro_batches_trains_on_those_that_are_there(rows):
+    """A call has two steps of six micro-batches of four rows."""
+    model, twin = model_and_twin()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    opts = options(6, deviceIterations=2, outputMode=poptorch.OutputMode.All)
+    trainer = poptorch.trainingModel(model, opts, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for size in (48, rows, 48):
+        inputs = batch(size)
+        scores, losses = trainer(*inputs)
+        expected = [plain_step(twin, plain, cut(step, 4)) for step in cut(inputs, 24)]
+        assert torch.equal(losses.reshape(-1), torch.cat(expected)) and len(scores) == size
+        assert trainer.finished_updates == -(-size // 24)
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("rows", [47, 26, 23, 20, 7, 3])
+def test_a_smaller_last_micro_batch_is_weighted_by_its_rows(rows):
+    model, twin = model_and_twin()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    opts = options(3, deviceIterations=2, outputMode=poptorch.OutputMode.All)
+    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
+    for size in (48, rows, 48):
+        inputs = batch(size)
+        scores, losses = trainer(*inputs)
+        expected = [plain_step(twin, plain, cut(step, 8)) for step in cut(inputs, 24)]
+        assert torch.allclose(losses, torch.cat(expected), atol=1e-6) and len(scores) == size
+        assert trainer.finished_updates == -(-size // 24)
+    assert_equal(model, twin, exact=False)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "running"])
+def test_other_reductions_weight_the_last_micro_batch_as_documented(reduction):
+    model, twin = model_and_twin()
+    opts = options(4)
+    if reduction == "sum":
+        opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    else:
+        running = poptorch.MeanReductionStrategy.Running
+        opts.Training.setMeanAccumulationAndReplicationReductionStrategy(running)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.01)
+    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.01))
+    trainer.compile(*batch(32))
+    inputs = batch(27)
+    trainer(*inputs)
+    if reduction == "sum":
+        sum(twin(*each)[1] for each in cut(inputs, 8)).backward()
+        plain.step()
+    else:
+        plain_step(twin, plain, cut(inputs, 8))
+    assert_equal(model, twin, exact=False)
+
+
+@pytest.mark.parametrize("rows", [12, 9, 6, 2])
+def test_replicas_train_on_an_incomplete_batch(rows):
+    model, twin = model_and_twin()
+    del model.norm, twin.norm
+    model.norm, twin.norm = nn.Identity(), nn.Identity()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    opts = options(2, replicationFactor=2, outputMode=poptorch.OutputMode.All)
+    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
+    for size in (16, rows, 16):
+        inputs = batch(size)
+        _, losses = trainer(*inputs)
+        expected = plain_step(twin, plain, cut(inputs, 4))
+        assert torch.allclose(losses, expected, atol=1e-6)
+    assert_equal(model, twin, exact=False)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rows", [24, 20, 13, 8, 3])
+def test_inference_returns_all_rows_of_an_incomplete_batch(rows, replicas):
+    model = Model().eval()
+    opts = options(deviceIterations=6 // replicas, replicationFactor=replicas)
+    executor = poptorch.inferenceModel(model, opts)
+    for size in (24, rows, 24):
+        inputs = batch(size)
+        scores, losses = executor(*inputs)
+        expected = [model(*each) for each in cut(inputs, 4)]
+        assert torch.allclose(scores, torch.cat([one for one, _ in expected]), atol=1e-6)
+        assert torch.allclose(losses, torch.stack([one for _, one in expected]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "period", "expected"),
+    [
+        ("Final", 1, [5.0]),
+        ("Sum", 1, [15.0]),
+        ("EveryN", 2, [2.0, 4.0]),
+        ("All", 1, [1.0, 2.0, 3.0, 4.0, 5.0]),
+    ],
+)
+def test_output_modes_of_an_incomplete_batch(mode, period, expected):
+    opts = options(deviceIterations=8)
+    opts.outputMode(poptorch.OutputMode[mode], period if mode == "EveryN" else None)
+    executor = poptorch.inferenceModel(lambda x: x.sum(), opts)
+    executor(torch.ones(16))
+    found = executor(torch.tensor([0.5, 0.5, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 5.0]))
+    assert found.reshape(-1).tolist() == expected
+
+
+def test_a_sum_over_micro_batches_of_different_sizes_is_refused():
+    opts = options(deviceIterations=3, outputMode=poptorch.OutputMode.Sum)
+    executor = poptorch.inferenceModel(lambda x: x + 1, opts)
+    executor(torch.ones(6))
+    with pytest.raises(poptorch.Error, match="another size"):
+        executor(torch.ones(5))
+
+
+def test_inputs_that_end_apart_are_refused():
+    executor = poptorch.inferenceModel(lambda x, y: x.sum() + y.sum(), options(deviceIterations=4))
+    executor(torch.ones(8, 2), torch.ones(8))
+    with pytest.raises(poptorch.Error, match="different numbers of micro-batches: x has 5, y has 3"):
+        executor(torch.ones(5, 2), torch.ones(3))
+
+
+def test_a_failed_last_micro_batch_leaves_the_weights_of_the_last_whole_step():
+    model = Model()
+    trainer = poptorch.trainingModel(model, options(3), torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer(*batch(12))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, target = batch(10)
+    target[-1] = 77  # out of range: the last micro-batch fails
+    with pytest.raises(poptorch.Error):
+        trainer(x, target)
+    assert trainer.finished_updates == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    trainer(*batch(12))
+
+
+def test_inputs_that_are_written_to_come_back_whole():
+    class Writing(nn.Module):
+        def forward(self, x):
+            x += 1
+            return x.sum()
+
+    executor = poptorch.inferenceModel(Writing(), options(deviceIterations=3))
+    executor(torch.zeros(6))
+    x = torch.zeros(5)
+    executor(x)
+    assert x.tolist() == [1.0] * 5
+
+
+def test_each_plan_has_a_profile(tmp_path):
+    opts = options().enableProfiling(str(tmp_path))
+    trainer = poptorch.trainingModel(Model(), opts)
+    for length in (5, 3, 5):
+        trainer(*batch(4, length))
+    trainer.destroy()
+    found = {path.parent.name: profile.load(path) for path in tmp_path.glob("*/profile.pop")}
+    assert {name: each.facts["calls"] for name, each in found.items()} == {
+        "training": 2,
+        "training_2": 1,
+    }
