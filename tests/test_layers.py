@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popengine.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives"},
-    "poprun": {"popdist", "popengine.environment", "popdist.signed_store"},
+    "poprun": {"popdist", "popengine.environment", "popdist.signed_store", "popdist.checkpoint_files"},
     "ipujob": {"popdist", "popengine.environment"},
     "popvision": {"popengine", "popengine.order", "popengine.profile", "popengine.virtual_time"},
     "lightning_ipu.autoload": set(),

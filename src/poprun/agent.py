@@ -1,7 +1,7 @@
-"""The instances of one node, under torch.distributed.elastic.
+"""The agent: starts and watches the instances of one node by torch.distributed.elastic.
 
 Elastic starts the instances, copies their output, ends all when one fails, and starts all again. The agent here adds
-popdist's variables, which instance failed first, and how long a survivor may take to end.
+popdist's variables, which instance failed first, and a time limit for survivors to end.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from popengine.environment import SECRET, STORE, path_with_aliases
 from . import Log
 from . import instance as instance_program
 from .command_line import CommandLine
+from .election import Misfit
 from .guard import exit_code
 from .hangs import Hangs
 from .hosts import CONSEQUENCE, WATCH
@@ -50,27 +51,35 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    nodes = Nodes(node, request.max_restarts, log)
-    code = 0
     try:
+        nodes = Nodes(request, node, log)
         agent = _Agent(request, node, nodes, log, folder)
-        result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
-        if result.is_failed():
-            code = agent.exit_code
+        code = _run(agent, request, log)
+    except Misfit as error:
+        log.error(f"error: {error}")
+        return 2
     except SignalException as error:
         return 128 + error.sigval  # others may wait for this node to come back
-    except Lost as error:
-        log.error(str(error))
-        code = CONSEQUENCE if WATCH in os.environ else 1
     nodes.leave(has_failed=code != 0)
     return code
+
+
+def _run(agent: _Agent, request: CommandLine, log: Log) -> int:
+    try:
+        result: RunResult | None = agent.run()  # pyright: ignore[reportAssignmentType]
+    except Lost as error:
+        log.error(str(error))
+        return CONSEQUENCE if WATCH in os.environ and not request.is_elastic else agent.exit_code
+    # None: the instances of other nodes have ended the training well.
+    return agent.exit_code if result is not None and result.is_failed() else 0
 
 
 class _Agent(LocalElasticAgent):
     def __init__(self, request: CommandLine, node: Node, nodes: Nodes, log: Log, folder: str) -> None:
         self._request, self._node, self._nodes, self._log = request, node, nodes, log
         count = local_instances(request, node.count)
-        self._first = node.rank * count  # number of this node's first instance
+        self._first = 0  # number of this node's first instance
+        self._folder = folder
         self._running: dict[int, int] = {}  # local instance, by a descriptor that is readable at its end
         self._ended: list[int] = []  # local instances in the order of their ends
         self._hangs: Hangs | None = None
@@ -85,10 +94,8 @@ class _Agent(LocalElasticAgent):
             max_restarts=request.max_restarts,
             monitor_interval=1e-3,  # `_monitor_workers` waits
         )
-        silent = {i: _silenced(request, self._first + i) for i in range(count)}
-        tee = Std.ALL if request.tags_output else Std.NONE
-        logs = DefaultLogsSpecs(folder, silent, {i: tee & ~silent[i] for i in range(count)})
         prefix = "[${rank}] " if request.tags_output else None
+        logs = DefaultLogsSpecs(folder)
         super().__init__(spec, logs, log_line_prefix_template=prefix, shutdown_timeout=PATIENCE_AT_SIGNALS)
 
     # ---- called by elastic, whose decorator hides the types of its methods --------------------------------
@@ -96,17 +103,22 @@ class _Agent(LocalElasticAgent):
     def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, store: Any, group_rank: int, *args: Any
     ) -> list[Worker]:
-        """Return this node's workers, numbered by nodes; all nodes have the same number of them."""
-        places = range(self._worker_group.spec.local_world_size)
-        size = self._request.instances
-        return [Worker(i, self._first + i, self._first + i, size, size) for i in places]
+        """Return this node's workers in the present round."""
+        current = self._nodes.round
+        self._first, size = current.first_instance(self._nodes.name), current.instances
+        self._worker_group.spec.local_world_size = count = current.counts[self._nodes.name]
+        silent = {i: _silenced(self._request, self._first + i) for i in range(count)}
+        tee = Std.ALL if self._request.tags_output else Std.NONE
+        self._logs_specs = DefaultLogsSpecs(self._folder, silent, {i: tee & ~silent[i] for i in range(count)})
+        return [Worker(i, self._first + i, self._first + i, size, size) for i in range(count)]
 
     def _exit_barrier(self) -> None:
         """Return at once: `_monitor_workers` has waited for the other nodes."""
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
-        launch = launch_of(self._request, self._first + local_rank, self._node.count)
+        current = self._nodes.round
+        launch = launch_of(self._request, self._first + local_rank, current.instances, local_rank)
         worker_env |= launch.variables()
         cores = cores_of(local_rank, spec.local_world_size) if self._request.numa_aware else []
         if cores:
@@ -118,17 +130,20 @@ class _Agent(LocalElasticAgent):
         worker_env["PYTHONPATH"] = path_with_aliases(path)
         worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
         # Equal on all nodes, also where only one has seen the failure: instances meet under this number.
-        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.round)
-        worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + self._nodes.round)
+        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(current.number)
+        worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number)
 
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
-        begun = self._nodes.round
-        self._remaining_restarts = self._request.max_restarts - begun
-        if begun:
+        current, request = self._nodes.round, self._request
+        self._remaining_restarts = 1 if request.is_elastic else request.max_restarts - current.number
+        if request.is_elastic:
+            nodes = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
+            self._log.warning(f"round {current.number} of {current.instances} instances begins: {nodes}")
+        elif current.number:
             self._log.warning(
-                f"all instances start again, {begun} of at most {self._request.max_restarts} times"
+                f"all instances start again, {current.number} of at most {request.max_restarts} times"
             )
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
@@ -142,10 +157,10 @@ class _Agent(LocalElasticAgent):
         assert self._nodes.store is not None
         self._hangs = Hangs(
             self._nodes.store,
-            f"attempt/{begun}/pando",
+            f"attempt/{current.number}/pando",
             {self._first + local: pid for local, pid in pids.items()},
-            self._request.instances,
-            self._request.hang_timeout,
+            current.instances,
+            request.hang_timeout,
             self._log,
         )
         return pids
@@ -187,18 +202,18 @@ class _Agent(LocalElasticAgent):
         number = self._first + first
         node = self._nodes.first_failure()
         early = [str(self._first + local) for local in takewhile(first.__ne__, self._ended)]
-        if node != self._node.rank:
+        total = self._nodes.round.instances
+        if node != self._nodes.name:
             self._log.error(f"instance {number} failed with {how}, after an instance of node {node}")
             self.exit_code = CONSEQUENCE if WATCH in os.environ else self.exit_code
         elif early:  # perhaps too early: with fewer calls than the others
             several = "s" if len(early) > 1 else ""
-            ends = f"instance{several} {', '.join(early)} of {self._request.instances} ended first, with exit code 0"
+            ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
             self._log.error(f"{ends}; then instance {number} failed, with {how}")
         else:
-            self._log.error(f"instance {number} of {self._request.instances} failed first, with {how}")
-        with suppress(Lost):
-            if lost := self._nodes.lost():
-                self._log.error(lost)
+            self._log.error(f"instance {number} of {total} failed first, with {how}")
+        if not self._request.is_elastic and (lost := self._nodes.lost()):
+            self._log.error(lost)
         assert self._pcontext is not None
         silent = _silenced(self._request, number)
         files = [(Std.OUT, self._pcontext.stdouts), (Std.ERR, self._pcontext.stderrs)]

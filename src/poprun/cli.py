@@ -61,13 +61,13 @@ def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
         log.warning(f"of no effect without IPUs: {options}")
     if request.ignored_mpi:
         log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
-    if request.prints_topology or request.verbosity:
+    if (request.prints_topology or request.verbosity) and not request.is_elastic:
         print(table(request, names), flush=True)
     log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
 
 
 def _end_with_stdin() -> None:
-    """End this process when its standard input ends: the poprun that started it by ssh has closed the connection."""
+    """End this process when its standard input ends: then the poprun that started it by ssh has ended."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), 15)

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
+from popengine.environment import CHECKPOINTS
+
 YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n", "f")
 
 
@@ -26,11 +28,15 @@ class CommandLine:
 
     program: tuple[str, ...]
     replicas: int = 1
-    instances: int = 1
+    instances: int = 1  # the most, if there are fewest
+    fewest_instances: int = 0  # of an elastic training; 0: not elastic
+    instances_per_node: int = 0  # of an elastic training; 0: as many as fit
+    checkpoint_dir: str = ""
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
-    max_restarts: int = 0
+    max_restarts: int = 0  # of an elastic training: without a new checkpoint
     hang_timeout: float = 600  # seconds; 0: none
+    ends_idle: bool = False  # whether an instance for which no peer waits can hang
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False
     only_output: int | None = None  # the instance whose output is shown
@@ -40,6 +46,10 @@ class CommandLine:
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest_instances > 0
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
@@ -55,19 +65,26 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
         parser.error("the program is missing: poprun [options] program [args...]")
-    parser.check(options)
+    fewest, most = parser.checked_instances(options)
     mpi, ignored_mpi = parser.mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     variables = _variables([*mpi.x, *options.x], environment)
     if options.executable_cache_path:
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
+    folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
+    if folder:
+        variables[CHECKPOINTS] = folder
     return CommandLine(
         program=tuple(program),
         replicas=options.num_replicas,
-        instances=options.num_instances,
+        instances=most,
+        fewest_instances=fewest,
+        instances_per_node=options.instances_per_node,
+        checkpoint_dir=folder,
         ipus_per_replica=options.ipus_per_replica,
         hosts=tuple(host.strip() for host in (options.host or "").split(",") if host.strip()),
-        max_restarts=options.max_restarts,
-        hang_timeout=options.hang_timeout,
+        max_restarts=(3 if fewest else 0) if options.max_restarts is None else options.max_restarts,
+        hang_timeout=600 if options.hang_timeout is None else options.hang_timeout,
+        ends_idle=bool(fewest) or options.hang_timeout is not None,
         variables=tuple(variables.items()),
         tags_output=options.tag_output or mpi.tag_output,
         only_output=options.only_output_from_instance,
@@ -103,12 +120,19 @@ class _Parser(argparse.ArgumentParser):
         several = {"action": "append", "default": []}
         add, switch = self.add_argument, self._add_switch
         add("--num-replicas", **number, default=1, help="replicas in all instances")
-        add("--num-instances", **number, default=1, help="processes; must divide the replicas")
+        text = (
+            "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many of 2 to 8 as there are"
+        )
+        add("--num-instances", default="1", metavar="N", help=text)
+        add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, the same on all hosts")
+        text = "with --num-instances 2:8: the most that this node runs"
+        add("--instances-per-node", **number, default=0, help=text)
         add("--ipus-per-replica", **number, default=1, help="ipus that a replica's model uses")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances, reached by ssh")
-        add("--max-restarts", **number, default=0, help="start all again that often after a failure")
-        text = "end an instance that others wait for and that does nothing for so long (600); 0: never"
-        add("--hang-timeout", type=float, default=600, metavar="SECONDS", help=text)
+        text = "start all again this often after a failure; with 2:8: after the newest checkpoint (3)"
+        add("--max-restarts", **number, help=text)
+        text = "kill an instance that makes no progress for this time (600); 0: never"
+        add("--hang-timeout", type=float, metavar="SECONDS", help=text)
         add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
         text = "where the first instance leaves compiled models as files"
         add("--executable-cache-path", metavar="DIR", help=text)
@@ -182,15 +206,30 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"--import-config {path}: no file of --export-config; unknown: {sorted(unknown)}")
         self.set_defaults(**values)
 
-    def check(self, options: argparse.Namespace) -> None:
-        """End the program with a message if numbers are out of range."""
-        for name in ("num_replicas", "num_instances", "ipus_per_replica"):
-            if getattr(options, name) < 1:
-                self.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-        if not options.hang_timeout >= 0:
+    def checked_instances(self, options: argparse.Namespace) -> tuple[int, int]:
+        """Return the fewest (0: the number is fixed) and the most instances, if all numbers are in range."""
+        words = str(options.num_instances).split(":")
+        if not all(word.isdecimal() for word in words) or len(words) > 2:
+            self.error(
+                f"argument --num-instances: invalid value: {options.num_instances!r}; 4 or 2:8 is meant"
+            )
+        fewest, instances = (0, *map(int, words))[-2:]
+        least = {"num_replicas": options.num_replicas, "ipus_per_replica": options.ipus_per_replica}
+        for name, value in {**least, "num_instances": int(words[0])}.items():
+            if value < 1:
+                self.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if options.hang_timeout is not None and not options.hang_timeout >= 0:
             self.error(f"--hang-timeout must not be negative, got {options.hang_timeout:g}")
-        replicas, instances = options.num_replicas, options.num_instances
-        if replicas % instances:
+        replicas = options.num_replicas
+        if fewest and not options.checkpoint_dir:
+            self.error(
+                f"--num-instances {fewest}:{instances} needs --checkpoint-dir, from which the training goes on"
+            )
+        if fewest and not any(replicas % count == 0 for count in range(fewest, instances + 1)):
+            self.error(
+                f"--num-replicas {replicas} is not a multiple of any number from {fewest} to {instances}"
+            )
+        if not fewest and replicas % instances:
             self.error(
                 f"--num-replicas {replicas} is not a multiple of --num-instances {instances}: "
                 "every instance runs the same number of replicas"
@@ -199,6 +238,7 @@ class _Parser(argparse.ArgumentParser):
             chosen = getattr(options, name)
             if chosen is not None and not 0 <= chosen < instances:
                 self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {instances - 1}")
+        return fewest, instances
 
     def mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options for mpirun that have an effect here, and its other words."""

@@ -43,6 +43,11 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
                 if ended is None:
                     continue
                 del running[rank]
+                if ended and request.is_elastic and running:
+                    log.warning(
+                        f"host {request.hosts[rank]} ended with exit code {exit_code(ended)}: the others go on"
+                    )
+                    continue
                 if ended == CONSEQUENCE:
                     deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
                 elif ended and code in (0, CONSEQUENCE):

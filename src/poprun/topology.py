@@ -52,22 +52,43 @@ def node_of(variables: Mapping[str, str]) -> Node:
 
 
 def local_instances(request: CommandLine, nodes: int) -> int:
-    """Return the number of instances of each node. Raises: ValueError, if it is not the same."""
+    """Return the number of instances of each node; of an elastic training, the most.
+
+    Raises:
+        ValueError: the number is not fixed, and not a multiple of the nodes
+    """
+    if request.is_elastic:
+        return request.instances_per_node or -(-request.instances // nodes)
     if request.instances % nodes:
         raise ValueError(f"{request.instances} instances can't be shared out over {nodes} nodes")
     return request.instances // nodes
 
 
-def launch_of(request: CommandLine, instance: int, nodes: int) -> environment.Launch:
-    """Return the launch of an instance, as popdist reads it."""
-    replicas = request.replicas // request.instances
+def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
+    """Return how many instances each node runs: as many as fit and divide the replicas, dealt out evenly.
+
+    Args:
+        slots: the most that each node runs
+    Returns: zeros, if there is no room for the fewest
+    """
+    fitting = range(fewest, min(most, sum(slots)) + 1)
+    counts = [0] * len(slots)
+    for _ in range(max((count for count in fitting if replicas % count == 0), default=0)):
+        free = [node for node, slot in enumerate(slots) if counts[node] < slot]
+        counts[min(free, key=counts.__getitem__)] += 1
+    return counts
+
+
+def launch_of(request: CommandLine, instance: int, instances: int, local_instance: int) -> environment.Launch:
+    """Return the launch of one of several instances, as popdist reads it."""
+    replicas = request.replicas // instances
     return environment.Launch(
         total_replicas=request.replicas,
         local_replicas=replicas,
         ipus_per_replica=request.ipus_per_replica,
         replica_offset=instance * replicas,
-        local_instance=instance % local_instances(request, nodes),
-        instances=request.instances,
+        local_instance=local_instance,
+        instances=instances,
         instance=instance,
     )
 

@@ -54,14 +54,16 @@ class Poprun:
     def wait(self, limit: float = LIMIT) -> int:
         """The exit code, minus the signal's number if one ended it."""
         deadline = time.monotonic() + limit
-        while self.code is None and time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-            else:
-                time.sleep(0.01)
+        while not self.has_ended() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert self.code is not None, f"still running after {limit} s:\n{self.said()}"
         return self.code
+
+    def has_ended(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
 
     def said(self) -> str:
         return self.out.read_text() + self.err.read_text()
@@ -70,6 +72,9 @@ class Poprun:
         """Wait until this text was printed, by default once."""
         deadline = time.monotonic() + limit
         while self.said().count(text) < times:
+            assert not self.has_ended() or self.said().count(text) >= times, (
+                f"ended before {text!r}:\n{self.said()}"
+            )
             assert time.monotonic() < deadline, f"{text!r} was not said:\n{self.said()}"
             time.sleep(0.01)
 

@@ -6,7 +6,7 @@ import pytest
 
 from popengine.environment import Launch
 from poprun.command_line import CommandLine
-from poprun.topology import Node, _listed, launch_of, local_instances, node_of, table
+from poprun.topology import Node, _listed, deal, launch_of, local_instances, node_of, table
 
 FOUR = CommandLine(("python3",), replicas=8, instances=4, ipus_per_replica=2)
 
@@ -33,8 +33,8 @@ def test_a_large_table_shows_ranges_of_replicas():
     assert len({len(line) for line in drawn.splitlines()}) == 1
 
 
-def test_instances_are_numbered_over_all_nodes_and_local_indices_begin_at_0():
-    assert launch_of(FOUR, 2, nodes=2) == Launch(
+def test_a_launch_has_a_share_of_the_replicas():
+    assert launch_of(FOUR, 2, 4, local_instance=0) == Launch(
         total_replicas=8,
         local_replicas=2,
         ipus_per_replica=2,
@@ -43,7 +43,24 @@ def test_instances_are_numbered_over_all_nodes_and_local_indices_begin_at_0():
         instances=4,
         instance=2,
     )
-    assert launch_of(FOUR, 3, nodes=2).local_instance == 1
+
+
+@pytest.mark.parametrize(
+    "fewest, most, slots, counts",
+    [
+        (2, 8, [8], [8]),
+        (2, 8, [4, 4], [4, 4]),
+        (2, 8, [8, 8], [4, 4]),
+        (2, 8, [3], [2]),
+        (2, 8, [3, 3], [2, 2]),
+        (1, 8, [1, 1, 1], [1, 1, 0]),
+        (2, 8, [1, 5], [1, 3]),
+        (3, 8, [3], [0]),
+        (4, 8, [1, 1], [0, 0]),
+    ],
+)
+def test_as_many_instances_as_divide_eight_replicas_are_dealt_out_evenly(fewest, most, slots, counts):
+    assert deal(8, fewest, most, slots) == counts
 
 
 def test_instances_that_nodes_can_not_share_are_refused():
