@@ -97,16 +97,17 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
-        plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
+        place, plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
         if update is None:
-            title, found = _update_here(
-                model, options.clone().deviceIterations(1), used, optimizer, plain.place
-            )
+            title, found = _update_here(model, options.clone().deviceIterations(1), used, optimizer, place)
+            expected = plain.losses
         else:
-            title, found = _update_elsewhere(update, *copy.deepcopy((model, optimizer)), used)
+            twin, twins_optimizer = copy.deepcopy((model, optimizer))
+            loss = torch.as_tensor(update(twin, twins_optimizer, used)).detach()
+            title, found, expected = update.__name__, _update_of(twin, loss), plain.losses.mean()
     finally:
         torch.set_num_threads(threads)
-    loss = _verdict(found.losses, plain.losses if update is None else plain.losses.mean())
+    loss = _verdict(found.losses, expected)
     rows = tuple(
         (n, _verdict(found.gradients.get(n), plain.gradients.get(n)), _verdict(found.weights[n], weight))
         for n, weight in plain.weights.items()
@@ -115,55 +116,57 @@ def compare(
 
 
 class _UpdateResult(NamedTuple):
-    """What an update computes: the loss of each micro-batch, gradients and new weights by name."""
+    """What an update computes: losses, gradients and new weights by name."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    place: int = 0  # of the loss among the tensors that forward returns
+
+
+def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
+    """Return the update that a model has had."""
+    named = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
+
+
+def _called(model: Callable[..., Any], batch: Any) -> list[Tensor]:
+    """Return the tensors that a model returns for a batch."""
+    if isinstance(batch, Tensor):
+        batch = [batch]
+    return tensors_of(model(**batch) if isinstance(batch, Mapping) else model(*batch))
 
 
 def _plain_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
-) -> _UpdateResult:
-    """Run an update in plain PyTorch. The micro-batches of a replica are added in turn, then replicas in pairs."""
-    micro_batches = counts.accumulation * counts.groups
-    losses: list[Tensor] = [torch.empty(0)] * micro_batches
+) -> tuple[int, _UpdateResult]:
+    """Run an update in plain PyTorch; return the loss's place among the outputs, too.
+
+    Gradients of the micro-batches of a replica are added in turn, then those of replicas in pairs.
+    """
+    place, losses = 0, {}
     sums: list[dict[str, Tensor]] = []
-    place = 0
     for replica in range(counts.replicas):
         optimizer.zero_grad(set_to_none=True)
-        for index in range(replica * counts.groups // counts.replicas, micro_batches, counts.groups):
+        for turn in range(counts.accumulation):
+            index = turn * counts.groups + counts.group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
-            rows = with_tensors(batch, (t.chunk(micro_batches)[index].clone() for t in tensors_of(batch)))
-            outputs = tensors_of(_called(model, rows))
+            parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
+            outputs = _called(model, with_tensors(batch, parts))
             scalars = [i for i, value in enumerate(outputs) if value.dim() == 0 and value.requires_grad]
             if not scalars:
-                raise Error(
-                    "compare: forward returns no loss, a tensor without dimensions that needs a gradient"
-                )
+                raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
             place = scalars[0]
             outputs[place].backward()
-            losses[index] = outputs[place].detach()
-        sums.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            losses[turn, replica] = outputs[place].detach()
+        sums.append(_update_of(model, torch.empty(0)).gradients)
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=False)
         sums = [{n: a[n] + b[n] for n in a} for a, b in pairs] + sums[len(sums) // 2 * 2 :]
     for name, parameter in model.named_parameters():
         parameter.grad = sums[0][name] / (counts.accumulation * counts.replicas) if name in sums[0] else None
     optimizer.step()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return _UpdateResult(torch.stack(losses), gradients, _weights(model), place)
-
-
-def _called(model: Callable[..., Any], batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return model(batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return place, _update_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
 
 
 def _update_here(
@@ -172,26 +175,17 @@ def _update_here(
     """Run an update by an executor, and another one by SGD, whose first momentum is the gradient."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
-    losses = tensors_of(_called(executor, batch))[place].reshape(-1)
+    losses = _called(executor, batch)[place].flatten()
     title = executor.plan.title
     executor.destroy()
-    twin_for_gradients = copy.deepcopy(model)
-    sgd = torch.optim.SGD(twin_for_gradients.parameters(), lr=0.0, momentum=0.5)
-    executor = trainingModel(twin_for_gradients, options, sgd)
+    other = copy.deepcopy(model)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
+    executor = trainingModel(other, options, sgd)
     _called(executor, batch)
     executor.destroy()
-    states = {n: sgd.state.get(p, {}) for n, p in twin_for_gradients.named_parameters()}
-    gradients = {n: state["momentum_buffer"] for n, state in states.items() if "momentum_buffer" in state}
-    return title, _UpdateResult(losses, gradients, _weights(twin))
-
-
-def _update_elsewhere(
-    update: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-) -> tuple[str, _UpdateResult]:
-    """Run an update by a function of the user's, which returns one loss."""
-    loss = torch.as_tensor(update(model, optimizer, batch)).detach()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return update.__name__, _UpdateResult(loss, gradients, _weights(model))
+    for parameter, same in zip(twin.parameters(), other.parameters(), strict=True):
+        parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
+    return title, _update_of(twin, losses)
 
 
 def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
@@ -202,13 +196,13 @@ def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
         return "equal"
     here, there = found.double(), plain.double()
     error, largest = (here - there).abs(), float(there.abs().max())
-    rounding = 64 * torch.finfo(plain.dtype).eps
-    if float(error.max()) <= rounding * largest:
+    rounding = 64 * torch.finfo(plain.dtype).eps * largest
+    if float(error.max()) <= rounding:
         return f"rounding, {float(error.max()) / largest:.0e}"
     factor = float((here * there).sum() / (there * there).sum()) if largest else 0.0
-    if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor) * largest:
+    if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor):
         return _times(factor)
-    place = (~(error <= rounding * largest)).nonzero()[0].tolist()
+    place = (~(error <= rounding)).nonzero()[0].tolist()
     at = f"at {place}: " if place else ""
     return f"{at}{float(here[tuple(place)]):.4g}, plain {float(there[tuple(place)]):.4g}"
 

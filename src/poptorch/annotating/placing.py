@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -20,14 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 _RANGE = re.compile(r"\b(\d+)-(\d+)\b")
 
 
-class Stack(NamedTuple):
-    """A list of repeated layers in a model, with the name of each."""
-
-    name: str
-    layers: list[tuple[str, nn.Module]]
-
-    def __str__(self) -> str:
-        return f"{self.name or 'the model itself'} ({len(self.layers)} layers)"
+_Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that begins there, and its ipu
 
 
 def annotate(
@@ -99,28 +92,27 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
             handle.remove()
 
 
-def stacks(model: nn.Module) -> list[Stack]:
-    """Return the outermost lists of modules in which classes with parameters repeat, in the order of the model."""
-    found: list[Stack] = []
+def _stacks(model: nn.Module) -> dict[str, _Placed]:
+    """Return the layers of each outermost list of modules in which classes with parameters repeat, by its name."""
+    found: dict[str, _Placed] = {}
     for name, module in model.named_modules():
-        inside = any(not stack.name or name.startswith(f"{stack.name}.") for stack in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-            children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children()]
-            layers = [(n, child) for n, child in children if next(child.parameters(), None) is not None]
-            if len({type(child) for _, child in layers}) < len(layers):
-                found.append(Stack(name, layers))
+            children = [(child, f"{name}.{n}".lstrip("."), None) for n, child in module.named_children()]
+            layers: _Placed = [layer for layer in children if next(layer[0].parameters(), None) is not None]
+            if len({type(child) for child, *_ in layers}) < len(layers):
+                found[name] = layers
     return found
 
 
-_Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that begins there, and its ipu
-
-
 def _layers(model: nn.Module) -> _Placed:
-    return [(module, name, None) for stack in stacks(model) for name, module in stack.layers]
+    return list(itertools.chain.from_iterable(_stacks(model).values()))
 
 
 def _listed(model: nn.Module) -> str:
-    return ", ".join(map(str, stacks(model))) or "none"
+    """Return the repeated layers of a model in words."""
+    found = _stacks(model).items()
+    return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
 def _mark(placed: _Placed, strategy: ExecutionStrategy | None) -> list[RemovableHandle]:
@@ -132,23 +124,21 @@ def _mark(placed: _Placed, strategy: ExecutionStrategy | None) -> list[Removable
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Return the layers of the stack that has as many layers as the counts' sum; else of all stacks together."""
-    found = stacks(model)
-    groups = [[stack] for stack in found] + [found]
-    fitting = [group for group in groups if sum(len(stack.layers) for stack in group) == sum(counts)]
-    if not fitting or (len(fitting) > 1 and len(found) > 1):
+    """Return the layers of the one stack that has as many layers as the counts' sum; else of all stacks together."""
+    fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
+    layers = fitting[0] if len(fitting) == 1 else _layers(model)
+    if len(layers) != sum(counts):
         raise Error(
             f"layers_per_ipu={list(counts)} places {sum(counts)} layers; the model's repeated layers are"
             f" {_listed(model)}\n"
             "  fix: numbers whose sum is the layers of one of these, or of all; or place modules by name:"
             ' poptorch.annotate(model, {"name.0-5": 0, "name.*": 1})'
         )
-    layers = (layer for stack in fitting[0] for layer in stack.layers)
-    placed: _Placed = []
+    placed, left = [], iter(layers)
     for ipu, count in enumerate(counts):
-        names, modules = zip(*itertools.islice(layers, count), strict=True) if count else ((), ())
-        block = " to ".join(dict.fromkeys((*names[:1], *names[-1:])))
-        placed += [(module, block, ipu) for module in modules]
+        group = list(itertools.islice(left, count))
+        block = " to ".join(dict.fromkeys(name for _, name, _ in (*group[:1], *group[-1:])))
+        placed += [(module, block, ipu) for module, *_ in group]
     return placed
 
 
@@ -167,16 +157,10 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
                     f"poptorch.annotate: {before[1]!r} and {key!r} place the same {type(module).__name__}\n"
                     "  fix: ranges that do not overlap; a single name precedes a range, and a range precedes '*'"
                 )
-    used = {key for _, key in found.values()}
-    for key in marks:
-        if key not in used:
-            raise Error(
-                f"poptorch.annotate: {key!r} places nothing, since other keys place all of its modules"
-            )
-    return [
-        (module, key if isinstance(key, str) else key.__name__, marks[key])
-        for module, (_, key) in found.items()
-    ]
+    unused = set(marks) - {key for _, key in found.values()}
+    if unused:
+        raise Error(f"poptorch.annotate: other keys place all modules of {', '.join(map(repr, unused))}")
+    return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 
 def _rank(key: str | type) -> int:

@@ -13,8 +13,8 @@ from popengine.errors import Error, did_you_mean
 from popengine.settings import AutoRule, Mode, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
 
-_PIPELINED, _SHARDED, _PHASED = 0, 1, 2  # the values of `execution_mode`
-_AUTO_RULES: dict[AutoStage, AutoRule] = {
+_MODES = ("pipelined", "sharded", "phased")  # their numbers are the values of `execution_mode`
+_RULES: dict[AutoStage, AutoRule] = {
     AutoStage.SameAsIpu: "same_as_ipu",
     AutoStage.AutoIncrement: "auto_increment",
 }
@@ -54,7 +54,12 @@ class Phase:
     """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Block ids without a Stage form one stage."""
 
     def __init__(self, *arg: Stage | str) -> None:
-        self.stages = _stages_of_phase(arg)
+        stages = [member for member in arg if isinstance(member, Stage)]
+        blocks = [member for member in arg if isinstance(member, str)]
+        assert arg and len(arg) in (len(stages), len(blocks)), (
+            f"A phase is made of stages only, or of block ids only; found {list(arg)!r}"
+        )
+        self.stages = stages or [Stage(*blocks)]
 
     def stage(self, index: int) -> Stage:
         assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
@@ -84,16 +89,6 @@ def _as_stage(argument: Any) -> Stage:
     return Stage(*blocks)
 
 
-def _stages_of_phase(members: Sequence[Any]) -> list[Stage]:
-    """Return the stages of a phase; block ids become one stage."""
-    if members and all(isinstance(member, Stage) for member in members):
-        return list(members)
-    assert members and all(isinstance(member, str) for member in members), (
-        f"A phase is made of stages only, or of block ids only; found {list(members)!r}"
-    )
-    return [Stage(*members)]
-
-
 def _as_phase(argument: Any) -> Phase:
     """Return a phase as it is, or make one of a stage, block ids, or a list of them."""
     if isinstance(argument, Phase):
@@ -103,6 +98,8 @@ def _as_phase(argument: Any) -> Phase:
 
 class ExecutionStrategy:
     """The base class of strategies: the stage of each block, and two hooks around the capture of a model."""
+
+    _mode: Mode
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages: dict[str, Stage] = {}
@@ -129,7 +126,7 @@ class ExecutionStrategy:
 
     def backendOptions(self) -> dict[str, Any]:
         """Return the values of this strategy in `Options.toDict()`."""
-        raise NotImplementedError
+        return {"execution_mode": _MODES.index(self._mode)}
 
     def freeze(self) -> Strategy:
         """Return the engine's value of this strategy."""
@@ -168,19 +165,13 @@ class PipelinedExecution(ExecutionStrategy):
     >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
     """
 
-    _execution_mode = _PIPELINED
-    _mode: Mode = "pipelined"
+    _mode = "pipelined"
 
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
-        self._auto: AutoStage | AutoBalance | None = None
-        self._order: tuple[Stage, ...] = ()
+        first, *others = args or (AutoStage.SameAsIpu,)
+        self._auto = first if isinstance(first, AutoStage | AutoBalance) and not others else None
+        self._order = tuple(map(_as_stage, args)) if self._auto is None else ()
         self._or_sharded = False
-        if not args:
-            self._auto = AutoStage.SameAsIpu
-        elif len(args) == 1 and isinstance(args[0], AutoStage | AutoBalance):
-            self._auto = args[0]
-        else:
-            self._order = tuple(_as_stage(argument) for argument in args)
         super().__init__(self._order)
 
     @property
@@ -194,15 +185,13 @@ class PipelinedExecution(ExecutionStrategy):
         self._or_sharded = True
         return self
 
-    def backendOptions(self) -> dict[str, Any]:
-        return {"execution_mode": self._execution_mode}
-
     def freeze(self) -> Strategy:
-        stages = tuple(stage.freeze() for stage in self._order)
-        strategy = Strategy(self._mode, stages=stages, or_sharded=self._or_sharded)
+        strategy = Strategy(
+            self._mode, None, tuple(map(Stage.freeze, self._order)), or_sharded=self._or_sharded
+        )
         if isinstance(self._auto, AutoBalance):
             return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
-        return replace(strategy, auto=None if self._auto is None else _AUTO_RULES[self._auto])
+        return replace(strategy, auto=None if self._auto is None else _RULES[self._auto])
 
     def __repr__(self) -> str:
         stages = ", ".join(map(repr, self._order))
@@ -214,13 +203,13 @@ class PipelinedExecution(ExecutionStrategy):
 class ShardedExecution(PipelinedExecution):
     """Run one stage at a time: a micro-batch passes all stages before the next micro-batch starts."""
 
-    _execution_mode = _SHARDED
-    _mode: Mode = "sharded"
+    _mode = "sharded"
 
 
 class _PhasedExecution(ExecutionStrategy):
     """Run phases one after another, with tensors in host memory between them."""
 
+    _mode = "phased"
     _serial: bool
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
@@ -248,7 +237,7 @@ class _PhasedExecution(ExecutionStrategy):
 
     def backendOptions(self) -> dict[str, Any]:
         return {
-            "execution_mode": _PHASED,
+            **super().backendOptions(),
             "separate_backward_phase": self._separate_backward_phase,
             "tensors_liveness": self._liveness.value,
             "serial_phases_execution": self._serial,
