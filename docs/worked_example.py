@@ -93,7 +93,7 @@ def main() -> None:
     ]
     show("tasks: the table of a step", "\n".join(rows))
     program = "\n".join(
-        f"{number:2} {type(instruction).__name__}({', '.join(map(str, instruction))}), micro-batch {micro_batch}"
+        f"{number:2} {instruction.kind} {', '.join(instruction.names)}, micro-batch {micro_batch}"
         for number, (instruction, micro_batch) in enumerate(programs(plan)[1].instructions[:12])
     )
     show("how the program of ipu 1 begins, as a profile shows it", program)

@@ -100,68 +100,32 @@ class Partition:
 # ---- the table of a step -----------------------------------------------------------------------------------
 
 
-class Load(NamedTuple):
-    """Take the rows of this micro-batch from the user's inputs."""
-
-    names: tuple[str, ...]
-    keys: tuple[str, ...]
+InstructionKind = Literal[
+    "load", "receive", "compute", "send", "accumulate", "keep", "store", "free", "update"
+]
 
 
-class Receive(NamedTuple):
-    """Read values that another ipu has computed."""
+class Instruction(NamedTuple):
+    """A part of a row as a profile shows it: what an ipu does, if it has memory of its own.
 
-    channel: tuple[str, int]
-    names: tuple[str, ...]
+    kind        names                                               with
+    load        of inputs, whose rows of this micro-batch it takes  keys: positions of the inputs
+    receive     of values that another ipu has computed             channel
+    compute     of values that no later piece of this ipu reads     piece
+    send        of values for another ipu                           channel
+    accumulate  of gradients that it adds to their sums             keys: names of the parameters
+    keep        of the next values of buffers                       keys: names of the buffers
+    store       of values for the user's results                    keys: positions in `Signature.results`
+    free        of values that it forgets
+    update                                                          keys: names of the weights
+    """
 
+    kind: InstructionKind
+    names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    channel: tuple[str, int] = ("", -1)  # a name, and the ipu that receives
+    piece: int = -1
 
-class Compute(NamedTuple):
-    """Run a piece; no later piece of this ipu reads the values in `last`."""
-
-    piece: int
-    last: tuple[str, ...]
-
-
-class Send(NamedTuple):
-    """Hand values to another ipu."""
-
-    channel: tuple[str, int]
-    names: tuple[str, ...]
-
-
-class Accumulate(NamedTuple):
-    """Add gradients to their sums; the first of a step begins the sum."""
-
-    names: tuple[str, ...]
-    keys: tuple[str, ...]
-
-
-class Keep(NamedTuple):
-    """Replace buffers by their next value."""
-
-    names: tuple[str, ...]
-    keys: tuple[str, ...]
-
-
-class Store(NamedTuple):
-    """Copy values into the user's results (positions of `Signature.results`)."""
-
-    names: tuple[str, ...]
-    positions: tuple[int, ...]
-
-
-class Free(NamedTuple):
-    """Forget values of this micro-batch on this ipu."""
-
-    names: tuple[str, ...]
-
-
-class Update(NamedTuple):
-    """Update the weights that live on this ipu."""
-
-    keys: tuple[str, ...]
-
-
-Instruction = Load | Receive | Compute | Send | Accumulate | Keep | Store | Free | Update
 
 TaskKind = Literal[
     "copy",  # weights of an ipu that pieces of another one read
@@ -218,3 +182,15 @@ class Plan:
     micro_batches: int  # of a step and replica
     order: str  # a key of `popengine.order.ORDERS`
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
+
+    def held(self, ipu: int) -> list[str]:
+        """Return the slots that an ipu with memory of its own holds: its state, and copies of weights of other ipus."""
+        copied = (
+            name
+            for task in self.tasks
+            if (task.kind, task.ipu) == ("copy", ipu)
+            for instruction in task.instructions
+            if instruction.kind == "receive"
+            for name in instruction.names
+        )
+        return [*self.state[ipu], *copied]

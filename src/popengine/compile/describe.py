@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .. import ir
-from ..ir import Compute, Free, Graph, Load, Partition, Plan, Receive
+from ..ir import Graph, Partition, Plan
 from ..order import ORDERS, length, timeline
 from ..profile import Block, Operation, Part, Piece, Tick
 from ..programs import actions, programs
@@ -35,10 +35,10 @@ class Description:
         state = [slot.name for slot in self._slots.values() if slot.role != "input"]
         self._state = {value.untyped_storage()._cdata for name in state for value in self._values(name)}
         self._dying = {  # piece -> what it is handed for good
-            instruction.piece: instruction.last
+            instruction.piece: instruction.names
             for task in plan.tasks
             for instruction in task.instructions
-            if isinstance(instruction, ir.Compute)
+            if instruction.kind == "compute"
         }
         self.operations, self.pieces = self._operations()
         self._part_of = {
@@ -133,26 +133,20 @@ class Description:
     # ---- instructions ------------------------------------------------------------------------------------
 
     def _part(self, task: ir.Task, instruction: ir.Instruction) -> Part:
-        kind, peer = type(instruction).__name__.lower(), -1
-        names = list(getattr(instruction, "names", ()))
-        if isinstance(instruction, ir.Send):
-            peer = instruction.channel[1]
-        elif isinstance(instruction, ir.Receive):
-            peer = self._sender(instruction)
-        if isinstance(instruction, ir.Update):
-            keys = set(instruction.keys)
-            names = [slot.name for slot in self._slots.values() if slot.key in keys]
-        sizes = [
-            self._slot_bytes(name) if name in self._slots else sum(self._bytes([name])) for name in names
-        ]
-        channel = getattr(instruction, "channel", ("",))[0]
-        return Part(task.ipu, kind, task.phase, task.stage, peer, sum(sizes), channel)
+        kind, names, (channel, peer) = instruction.kind, instruction.names, instruction.channel
+        if kind == "receive":
+            peer = self._sender(channel)
+        elif kind == "compute":
+            names = ()  # nothing is moved
+        elif kind == "update":
+            names = tuple(slot.name for slot in self._slots.values() if slot.key in set(instruction.keys))
+        size = sum(self._slot_bytes(n) if n in self._slots else sum(self._bytes([n])) for n in names)
+        return Part(task.ipu, kind, task.phase, task.stage, peer, size, channel)
 
-    def _sender(self, instruction: ir.Receive) -> int:
-        name = instruction.channel[0]
-        if name.startswith("weights of "):
-            return int(name.rsplit(" ", 1)[1])
-        return next((self.partition.ipus[p.stage] for p in self.partition.pieces if str(p) == name), -1)
+    def _sender(self, channel: str) -> int:
+        if channel.startswith("weights of "):
+            return int(channel.rsplit(" ", 1)[1])
+        return next((self.partition.ipus[p.stage] for p in self.partition.pieces if str(p) == channel), -1)
 
     def _slot_bytes(self, name: str) -> int:
         slot = self._slots[name]
@@ -270,17 +264,14 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
     names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
     held = most = 0
     for instruction, micro_batch in programs(plan)[ipu].instructions:
-        gone: tuple[str, ...] = ()
-        new: tuple[str, ...] = ()
-        if not isinstance(instruction, Compute | Free | Load | Receive) or micro_batch < 0:
+        kind, new, gone = instruction.kind, instruction.names, ()
+        if kind not in ("compute", "free", "load", "receive") or micro_batch < 0:
             continue
-        if isinstance(instruction, Compute):
+        if kind == "compute":
             most = max(most, held + inside[instruction.piece])
-            gone, new = instruction.last, plan.partition.pieces[instruction.piece].writes
-        elif isinstance(instruction, Free):
-            gone = instruction.names
-        else:
-            new = instruction.names
+            new, gone = plan.partition.pieces[instruction.piece].writes, instruction.names
+        elif kind == "free":
+            new, gone = (), instruction.names
         own = names.setdefault(micro_batch, Counter())
         for sign, changed in ((1, new), (-1, gone)):
             for place, size in map(memory, changed):

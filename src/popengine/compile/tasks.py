@@ -15,28 +15,10 @@ row  task               index        after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ..ir import (
-    Accumulate,
-    After,
-    Compute,
-    Free,
-    Index,
-    Instruction,
-    Keep,
-    Load,
-    Partition,
-    Piece,
-    Plan,
-    Receive,
-    Send,
-    Store,
-    Task,
-    TaskKind,
-    Update,
-)
+from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind
 from ..piece import GATHER
 from ..settings import Settings
 from ..update.optimizer_rules import rule_of
@@ -155,8 +137,10 @@ class _TableWriter:
     def made(self) -> tuple[Task, ...]:
         for source, target, names in self.flow.copies():
             channel = (f"weights of {source}", target)
-            sent = self._add("copy", source, index="step", instructions=(Send(channel, names),))
-            here = (Receive(channel, names),)
+            sent = self._add(
+                "copy", source, index="step", instructions=(Instruction("send", names, channel=channel),)
+            )
+            here = (Instruction("receive", names, channel=channel),)
             self._add("copy", target, index="step", after=[After(sent)], instructions=here)
         for number in range(len(self.flow.pieces)):
             self._add_piece(number)
@@ -235,10 +219,10 @@ class _TableWriter:
         found: list[Instruction] = []
         results = [r for r in self.gradients if r.name in piece.writes]
         if results:
-            found.append(Accumulate(tuple(r.name for r in results), tuple(r.key for r in results)))
+            found.append(_instruction("accumulate", [(r.name, r.key) for r in results]))
         outputs = [(i, name) for i, name in self.outputs if name in piece.writes] if self.adds_outputs else []
         if outputs:
-            found.append(Store(tuple(n for _, n in outputs), tuple(i for i, _ in outputs)))
+            found.append(_instruction("store", [(name, str(i)) for i, name in outputs]))
         return found, [*(r.name for r in results), *(n for _, n in outputs)]
 
     def _around(
@@ -248,23 +232,23 @@ class _TableWriter:
         flow, ipu = self.flow, self.flow.ipu(index)
         before: list[Instruction] = []
         for maker in flow.receives[index]:
-            before.append(Receive((str(flow.pieces[maker]), ipu), flow.sends[maker][ipu]))
+            channel = str(flow.pieces[maker]), ipu
+            before.append(Instruction("receive", flow.sends[maker][ipu], channel=channel))
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = tuple(name for name in piece.reads if name in flow.inputs and readers[name][0] == index)
         if fresh:
-            before.append(Load(fresh, tuple(flow.inputs[name] for name in fresh)))
-        before.append(
-            Compute(index, tuple(n for n in piece.reads if flow.flows(n, index) and readers[n][-1] == index))
-        )
+            before.append(_instruction("load", [(name, flow.inputs[name]) for name in fresh]))
+        last = tuple(n for n in piece.reads if flow.flows(n, index) and readers[n][-1] == index)
+        before.append(Instruction("compute", last, piece=index))
         for other, names in flow.sends[index].items():
-            before.append(Send((str(piece), other), names))
+            before.append(Instruction("send", names, channel=(str(piece), other)))
         if kept := [(name, key) for name, key, _ in self.buffers if name in piece.writes]:
-            before.append(Keep(tuple(n for n, _ in kept), tuple(k for _, k in kept)))
+            before.append(_instruction("keep", kept))
         outputs = [(i, name) for i, name in self.outputs if name in piece.writes]
         if outputs and not self.adds_outputs:
-            before.append(Store(tuple(n for _, n in outputs), tuple(i for i, _ in outputs)))
+            before.append(_instruction("store", [(name, str(i)) for i, name in outputs]))
         done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= index)
-        return before, [Free(done)] if done else []
+        return before, [Instruction("free", done)] if done else []
 
     def _after_changed_buffers(self) -> None:
         """Micro-batches replace a buffer in their order, and read what the one before has left."""
@@ -333,7 +317,7 @@ class _TableWriter:
             exchanged = [
                 (number, row)
                 for number, row in self.sums.items()
-                if any(isinstance(x, Accumulate) for x in self.rows[row].instructions)
+                if any(x.kind == "accumulate" for x in self.rows[row].instructions)
             ]
             for number, row in exchanged:
                 done = self._step("exchange", [After(row, None), *before], self.rows[row].ipu, number)
@@ -342,7 +326,7 @@ class _TableWriter:
         ready.append(After(self._step("norm", ready, index="parameter"), None))
         begin = After(self._step("begin", ready))
         updated = [
-            (ipu, keys)
+            (ipu, (Instruction("update", keys=keys),))
             for ipu in flow.ipus
             if (keys := tuple(flow.trained[n] for n in flow.state(ipu) if n in flow.trained))
         ]
@@ -352,8 +336,8 @@ class _TableWriter:
             measured = [After(self._step("measure", [begin], ipu, index="chunk"), None) for ipu, _ in updated]
             first = After(self._step("trust", [begin, *measured]))
         done = [begin] + [
-            After(self._step("update", [first], ipu, index="chunk", instructions=(Update(keys),)), None)
-            for ipu, keys in updated
+            After(self._step("update", [first], ipu, index="chunk", instructions=update), None)
+            for ipu, update in updated
         ]
         if counts.instances > 1 and settings.shard_optimizer is not None:
             done.append(After(self._step("share", done)))
@@ -371,6 +355,11 @@ class _TableWriter:
         return self._add(
             kind, ipu, index=index, after=after, piece=piece, instructions=instructions, once=True
         )
+
+
+def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> Instruction:
+    """Return an instruction with the names, and the key of each."""
+    return Instruction(kind, tuple(name for name, _ in pairs), tuple(key for _, key in pairs))
 
 
 def has_side_effects(piece: Piece) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import Compute, Free, Keep, Load, Piece, Receive, Task, Update
+from ..ir import Instruction, Piece, Task
 from ..profile import Tensor as Row
 from ..programs import Program, programs
 from .backends.eager import Code, build
@@ -55,9 +55,9 @@ class Meter:
         """Note what a row is going to read of other ipus and of the user's inputs."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
-            if isinstance(instruction, Receive):
+            if instruction.kind == "receive":
                 self._born(instruction.names, frame, micro_batch, index)
-            elif isinstance(instruction, Load):
+            elif instruction.kind == "load":
                 given = dict(zip(instruction.names, instruction.keys, strict=True))
                 values = {name: self._rows.input(int(key), micro_batch, 0) for name, key in given.items()}
                 self._born(instruction.names, values, micro_batch, index)
@@ -66,13 +66,13 @@ class Meter:
         """Note what a row has made and freed."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
-            if isinstance(instruction, Compute):
-                self._gone(instruction.last, micro_batch, index)
+            if instruction.kind == "compute":
+                self._gone(instruction.names, micro_batch, index)
                 made = self._rows.plan.partition.pieces[instruction.piece].writes
                 self._born(made, frame, micro_batch, index)
-            elif isinstance(instruction, Keep):
+            elif instruction.kind == "keep":
                 self._state = self._state_storages()
-            elif isinstance(instruction, Free):
+            elif instruction.kind == "free":
                 self._gone(instruction.names, micro_batch, index)
 
     def _born(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
@@ -122,6 +122,7 @@ class Meter:
 
 
 DETAILED_STEPS = 2
+_WORK = ("compute", "update")  # kinds of instructions that take time
 _CALLS = 1000  # first ones, and last ones, whose times are kept
 
 
@@ -323,14 +324,14 @@ class Recorder:
     ) -> None:
         """The row's main instruction takes its time; those before and after it take none."""
         times, moment = self._times[replica, task.ipu], begin
-        main = next((i for i, x in enumerate(task.instructions) if isinstance(x, (Compute, Update))), 0)
+        main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), 0)
         for number in range(len(task.instructions)):
             if number != main:
                 times.note(first + number, moment, moment, core)
                 continue
             if task.once and first < times.length and times.ends[first]:  # another chunk of the same update
                 begin, computed = times.begins[first], computed + times.computed[first]
-            is_work = isinstance(task.instructions[number], (Compute, Update))
+            is_work = task.instructions[number].kind in _WORK
             times.note(first + number, begin, end, core, computed if is_work else 0)
             moment = end
 
@@ -366,7 +367,7 @@ def recording_costs(recorder: Recorder) -> tuple[float, float, float]:
 def _of_a_task() -> float:
     """ns, measured once a process on tasks that do nothing."""
     recorder = Recorder()
-    task = Task("forward", 0, 0, "F", piece=0, instructions=(Compute(0, ()),))
+    task = Task("forward", 0, 0, "F", piece=0, instructions=(Instruction("compute", piece=0),))
     state = SimpleNamespace(device=torch.device("cpu"))
     rows: Any = SimpleNamespace(plan=SimpleNamespace(tasks=(task,)), state=state)
     recorder._rows, recorder._place, recorder._times[1, 0] = rows, {(0, 0): 0}, Times(0, 0, 1)

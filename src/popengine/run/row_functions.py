@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,8 +149,8 @@ class RowFunctions:
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
-        loads, stores = self._loads(row), _pairs(task, ir.Store)
-        slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, ir.Keep)]
+        loads, stores = self._loads(row), _pairs(task, "store")
+        slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, "keep")]
         flowing = self._flowing(row)
         changed = self.state.new_buffers[replica].keys()
         kinds = [_kind(name, flowing, changed, partition.prepared) for name in piece.reads]
@@ -204,8 +203,8 @@ class RowFunctions:
 
     def _loads(self, row: int) -> list[tuple[str, str]]:
         """Return the inputs that no earlier row has loaded, with their positions."""
-        earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, ir.Load)}
-        return [(name, key) for name, key in _pairs(self.plan.tasks[row], ir.Load) if name not in earlier]
+        earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, "load")}
+        return [(name, key) for name, key in _pairs(self.plan.tasks[row], "load") if name not in earlier]
 
     def _flowing(self, row: int) -> set[str]:
         """The values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
@@ -234,11 +233,11 @@ class RowFunctions:
     # ---- sums and results ------------------------------------------------------------------------------------
 
     def _store(
-        self, stores: Sequence[tuple[str, int]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
+        self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
         call, (iteration, accumulation) = self.call, self._iteration(micro_batch)
-        for name, position in stores:
-            value = frame[name]
+        for name, key in stores:
+            value, position = frame[name], int(key)
             if position in self._scaled and call.hyper is not None:
                 value = value / (call.hyper.loss_scaling * self.state.loss_factor * self._weight)
             call.results.put(position, iteration, accumulation, replica, value)
@@ -246,7 +245,7 @@ class RowFunctions:
     def _summing(self, row: int, replica: int) -> Work:
         """Add a micro-batch's gradients to their sums, and outputs that are summed up to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
-        added, stores, frees = _pairs(task, ir.Accumulate), _pairs(task, ir.Store), task.frees
+        added, stores, frees = _pairs(task, "accumulate"), _pairs(task, "store"), task.frees
         part = self.settings.part
 
         def add(micro_batch: int) -> None:
@@ -309,9 +308,9 @@ class RowFunctions:
         return gather
 
 
-def _pairs(task: ir.Task, kind: type[ir.Instruction]) -> list[tuple[str, Any]]:
-    """Return the names in a row's instructions of a kind, each with its key or position."""
-    return [pair for x in task.instructions if isinstance(x, kind) for pair in zip(*x, strict=True)]
+def _pairs(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
+    """Return the names in a row's instructions of a kind, each with its key."""
+    return [pair for x in task.instructions if x.kind == kind for pair in zip(x.names, x.keys, strict=True)]
 
 
 _FRAME, _STATE, _BUFFER, _PREPARED = range(4)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..ir import Plan, Receive
+from ..ir import Plan
 from ..profile import Memory
 from ..settings import Settings
 from ..update.group_update import init_state
@@ -363,14 +363,7 @@ class State:
         optimizer = self.settings.optimizer
         sizes = {"parameter": 0, "other": 0}
         gradients = states = 0
-        received = (
-            x.names
-            for t in self.plan.tasks
-            if (t.kind, t.ipu) == ("copy", ipu)
-            for x in t.instructions
-            if isinstance(x, Receive)
-        )
-        for name in (*self.plan.state[ipu], *(name for names in received for name in names)):
+        for name in self.plan.held(ipu):
             slot, value = self._slots[name], self.values[replica][name]
             sizes["parameter" if slot.role == "parameter" else "other"] += value.nbytes
         for unit in self.units:

@@ -8,7 +8,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import Description, peak_bytes
-from popengine.ir import Graph, Plan, Receive
+from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
@@ -86,10 +86,7 @@ def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
     """Return what an ipu of replica 0 keeps from step to step."""
     optimizer = settings.optimizer
     weights = others = gradients = states = 0
-    kept = set(plan.state[ipu])  # and copies of weights that live elsewhere
-    for task in plan.tasks:
-        if task.kind == "copy" and task.ipu == ipu:
-            kept |= {n for x in task.instructions if isinstance(x, Receive) for n in x.names}
+    kept = set(plan.held(ipu))
     for slot in plan.partition.signature.slots:
         if slot.name not in kept:
             continue
