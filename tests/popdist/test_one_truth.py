@@ -39,11 +39,11 @@ class Summed(torch.nn.Module):
 
 def balanced_stages():
     """The stages that AutoBalance makes of four blocks, where each instance measures another heavy one."""
-    from poptorch.compiling import auto_balance
+    from poptorch.compiling import tune
 
     popdist.init()
     heavy = popdist.getInstanceIndex()
-    auto_balance.measure = lambda parts, *given: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
+    tune.measure = lambda parts, *given: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
     torch.manual_seed(0)
     blocks = [poptorch.BeginBlock(torch.nn.Linear(4, 4), name) for name in "abcd"]
     opts = popdist.poptorch.Options().setExecutionStrategy(

@@ -7,7 +7,7 @@ from torch import nn
 import poptorch
 from popengine.profile import load
 from popengine.run.piece_costs import speedups
-from poptorch.compiling import machine_hints
+from poptorch.compiling import tune
 from popvision.advice import sentences
 from popvision.analysis import figures
 
@@ -52,7 +52,7 @@ def measured(monkeypatch):
             self.runs += count
             return count * (0.003 if self.code == seen[0].code else 0.002)
 
-    monkeypatch.setattr(machine_hints, "Sample", Sample)
+    monkeypatch.setattr(tune, "Sample", Sample)
     return seen
 
 
@@ -78,7 +78,7 @@ def test_a_layout_that_was_chosen_is_not_measured_against_another(tmp_path, meas
 
 
 def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, monkeypatch):
-    monkeypatch.setattr(machine_hints, "_MOST", 0.001)
+    monkeypatch.setattr(tune, "_MOST", 0.001)
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
     assert (profile.facts["hints"], profile.facts["sharing"]) == ({}, [])
     assert [sample.runs for sample in measured] == [1]

@@ -28,7 +28,7 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Draw a progress bar for the passes of a compilation, log the time of each, and add its name to an error.
+    """Draw a progress bar for the passes of a compilation, log their times, and add a pass's name to its error.
 
     The context's value is a function, to be called with the name of each finished pass.
 
@@ -37,7 +37,8 @@ def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Call
         passed: also called with the name of each finished pass
     """
     remaining: list[str] = list(_PASSES)
-    since = time.perf_counter()
+    times: list[str] = []
+    began = since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
@@ -45,6 +46,7 @@ def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Call
             nonlocal since
             now = time.perf_counter()
             logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - since))
+            times.append(f"{name} {now - since:.2f} s")
             since = now
             del remaining[: remaining.index(name) + 1]
             bar.update(len(_PASSES) - len(remaining) - bar.n)
@@ -53,6 +55,7 @@ def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Call
 
         try:
             yield done
+            logger.info("compiled in %.2f s: %s", time.perf_counter() - began, ", ".join(times))
         except (CaptureError, PartitionError, ScheduleError) as error:  # the message stays as it is
             error.raised_by_engine(f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile")
             raise

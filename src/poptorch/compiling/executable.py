@@ -32,12 +32,11 @@ from ..logs import logger
 from ..options import Options
 from . import compilation_log
 from .anchors import Anchors, requests_of, resolve
-from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
-from .auto_balance import balanced
-from .machine_hints import NO_HINTS, Hints, hints
+from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample
 from .outputs import traced_outputs
 from .runs import Run
 from .traced_functions import Traced
+from .tune import NO_HINTS, Hints, tune
 
 
 @dataclass(frozen=True)
@@ -97,22 +96,25 @@ def compile_model(
     like = next(
         (e for e in earlier if e.graph is not None and _micro_batch(e.inputs) == _micro_batch(run)), None
     )
-    if like is not None:
-        chosen = like.settings
-        settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
+    if like is None:
+        new = _captured(model, run, options, settings, samples)  # the only pass that runs the model's code
+        new, settings = _rewritten(new, options, settings, earlier[0].memory_format if earlier else None)
     else:
-        like, settings = _captured(model, run, options, settings, samples, earlier)
-    done("capture")
-    assert like.graph is not None
+        new, chosen = like, like.settings
+        settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
+    graph = new.graph
+    assert graph is not None
     if settings.counts.replicas > 1 and options.broadcast_buffers:
-        _check_buffers(like.graph, settings.counts.replicas)
-    if settings.strategy.auto == "balance":
-        settings = balanced(like.graph, settings, weights_of(model), samples, together)
-    settings = with_work_enough(like.graph, settings)
-    plan = compile_graph(like.graph, settings, done)
+        _check_buffers(graph, settings.counts.replicas)
+    done("capture")
+    if like is None:
+        settings, hints = tune(graph, settings, options, new.memory_format, model, samples, together)
+        new = replace(new, hints=hints)
+    settings = with_work_enough(graph, settings)
+    plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     return replace(
-        like, plan=plan, settings=settings, inputs=CompiledInputs(run.call, run.counts, wide), key=run.key
+        new, plan=plan, settings=settings, inputs=CompiledInputs(run.call, run.counts, wide), key=run.key
     )
 
 
@@ -125,14 +127,9 @@ def _micro_batch(of: Run | CompiledInputs) -> Any:
 
 
 def _captured(
-    model: nn.Module,
-    run: Run,
-    options: Options,
-    settings: Settings,
-    samples: list[Tensor],
-    earlier: Sequence[Executable],
-) -> tuple[Executable, Settings]:
-    """Return an executable without a plan, and the settings with what the capture has decided."""
+    model: nn.Module, run: Run, options: Options, settings: Settings, samples: list[Tensor]
+) -> Executable:
+    """Return an executable with the captured graph, without a plan."""
     requests = requests_of(options)
     tracing = _Tracing(
         model, run.call, options, settings.training, {request.long_name for request in requests.values()}
@@ -156,8 +153,21 @@ def _captured(
     graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
     notes = tuple(tracing.notes)
     anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
-    settings = replace(settings, anchors=anchors.wanted)
-    kernels = options.Precision.half_kernels
+    unknown: Any = None
+    return Executable(unknown, settings, unknown, tracing.template, tracing.returned, anchors, notes, graph)
+
+
+def _rewritten(
+    captured: Executable, options: Options, settings: Settings, layout: str | None
+) -> tuple[Executable, Settings]:
+    """Return the executable with products in float32 and the memory layout that the options ask for.
+
+    Args:
+        layout: the memory format of an earlier plan of the model
+    """
+    graph, kernels = captured.graph, options.Precision.half_kernels
+    assert graph is not None
+    settings = replace(settings, anchors=captured.anchors.wanted)
     if settings.device == "cpu" and kernels != "native":
         chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
         graph, widened = products_in_float32(graph, chosen)
@@ -165,27 +175,10 @@ def _captured(
         if widened:
             logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
     wanted = options.memory_format if options.exists("memory_format") else "preserve"
-    graph, memory_format = with_layout(graph, earlier[0].memory_format if earlier else wanted)
+    graph, memory_format = with_layout(graph, layout or wanted)
     if wanted == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
-    with one_row_each(model, settings.replica_groups):
-        here = (settings.device, settings.backend) == ("cpu", "eager")
-        profiled = here and options._profile_directory(settings.training) is not None
-        hinted = hints(graph, options, memory_format, model, samples) if profiled else NO_HINTS
-    unknown: Any = None
-    captured = Executable(
-        unknown,
-        settings,
-        unknown,
-        tracing.template,
-        tracing.returned,
-        anchors,
-        notes,
-        graph,
-        memory_format,
-        hinted,
-    )
-    return captured, settings
+    return replace(captured, graph=graph, memory_format=memory_format), settings
 
 
 @contextlib.contextmanager

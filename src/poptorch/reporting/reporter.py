@@ -27,8 +27,8 @@ from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.recorder import Recorder, Times, recording_costs
 from popengine.settings import Optimizer
+from poptorch.compiling.tune import Hints
 
-from ..compiling.machine_hints import Hints
 from ..data.loader import listeners
 from ..logs import counted, logger
 from ..options import Options

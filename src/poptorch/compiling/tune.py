@@ -1,0 +1,214 @@
+"""Tuning: what is decided by running the captured model on a sample micro-batch. Done only where an option asks for it.
+
+`AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the speed with
+other options and the throughput of several threads; they do not change what is computed.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from popengine.compile.describe import held_bytes
+from popengine.compile.partition import partition, used_visits
+from popengine.compile.placement import Cost, balance, explain, place
+from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
+from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
+from popengine.errors import PartitionError
+from popengine.ir import Graph
+from popengine.run.instances.all_reduce import all_gather_rows
+from popengine.run.instances.process_group import FIRST_TAG, ProcessGroup, group_of
+from popengine.run.piece_costs import Factor, Sample, measure, sharing, speedups, with_threads
+from popengine.settings import Settings, StagePlan, Strategy
+from popengine.update.optimizer_rules import rule_of
+
+from ..annotating.replica_groups import one_row_each
+from ..logs import logger
+from ..options import Options
+from .arguments import weights_of
+
+_MOST = 1.0  # seconds of a micro-batch; a slower one is not run several more times
+_ROUNDS = 5
+_EACH_ALONE = Strategy("sharded", "auto_increment")
+
+
+class Hints(NamedTuple):
+    """The measurements of a machine.
+
+    Args:
+        options: from an option that was not set to the speedup of a micro-batch with it
+        sharing: from a number of threads to their throughput, as a multiple of one thread's, and to the factor by
+            which a micro-batch then takes longer
+    """
+
+    options: Mapping[str, Factor] = {}
+    sharing: Mapping[int, tuple[Factor, float]] = {}
+
+
+NO_HINTS = Hints()
+
+
+def tune(
+    graph: Graph,
+    settings: Settings,
+    options: Options,
+    memory_format: str,
+    model: nn.Module,
+    samples: Sequence[Tensor],
+    together: bool,
+) -> tuple[Settings, Hints]:
+    """Return the settings with the stages that `AutoBalance` chooses, and the hints for a profile.
+
+    Args:
+        graph:         as it will run
+        memory_format: of its convolutions
+        samples:       one micro-batch
+        together:      all instances call this now
+    Raises:
+        PartitionError: see `balanced`
+    """
+    found = NO_HINTS
+    is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
+    if is_measurable and options._profile_directory(settings.training) is not None:
+        with one_row_each(model, settings.replica_groups):
+            found = hints(graph, options, memory_format, model, samples)
+    if settings.strategy.auto == "balance":
+        settings = balanced(graph, settings, weights_of(model), samples, together)
+    return settings, found
+
+
+# ---- hints ---------------------------------------------------------------------------------------------------
+
+
+def hints(
+    graph: Graph,
+    options: Options,
+    memory_format: str,
+    model: nn.Module,
+    samples: Sequence[Tensor],
+) -> Hints:
+    """Measure; nothing where the model calls the user's code, or a micro-batch takes more than a second.
+
+    Args:
+        graph:         as it will run
+        memory_format: of its convolutions
+        samples:       one micro-batch
+    """
+    if _calls_out(graph):
+        return NO_HINTS
+    now = _sample(graph, model, samples)
+    alone = with_threads(1, lambda: now.several(1))
+    if alone > _MOST:
+        return NO_HINTS
+    alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
+    changed = {
+        name: with_threads(1, partial(speedups, now.several, _sample(other, model, samples).several, alone))
+        for name, other in _others(graph, options, memory_format).items()
+    }
+    threads = torch.get_num_threads()
+    shared = {threads: sharing(now, threads, alone)} if threads > 1 else {}
+    return Hints(changed, shared)
+
+
+def _sample(graph: Graph, model: nn.Module, samples: Sequence[Tensor]) -> Sample:
+    return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
+
+
+def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
+    """Return the graph with each option that was not set, where it differs."""
+    others: dict[str, Callable[[Graph], Graph]] = {}
+    if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
+        others['options.memoryFormat("channels_last")'] = in_channels_last
+    if options.Precision.half_kernels == "native":
+        others['options.Precision.halfKernels("auto")'] = lambda graph: products_in_float32(
+            graph, is_faster_in_float32
+        )[0]
+    return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
+
+
+def _calls_out(graph: Graph) -> bool:
+    """Return whether a graph calls the user's code, whose side effects must not happen twice."""
+    called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
+    return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)
+
+
+_STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
+
+
+# ---- AutoBalance ---------------------------------------------------------------------------------------------
+
+
+def balanced(
+    graph: Graph,
+    settings: Settings,
+    weights: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    together: bool = False,
+) -> Settings:
+    """Return the settings with the stages that `AutoBalance` chooses for this model.
+
+    Args:
+        weights:  parameters and buffers by canonical name
+        inputs:   one micro-batch
+        together: all instances call this now, and in training take the seconds that instance 0 has measured
+    Raises:
+        PartitionError: fewer blocks than ipus, or they don't fit the capacity
+    """
+    costs = _block_costs(graph, settings, weights, inputs)
+    if together and settings.training and settings.counts.instances > 1:
+        group = group_of(settings.counts.instances)
+        seconds = _of_first_instance(group, [cost.seconds for cost in costs])
+        costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
+    cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
+    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
+    stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
+    return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
+
+
+def _of_first_instance(group: ProcessGroup, seconds: list[float]) -> list[float]:
+    """Return the seconds that instance 0 has measured: stages have to be the same in all instances."""
+    mine = torch.tensor([seconds], dtype=torch.float64)
+    facts = {"AutoBalance": {"blocks": str(len(seconds))}}
+    found = group.after_barrier(
+        "AutoBalance", facts, lambda: all_gather_rows(group, range(group.size), FIRST_TAG, mine)
+    )
+    return found[0].tolist()
+
+
+def _block_costs(
+    graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> list[Cost]:
+    """Return the seconds and bytes of each block, in the order of their first operations.
+
+    Operations before the first block count for the first block.
+    """
+    used = used_visits(graph)
+    placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)
+    names = {
+        placement.stage_of[i]: visit.name for i, visit in enumerate(graph.visits) if i in used and visit.name
+    }
+    if not names:
+        raise PartitionError(
+            "AutoBalance has no blocks to place: the model has neither marks nor a list of repeated layers\n"
+            '  fix: mark the parts of the model: poptorch.BeginBlock(layer, "name")'
+        )
+    parts = partition(graph, _STAGE_OF_EACH_BLOCK, settings.recompute)
+    seconds = [0.0] * parts.stages
+    for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
+        seconds[piece.stage] += spent
+    # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
+    size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
+    optimizer = settings.optimizer
+    states = [state for state in rule_of(optimizer).kept(optimizer) if state.dtype] if optimizer else []
+    copies = 2 + len(states) if optimizer else 1
+    for slot in graph.slots:
+        if slot.name in parts.home:
+            value = weights[slot.key]
+            size[parts.home[slot.name]] += value.numel() * value.element_size() * copies
+    first = min(names)
+    seconds[first], size[first] = sum(seconds[: first + 1]), sum(size[: first + 1])
+    return [Cost(str(name), seconds[stage], size[stage]) for stage, name in sorted(names.items())]
