@@ -85,14 +85,21 @@ def on_post_build(config: Any) -> None:
     """Write each page as plain Markdown beside its HTML, and llms.txt, which lists them."""
     site = Path(config.site_dir)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
-    for name, text in sorted(_markdown.items(), key=lambda item: (item[0] != "README.md", item[0])):
+    for name, text in sorted(
+        _markdown.items(), key=lambda item: (item[0] != "README.md", (ROOT / item[0]).exists(), item[0])
+    ):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
         title = re.search(r"^# (.+)$", text, re.MULTILINE)
-        first = re.search(r"^(?![#>`|<!\-\s])(.+?(?:\.|:)(?=\s))", text, re.MULTILINE | re.DOTALL)
-        summary = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first[1]).split()) if first else ""
-        lines.append(f"- [{title[1] if title else name}]({name}): {summary}")
+        lines.append(f"- [{title[1] if title else name}]({name}): {_first_sentence(text)}")
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a page's first paragraph of prose, without links and emphasis."""
+    prose = (part for part in FENCES.sub("", text).split("\n\n") if re.match(r"\s*[\w*`]", part))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(next(prose, "").replace("**", "").split()))
+    return re.split(r"(?<=[.:]) (?=[A-Z])", plain)[0]
 
 
 def _link(found: re.Match[str], here: str, files: Files) -> str:
@@ -141,15 +148,33 @@ def _described(path: str, thing: Any) -> list[str]:
         for name, member in sorted(vars(thing).items()):
             if inspect.isroutine(member) and not name.startswith("_") and (doc := inspect.getdoc(member)):
                 first = " ".join(doc.split("\n\n")[0].split())
-                text += [f"- `{name}{_signature(getattr(thing, name))}`: {first}"]
+                text += [
+                    f"- `{' '.join(_signature(getattr(thing, name)).split())}`: {first}".replace(
+                        "`(", f"`{name}(", 1
+                    )
+                ]
     return text
 
 
 def _signature(thing: Any) -> str:
+    """Return the parameters and the result, without the modules of types; one parameter a line where they are long."""
     try:
-        return re.sub(r"'([^']*)'", r"\1", str(inspect.signature(thing)))
+        signature = inspect.signature(thing)
     except ValueError:  # an alias of a type
         return ""
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])|'|~", "", str(signature))
+    text = re.sub(r"<([\w.]+): [^>]*>", r"\1", text)  # members of enums
+    if len(text) < 80 or not signature.parameters:
+        return text
+    parts, depth, start = [], 0, 1
+    for index, letter in enumerate(text):
+        depth += (letter in "([") - (letter in ")]")
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            parts.append(text[start:index].strip())
+            start = index + 1
+        if depth == 0:
+            return "(\n" + "".join(f"    {part},\n" for part in parts) + f"){text[index + 1 :]}"
+    return text
 
 
 def _paragraphs(doc: str) -> list[str]:
