@@ -61,6 +61,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     here = page.file.src_uri
     if here == "README.md":
         page.meta["hide"] = ["navigation"]  # one entry
+    if here.startswith("benchmarks/"):
+        page.meta["search"] = {"boost": 0.3}
     parts = FENCES.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
     text = "".join(parts).replace('"docs/images/', '"images/')
