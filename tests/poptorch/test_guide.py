@@ -7,6 +7,7 @@ A page's blocks run from top to bottom in one folder:
 - ```` ```text ```` right after one of these is what it prints; `...` stands for anything, also for lines.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -100,6 +101,26 @@ def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
 
 def test_every_page_of_the_guide_has_code_that_runs():
     assert [page.name for page in GUIDE if page not in RUN] == []
+
+
+def test_the_errors_of_the_page_of_errors_are_in_the_code():
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = "\n".join({node.value for node in nodes if isinstance(node.value, str)})
+    headings = re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(headings) > 10
+    assert [part for heading in headings for part in heading.split(" ... ") if part not in texts] == []
+
+
+@pytest.mark.parametrize("program", ["poprun", "popvision", "ipujob"])
+def test_the_flags_of_commands_are_in_the_program(program):
+    source = "".join(path.read_text() for path in (ROOT / "src" / program).rglob("*.py"))
+    commands = "\n".join(block["code"] for page in PAGES for block in blocks(page) if block["kind"] == "sh")
+    commands = re.findall(rf"\b{program} [^|#\n]*", commands.replace("\\\n", " "))
+    flags = {
+        flag for command in commands for flag in re.findall(r"(?<= )--[\w-]+", command.split("python")[0])
+    }
+    assert flags and [flag for flag in flags if f'"{flag}"' not in source] == []
 
 
 def test_the_contents_list_every_page():
