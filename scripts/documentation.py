@@ -33,7 +33,7 @@ _markdown: dict[str, str] = {}  # by the page's path in the site
 
 def on_config(config: Any) -> None:
     """Put the pages that guide/README.md lists into the navigation, in its groups."""
-    contents: list[Any] = ["guide/README.md"]
+    contents: list[Any] = [{"All guides": "guide/README.md"}]
     pages = contents
     for line in (ROOT / "docs/guide/README.md").read_text().splitlines():
         if line.startswith("## "):
@@ -53,6 +53,10 @@ def on_files(files: Files, config: Any) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
     files.append(File.generated(config, "reference/api.md", content=api_page()))
+    for program in sorted(ROOT.glob("examples/*/*.py")):  # as pages, for the links to them
+        name = program.relative_to(ROOT).as_posix()
+        text = f"# {program.name}\n\n```py\n{program.read_text()}```\n"
+        files.append(File.generated(config, f"{name.removesuffix('.py')}.md", content=text))
     return files
 
 
@@ -61,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     here = page.file.src_uri
     if here == "README.md":
         page.meta["hide"] = ["navigation"]  # one entry
-    if here.startswith("benchmarks/"):
+    if here.startswith("benchmarks/") or (here.startswith("examples/") and not here.endswith("README.md")):
         page.meta["search"] = {"boost": 0.3}
     parts = FENCES.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
@@ -114,6 +118,8 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
     name = os.path.normpath((PurePosixPath(source).parent / path).as_posix())
     if (ROOT / name).is_dir():
         name += "/README.md"
+    if name.startswith("examples/"):
+        name = re.sub(r"\.py$", ".md", name)
     name = name.removeprefix("docs/")
     if files.get_file_from_path(name) is None:
         return words if (ROOT / name).exists() else found[0]  # mkdocs says what it doesn't find
