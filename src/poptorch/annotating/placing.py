@@ -1,6 +1,7 @@
 """Marks from outside: the modules of a model are placed on ipus by their names, with no change of its code."""
 
 import contextlib
+import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +78,8 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
     if not isinstance(strategy, PipelinedExecution) or not strategy._is_default:
         return strategy
     hooks = filter(None, map(begin_hook, model.modules()))
-    return next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
+    found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
+    return copy.copy(found).orSharded() if strategy._or_sharded else found
 
 
 @contextlib.contextmanager
@@ -115,7 +117,7 @@ def _listed(model: nn.Module) -> str:
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
-def _mark(placed: _Placed, strategy: ExecutionStrategy | None) -> list[RemovableHandle]:
+def _mark(placed: _Placed, strategy: PipelinedExecution | None) -> list[RemovableHandle]:
     """Have each module begin its block."""
     for module, *_ in placed:
         check_unmarked(module)

@@ -181,6 +181,27 @@ def test_split_runs_its_stages_in_turns_where_a_pipeline_would_not_be_full():
     assert all(map(torch.equal, found, trained(same, options(accumulation=1))))
 
 
+def test_or_sharded_of_the_default_strategy_holds_for_the_marks():
+    model = poptorch.annotate(Foreign(), {"layers.0-2": 0, "layers.*": 1, "head": 0})
+    with pytest.raises(poptorch.Error, match=r"number of pipeline stages \(5\)"):
+        trained(model, options(accumulation=3))
+    poptorch.removeBlocks(model)
+    poptorch.annotate(model, {"layers.0-2": 0, "layers.*": 1, "head": 0})
+    found = stages(model, options(poptorch.PipelinedExecution().orSharded(), accumulation=3))
+    assert [ipu for ipu, _ in found] == [0, 1, 0]
+
+
+def test_a_split_model_predicts():
+    torch.manual_seed(0)
+    model = poptorch.split(Foreign(), ipus=2)
+    x, y = batch()
+    opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(ACCUMULATION)
+    found = poptorch.inferenceModel(model, opts)(x, y)
+    with torch.no_grad():
+        expected = [model(*rows) for rows in zip(x.split(ROWS), y.split(ROWS), strict=True)]
+    assert torch.allclose(found, torch.stack(expected))
+
+
 def test_auto_balance_takes_the_layers_of_a_model_without_marks_and_leaves_no_marks():
     model = Foreign()
     found = stages(model, options(poptorch.PipelinedExecution(poptorch.AutoBalance(2))))
