@@ -5,11 +5,12 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error, did_you_mean
 from popengine.settings import Strategy
 
@@ -86,7 +87,15 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     """Mark the repeated layers of a model without marks while it is captured, if `AutoBalance` is to place them."""
     wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
-    handles = _mark(_layers(model), None) if wanted else []
+    layers = _layers(model) if wanted else []
+    names = {None, *(name for _, name, _ in layers)}
+
+    def begin(name: str, module: nn.Module, inputs: Any) -> None:
+        capture = current()
+        if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
+            capture.enter(name, None)  # no block of the model's own is open, nor has one ended
+
+    handles = [module.register_forward_pre_hook(partial(begin, name)) for module, name, _ in layers]
     try:
         yield
     finally:
@@ -95,14 +104,16 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def _stacks(model: nn.Module) -> dict[str, _Placed]:
-    """Return the layers of each outermost list of modules in which classes with parameters repeat, by its name."""
+    """Return the layers of each outermost list of modules, by its name: the modules with parameters of a ModuleList,
+    and of a Sequential in which classes repeat."""
     found: dict[str, _Placed] = {}
     for name, module in model.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             children = [(child, f"{name}.{n}".lstrip("."), None) for n, child in module.named_children()]
             layers: _Placed = [layer for layer in children if next(layer[0].parameters(), None) is not None]
-            if len({type(child) for child, *_ in layers}) < len(layers):
+            kinds = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
+            if kinds < len(layers):
                 found[name] = layers
     return found
 
@@ -117,12 +128,13 @@ def _listed(model: nn.Module) -> str:
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
-def _mark(placed: _Placed, strategy: PipelinedExecution | None) -> list[RemovableHandle]:
+def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
     """Have each module begin its block."""
     for module, *_ in placed:
         check_unmarked(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in placed]
-    return [module.register_forward_pre_hook(hook) for module, hook in hooks]
+    for module, hook in hooks:
+        module.register_forward_pre_hook(hook)
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:

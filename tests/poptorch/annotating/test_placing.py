@@ -138,6 +138,18 @@ def test_keys_that_do_not_fit_are_errors_and_mark_nothing(marks, message):
     assert places(model) == {}
 
 
+def test_layers_are_in_lists_and_in_sequences_that_repeat():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+            self.blocks = nn.ModuleList([Foreign(2), Layer()])
+            self.tail = nn.Sequential(Layer(), nn.ReLU(), Layer())
+
+    model = poptorch.split(Mixed(), ipus=4)
+    assert list(places(model)) == ["blocks.0", "blocks.1", "tail.0", "tail.2"]
+
+
 def test_counts_that_fit_no_stack_are_an_error_with_the_stacks():
     with pytest.raises(poptorch.Error, match=r"places 5 layers; .* layers are layers \(6 layers\)"):
         poptorch.annotate(Foreign(), layers_per_ipu=[3, 2])
@@ -209,6 +221,21 @@ def test_auto_balance_takes_the_layers_of_a_model_without_marks_and_leaves_no_ma
         f"layers.{i}" for i in range(6)
     )
     assert places(model) == {}
+
+
+def test_auto_balance_leaves_the_blocks_of_the_models_own_code_as_they_are():
+    class Own(Foreign):
+        def forward(self, x, y):
+            with poptorch.Block("first"):
+                for layer in self.layers[:4]:
+                    x = layer(x)
+            with poptorch.Block("last"):
+                for layer in self.layers[4:]:
+                    x = layer(x)
+                return nn.functional.mse_loss(self.head(x), y)
+
+    found = stages(Own(), options(poptorch.PipelinedExecution(poptorch.AutoBalance(2))))
+    assert found == [(0, "first"), (1, "last")]
 
 
 def test_remove_blocks_takes_all_off():
