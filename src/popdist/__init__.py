@@ -17,6 +17,7 @@ from typing import Any
 from popengine.environment import find_aliases as _find_aliases
 from popengine.environment import is_set as _is_set
 from popengine.environment import read as _read
+from popengine.environment import write_stack_at_signal as _write_stack_at_signal
 
 __all__ = [
     "checkNumIpusPerReplica",
@@ -37,6 +38,7 @@ __all__ = [
 
 
 _find_aliases()
+_write_stack_at_signal()
 
 
 def isPopdistEnvSet() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import re
@@ -89,6 +90,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
     store = _store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")
     missing = list(range(launch.instances))
+    looks = 0
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
         if time.monotonic() > until:
             raise Error(
@@ -96,7 +98,14 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
                 f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
                 f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
             )
+        if (
+            looks % 50 == 0 and launch.instance not in missing
+        ):  # about every second, so that poprun kills a peer
+            news = {"for": missing[0], "what": "popdist.init()", "count": looks}
+            store.set(f"pando/waits/{launch.instance}", json.dumps(news))
+        looks += 1
         time.sleep(0.02)
+    store.set(f"pando/waits/{launch.instance}", "")
     interface = _interface(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its default: where the host's name is

@@ -6,7 +6,9 @@ of one replica each. This file imports the standard library only, for launchers 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ SECRET = "POPDIST_SECRET"
 
 # The folder of `poprun --checkpoint-dir`.
 CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"
+
+# The file to which an instance writes its stack at the signal: its agent reads there where a hanging instance stands.
+STACK = "POPRUN_STACK_FILE"
+STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 
 # A folder with the names of other libraries, for programs where those are absent.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
@@ -130,6 +136,15 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
             f"the environment variable {name} is {text!r}, and must be a number in a process that is one of several\n"
             "  fix: start the program with poprun, which sets all of them"
         ) from None
+
+
+def write_stack_at_signal() -> None:
+    """Let this instance append the stacks of its threads to its file at poprun's signal."""
+    path = os.environ.pop(STACK, None)  # child processes have none
+    if path and STACK_SIGNAL is not None:
+        file = open(path, "w")  # noqa: SIM115  for the rest of the process
+        print(os.getpid(), file=file, flush=True)
+        faulthandler.register(STACK_SIGNAL, file)
 
 
 def path_with_aliases(path: str) -> str:

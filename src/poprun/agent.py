@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-from popengine.environment import SECRET, STORE, path_with_aliases
+from popengine.environment import SECRET, STACK, STORE, path_with_aliases
 
 from . import Log
 from . import instance as instance_program
@@ -129,6 +129,7 @@ class _Agent(LocalElasticAgent):
         path = worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
         worker_env["PYTHONPATH"] = path_with_aliases(path)
         worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
+        worker_env[STACK] = str(self._stack_file(self._first + local_rank))
         # Equal on all nodes, also where only one has seen the failure: instances meet under this number.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(current.number)
         worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number)
@@ -159,11 +160,16 @@ class _Agent(LocalElasticAgent):
             self._nodes.store,
             f"attempt/{current.number}/pando",
             {self._first + local: pid for local, pid in pids.items()},
+            {self._first + local: self._stack_file(self._first + local) for local in pids},
             current.instances,
             request.hang_timeout,
+            request.ends_idle,
             self._log,
         )
         return pids
+
+    def _stack_file(self, instance: int) -> Path:
+        return Path(self._folder) / f"stack-{self._nodes.round.number}-{instance}"
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = PATIENCE) -> None:
         super()._shutdown(death_sig, timeout)

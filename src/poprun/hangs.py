@@ -1,15 +1,17 @@
-"""Ends instances that others wait for and that do nothing: stopped by a signal, or blocked for ever.
+"""Kills instances that hang: stopped by a signal, or blocked for ever.
 
-An instance that waits for another one says so in the store every second (`popengine.run.instances.connections`). An
-instance that is waited for and does not wait itself is what the training depends on. It may compute for as long as it
-likes; one that has used no processor time for the limit is killed, which counts as a failure.
+An instance that waits for a peer writes that into the store every second (`popengine.run.instances.connections`), and
+is not judged. Any other instance makes progress while its processes use processor time. An instance that has used none
+for the time limit is named, with the line of its program, and killed, which counts as a failure.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,18 +19,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from popdist.signed_store import SignedStore, StoreError
+from popengine.environment import STACK_SIGNAL
 
 from . import Log
 
-_STALE = 5.0  # seconds without news of a wait, after which the instance itself must stand still
+_STALE = 5.0  # seconds after which an unchanged record of a wait is void: the instance itself must hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
-_IDLE = 0.01  # of a core: threads that look at a clock
+_IDLE = 0.01  # of a core: threads that poll
 _STATES = {"T": "stopped by a signal", "D": "waiting for a disk", "Z": "not there any more"}
+_STACK_PATIENCE = 2.0  # seconds for a process to write its stack
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(str(Path(__file__).parents[1]), "<frozen"),
+)
 
 
 class _Wait(NamedTuple):
     text: str
-    changed: float  # when
+    changed: float  # time
 
 
 class _Mark(NamedTuple):
@@ -40,11 +48,13 @@ class Hangs:
     """Watches the instances of this node during a round.
 
     Args:
-        store:     where instances say for whom they wait
+        store:     where instances write for which peer they wait
         folder:    prefix of their keys there
         processes: by instance of this node
+        stacks:    the file to which each of them writes its stack
         instances: of all nodes
-        limit:     seconds; 0: nothing is ended
+        limit:     seconds; 0: none is killed
+        ends_idle: whether an instance for which no peer waits is judged, too
     """
 
     def __init__(
@@ -52,37 +62,39 @@ class Hangs:
         store: SignedStore,
         folder: str,
         processes: Mapping[int, int],
+        stacks: Mapping[int, Path],
         instances: int,
         limit: float,
+        ends_idle: bool,
         log: Log,
     ) -> None:
-        self._store, self._folder, self._processes = store, folder, processes
-        self._instances, self._limit, self._log = instances, limit, log
+        self._store, self._folder, self._processes, self._stacks = store, folder, processes, stacks
+        self._instances, self._limit, self._ends_idle, self._log = instances, limit, ends_idle, log
         self._waits = [_Wait("", 0.0)] * instances
         self._marks: dict[int, _Mark] = {}
         self._next = 0.0
 
     def look(self) -> None:
-        """Kill what has stood still for longer than the limit."""
+        """Kill the instances that have made no progress for the limit."""
         now = time.monotonic()
-        if not self._limit or self._instances == 1 or now < self._next:
+        if not self._limit or now < self._next:
             return
         self._next = now + min(1.0, self._limit / 4)
-        with suppress(StoreError):  # the meeting of nodes notices that
+        with suppress(StoreError):  # `Nodes` notices that
             texts = self._store.read([f"{self._folder}/waits/{i}" for i in range(self._instances)])
             waits = self._fresh(texts, now)
-            waited = {wait["for"]: wait["what"] for wait in waits.values()}
             for instance, pid in self._processes.items():
-                if instance in waited and instance not in waits:
-                    others = [str(i) for i, wait in waits.items() if wait["for"] == instance]
-                    verb = "instances {} wait" if len(others) > 1 else "instance {} waits"
-                    why = f"{verb.format(', '.join(others))} for it at {waited[instance]}"
-                    self._judge(instance, pid, why, now)
-                else:
+                peers = [str(i) for i, wait in waits.items() if wait["for"] == instance]
+                if instance in waits or not (peers or self._ends_idle):
                     self._marks.pop(instance, None)
+                    continue
+                verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
+                places = [wait["what"] for wait in waits.values() if wait["for"] == instance]
+                why = f", and {verb.format(', '.join(peers))} for it at {places[0]}" if peers else ""
+                self._judge(instance, pid, why, now)
 
     def _fresh(self, texts: list[str | None], now: float) -> dict[int, dict[str, str | int]]:
-        """Return what each instance waits for that has lately said so."""
+        """Return the waits of the instances that have lately renewed them."""
         for instance, text in enumerate(texts):
             if (text or "") != self._waits[instance].text:
                 self._waits[instance] = _Wait(text or "", now)
@@ -101,13 +113,35 @@ class Hangs:
         elif now - mark.since >= self._limit:
             states = [_STATES[state] for state in map(_state, family) if state in _STATES]
             how = f" (it is {states[0]})" if states else ""
+            line = _line_of(self._stacks[instance], family)
             self._log.error(
-                f"instance {instance} has done nothing for {self._limit:g} s{how}, and {why}: it is ended\n"
+                f"instance {instance} has made no progress for {self._limit:g} s{how}{line}{why}: it is killed\n"
                 "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
             )
-            for one in family:
+            for each in family:
                 with suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+                    os.kill(each, signal.SIGKILL)
+
+
+def _line_of(path: Path, family: list[int]) -> str:
+    """Return ", at FILE:LINE in FUNCTION" of the user's program, "" if it can't be found.
+
+    `popdist` has registered a handler that appends the stacks of all threads to the file, which begins with the
+    process's number. The handler runs when the process goes on after SIGCONT. The main thread's stack is the last.
+    """
+    with suppress(OSError, ValueError):
+        pid = int(path.read_text().split()[0])
+        if pid not in family or STACK_SIGNAL is None:
+            return ""
+        os.kill(pid, STACK_SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+        until = time.monotonic() + _STACK_PATIENCE
+        while "<module>" not in (stacks := path.read_text()) and time.monotonic() < until:
+            time.sleep(0.02)
+        frames = re.findall(r'File "(.*)", line (\d+) in (.*)', re.split("hread 0x", stacks)[-1])
+        file, line, function = next((f for f in frames if not f[0].startswith(_LIBRARIES)), ("", "", ""))
+        return f", at {file}:{line} in {function}" if file else ""
+    return ""
 
 
 def _family(pid: int) -> Iterator[int]:
@@ -131,7 +165,7 @@ def _state(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what Linux says of a process, from its state on."""
+    """Return the fields of Linux's description of a process, from its state on."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

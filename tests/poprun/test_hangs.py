@@ -25,23 +25,44 @@ def test_a_stopped_instance_is_named_and_ended_and_its_waiting_peers_are_not(pop
     words = ("--num-replicas=4", "--num-instances=4", "--hang-timeout=12", sys.executable, "-c", program)
     run = poprun(*words)
     assert run.wait() == 137, run.said()
-    assert (
-        "instance 2 has done nothing for 12 s (it is stopped by a signal), and instance 0 waits" in run.said()
-    )
+    where = "instance 2 has made no progress for 12 s (it is stopped by a signal), at <string>:10 in <module>"
+    assert f"{where}, and instance 0 waits for it at " in run.said()
     assert "instance 2 of 4 failed first, with signal SIGKILL" in run.said()
     assert set(re.findall(r"instance (\d) has not arrived", run.said())) == {"2"}, run.said()
     assert run.nothing_left()
 
 
 def test_an_instance_that_computes_for_longer_than_the_limit_is_not_ended(poprun):
-    program = MEETS + (
-        "until = time.monotonic() + 8\n"
-        "while rank == 1 and time.monotonic() < until: pass\n"
-        "popdist.synchronize()\n"
-    )
-    words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=2", sys.executable, "-c", program)
+    program = MEETS + ("while rank == 1 and time.process_time() < 12: pass\npopdist.synchronize()\n")
+    words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=5", sys.executable, "-c", program)
     run = poprun(*words)
     assert run.wait() == 0, run.said()
+
+
+STUCK = """
+import os, time
+import popdist
+
+def wait_for_ever():
+    time.sleep(1e6)
+
+print("attempt", os.environ["PANDO_RESTARTS"], flush=True)
+if os.environ["PANDO_RESTARTS"] == "0":
+    wait_for_ever()
+"""
+
+
+def test_an_instance_for_which_no_peer_waits_is_named_with_its_line_killed_and_replaced(poprun, tmp_path):
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    words = ("--num-instances=1:1", "--hang-timeout=5", "--checkpoint-dir", tmp_path, sys.executable, program)
+    run = poprun(*words)
+    assert run.wait() == 0, run.said()
+    assert (
+        f"instance 0 has made no progress for 5 s, at {program}:6 in wait_for_ever: it is killed"
+        in run.said()
+    )
+    assert "attempt 1" in run.said()
 
 
 def test_without_a_limit_nothing_is_ended(poprun):
