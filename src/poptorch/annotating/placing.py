@@ -20,8 +20,6 @@ from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 M = TypeVar("M", bound=nn.Module)
 _RANGE = re.compile(r"\b(\d+)-(\d+)\b")
-
-
 _Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that begins there, and its ipu
 
 
@@ -45,7 +43,7 @@ def annotate(
         Error: a key names no module, two names or ranges place one module, a module begins a block already, or the
             numbers of layers fit no stack
     """
-    if (marks is None) == (layers_per_ipu is None):
+    if bool(marks) == bool(layers_per_ipu):
         raise Error(
             "poptorch.annotate takes either marks or layers_per_ipu\n"
             '  fix: poptorch.annotate(model, {"encoder.layer.0-5": 0, "encoder.layer.*": 1}), or'

@@ -156,7 +156,7 @@ def test_counts_that_fit_no_stack_are_an_error_with_the_stacks():
     with pytest.raises(poptorch.Error, match="its repeated layers are none"):
         poptorch.split(nn.Linear(4, 4), 2)
     with pytest.raises(poptorch.Error, match="either marks or layers_per_ipu"):
-        poptorch.annotate(Foreign())
+        poptorch.annotate(Foreign(), {})
 
 
 def test_a_module_that_begins_a_block_already_is_an_error():
