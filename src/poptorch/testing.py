@@ -130,11 +130,20 @@ def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
     return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
 
 
-def _called(model: Callable[..., Any], batch: Any) -> list[Tensor]:
-    """Return the tensors that a model returns for a batch."""
+def _called(model: Callable[..., Any], batch: Any) -> Any:
+    """Return what a model returns for a batch."""
     if isinstance(batch, Tensor):
-        batch = [batch]
-    return tensors_of(model(**batch) if isinstance(batch, Mapping) else model(*batch))
+        return model(batch)
+    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+
+def _place_of_loss(outputs: Any) -> int:
+    """Return the place of the loss among the tensors that forward returned: "loss", or else the first scalar."""
+    named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    for place, value in enumerate(tensors_of(outputs)):
+        if value is named or (named is None and value.dim() == 0 and value.requires_grad):
+            return place
+    raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
 
 
 def _plain_update(
@@ -153,12 +162,10 @@ def _plain_update(
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
             outputs = _called(model, with_tensors(batch, parts))
-            scalars = [i for i, value in enumerate(outputs) if value.dim() == 0 and value.requires_grad]
-            if not scalars:
-                raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
-            place = scalars[0]
-            outputs[place].backward()
-            losses[turn, replica] = outputs[place].detach()
+            place = _place_of_loss(outputs)
+            loss = tensors_of(outputs)[place]
+            loss.backward()
+            losses[turn, replica] = loss.detach()
         sums.append(_update_of(model, torch.empty(0)).gradients)
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=False)
@@ -175,7 +182,7 @@ def _update_here(
     """Run an update by an executor, and another one by SGD, whose first momentum is the gradient."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
-    losses = _called(executor, batch)[place].flatten()
+    losses = tensors_of(_called(executor, batch))[place].flatten()
     title = executor.plan.title
     executor.destroy()
     other = copy.deepcopy(model)

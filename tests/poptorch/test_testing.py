@@ -62,6 +62,15 @@ def test_a_batch_may_be_a_dictionary():
     assert compare(Net(), options(), {"y": y, "x": x}).equal
 
 
+def test_the_loss_is_the_output_of_that_name():
+    class Named(Net):
+        def forward(self, x, y):
+            output, loss = super().forward(x, y)
+            return {"size": output.abs().mean(), "loss": loss}
+
+    assert compare(Named(), options(), batch(8)).equal
+
+
 def test_sums_in_place_of_means_are_named():
     summing = options(3)
     summing.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
