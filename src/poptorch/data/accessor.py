@@ -5,14 +5,13 @@ How the dataset gets to the worker is the sharing strategy:
 Fork           the worker is a copy of this process: nothing is pickled, so any dataset will do
 ForkServer     the dataset is pickled to a fork of a clean process, which imports torch only once
 SharedMemory   a new interpreter; the dataset is pickled, its tensors move to shared memory
-FileSystem     a new interpreter; the dataset is pickled to a temporary file
+FileSystem     a new interpreter; the dataset is pickled
 """
 
 import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
@@ -280,25 +278,6 @@ def _opened(content: bytes) -> Iterable[Any]:
     return pickle.loads(content)()
 
 
-def _opened_file(path: str) -> Iterable[Any]:
-    try:
-        return _opened(Path(path).read_bytes())
-    finally:
-        os.unlink(path)
-
-
-def _packed(parcel: _Parcel, strategy: SharingStrategy) -> Callable[[], Iterable[Any]]:
-    """Return a function that the worker calls for the dataset."""
-    if strategy == SharingStrategy.ForkServer:
-        return partial(_opened, pickle.dumps(parcel))
-    if strategy == SharingStrategy.FileSystem:
-        content = pickle.dumps(parcel)
-        with tempfile.NamedTemporaryFile(prefix="poptorch-data-", suffix=".pkl", delete=False) as file:
-            file.write(content)
-        return partial(_opened_file, file.name)
-    return parcel
-
-
 def _start(
     dataset: Any, strategy: SharingStrategy, settings: WorkerSettings
 ) -> tuple[BaseProcess, Connection]:
@@ -314,7 +293,9 @@ def _start(
     inherited = ours if strategy == SharingStrategy.Fork else None
     try:
         method = multiprocessing.get_start_method()
-        load = _packed(_Parcel(dataset, registered_parsers(), random_state(), method), strategy)
+        load: Callable[[], Iterable[Any]] = _Parcel(dataset, registered_parsers(), random_state(), method)
+        if strategy in (SharingStrategy.ForkServer, SharingStrategy.FileSystem):
+            load = partial(_opened, pickle.dumps(load))
         process = context.Process(
             target=serve, args=(theirs, inherited, load, settings), name="poptorch-data", daemon=False
         )

@@ -120,35 +120,41 @@ def partition_of(
     return sampler_of(distributed.processId)
 
 
-class ReplicaSampler(Sampler[int]):
-    """Positions of the rows that the replicas of one process read, from an order that is the same in all processes.
+class _OrderSampler(Sampler[int]):
+    """Base class: an order of `rows` positions that is the same in all processes, and new in each epoch if seeded."""
+
+    def __init__(self, rows: int, seed: int | None) -> None:
+        self.rows = rows
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def next_order(self) -> torch.Tensor:
+        if self.generator is None:
+            return torch.arange(self.rows)
+        return torch.randperm(self.rows, generator=self.generator)
+
+
+class ReplicaSampler(_OrderSampler):
+    """Positions of the rows that the replicas of one process read.
 
     The order is cut into pieces of `width` rows, which the replicas of a process read at once. Of each `processes`
-    pieces, process p reads piece p. So a replica's rows in an update are the same for any number of processes. The
-    order of an epoch is the next permutation from a generator with the seed.
+    pieces, process p reads piece p. So a replica's rows in an update are the same for any number of processes.
 
     Args:
         dealt: rows of the order that are read; the rest is the incomplete last batch. With more than `rows` the order
             begins again
-        seed:  None to read rows in order
     """
 
     def __init__(
         self, rows: int, dealt: int, width: int, processes: int, process: int, seed: int | None
     ) -> None:
-        self.rows, self.dealt, self.width = rows, dealt, width
-        self.processes, self.process = processes, process
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        super().__init__(rows, seed)
+        self.dealt, self.width, self.processes, self.process = dealt, width, processes, process
 
     def __len__(self) -> int:
         return len(self._places())
 
     def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            order = torch.arange(self.rows)
-        else:
-            order = torch.randperm(self.rows, generator=self.generator)
-        return iter(order[self._places()].tolist())
+        return iter(self.next_order()[self._places()].tolist())
 
     def _places(self) -> torch.Tensor:
         """Return the places of this process's rows in the order."""
@@ -162,27 +168,22 @@ class ReplicaSampler(Sampler[int]):
         return torch.arange(self.dealt)[mine] % self.rows
 
 
-class PartitionSampler(Sampler[int]):
-    """Positions of one process's contiguous share, of a new permutation in each epoch if a `seed` is given.
+class PartitionSampler(_OrderSampler):
+    """Positions of one process's contiguous share.
 
-    All processes draw the same permutation, from generators with the same seed. The shares start after the leftover
-    positions in the first epoch and at position 0 in the second, so that two epochs reach every position.
+    If shuffled, the shares start after the leftover positions in the first epoch and at position 0 in the second, so
+    that two epochs reach every position.
     """
 
     def __init__(self, rows: int, share: Share, seed: int | None) -> None:
-        self.rows = rows
-        self.share = share
-        self.behind = False
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        super().__init__(rows, seed)
+        self.share, self.behind = share, False
 
     def __len__(self) -> int:
         return self.share.size
 
     def __iter__(self) -> Iterator[int]:
-        start, end = self.share.start, self.share.start + self.share.size
-        if self.generator is None:
-            return iter(place % self.rows for place in range(start, end))
-        permutation = torch.randperm(self.rows, generator=self.generator)
-        self.behind = not self.behind
-        offset = self.share.leftovers if self.behind else 0
-        return iter(permutation[torch.arange(start + offset, end + offset) % self.rows].tolist())
+        self.behind = self.generator is not None and not self.behind
+        start = self.share.start + (self.share.leftovers if self.behind else 0)
+        places = torch.arange(start, start + self.share.size) % self.rows
+        return iter(self.next_order()[places].tolist())

@@ -4,6 +4,7 @@ Rates may change; attributes that are compiled in may not; unknown attributes ar
 kind has is in the table `popengine.update.optimizer_rules.RULES`.
 """
 
+import functools
 import inspect
 import logging
 import math
@@ -302,7 +303,7 @@ class OptimizerGuard:
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         for place, found in _names(optimizer).items():
             known = self._attributes.setdefault(place, set(found))
-            unexpected = sorted(found - known - _known_attributes())
+            unexpected = found - known and sorted(found - known - _known_attributes())
             if unexpected:
                 known.update(unexpected)  # reported once
                 self._report("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
@@ -310,12 +311,8 @@ class OptimizerGuard:
 
 def _known_attributes() -> set[str]:
     """Return the attributes of poptorch's optimizers, which are expected when one replaces a torch optimizer."""
-    own = {
-        name
-        for kind in (Optimizer, *_our_classes())
-        for name in inspect.get_annotations(kind)
-        if name[0] != "_"
-    }
+    bases = {base for kind in _our_classes() for base in kind.__mro__ if issubclass(base, Optimizer)}
+    own = {name for base in bases for name in inspect.get_annotations(base) if name[0] != "_"}
     # Group keys of two of them, a bound that any optimizer may have, and a key that torch adds when it loads a state.
     return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
 
@@ -385,8 +382,14 @@ def _is_constant(optimizer: torch.optim.Optimizer, rule: Rule, name: str, value:
         return name not in marks or marks.isConstant(name)
     if name not in _VARIABLE_IN_TORCH or rule.torch_class is None:
         return name != "lr"
-    default = inspect.signature(rule.torch_class).parameters[name].default
+    default = _torch_default(rule.torch_class, name)
     return all(each == default for each in value)
+
+
+@functools.cache
+def _torch_default(torch_class: type[torch.optim.Optimizer], name: str) -> Any:
+    """Return the default of an argument of a torch optimizer."""
+    return inspect.signature(torch_class).parameters[name].default
 
 
 def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted) -> None:

@@ -80,15 +80,20 @@ class SGD(Optimizer, torch.optim.SGD):
                 group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
 
 
-class Adam(Optimizer, torch.optim.Adam):
+class _Moments(Optimizer):
+    """Base class of optimizers with two states whose dtypes can be chosen."""
+
+    first_order_momentum_accum_type: torch.dtype = torch.float32
+    second_order_momentum_accum_type: torch.dtype = torch.float32
+
+
+class Adam(_Moments, torch.optim.Adam):
     """Adam, with its weight decay as an L2 penalty in the gradient. Extra arguments as for `SGD`.
 
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
 
     _kind = "adam"
-    first_order_momentum_accum_type: torch.dtype = torch.float32
-    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -114,7 +119,7 @@ class Adam(Optimizer, torch.optim.Adam):
         self._construct(locals())
 
 
-class AdamW(Optimizer, torch.optim.AdamW):
+class AdamW(_Moments, torch.optim.AdamW):
     """Adam with decoupled weight decay. Extra arguments as for `Adam`.
 
     Args: bias_correction: False uses the moments as they are
@@ -122,8 +127,6 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     _kind = "adamw"
     bias_correction: bool = True
-    first_order_momentum_accum_type: torch.dtype = torch.float32
-    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(_Moments, torch.optim.RMSprop):
     """RMSprop, centered or not. Extra arguments as for `Adam`; gradients aren't clipped.
 
     Args: use_tf_variant: TensorFlow's: the square average starts at 1, eps is inside the root and the
@@ -163,8 +166,6 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
     _kind = "rmsprop"
     use_tf_variant: bool = False
-    first_order_momentum_accum_type: torch.dtype = torch.float32
-    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -201,8 +202,8 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
         return step_by_own_rule(self, closure)
 
 
-class LAMB(OwnRule):
-    """u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
+class LAMB(OwnRule, _Moments):
+    """Adam with steps scaled layer by layer: u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
 
     Args: bias_correction: False uses the moments as they are
           max_weight_norm: also a parameter group's key; None is 65500
@@ -212,8 +213,6 @@ class LAMB(OwnRule):
     _kind = "lamb"
     _defaults = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_weight_norm=MAX_WEIGHT_NORM)
     bias_correction: bool = True
-    first_order_momentum_accum_type: torch.dtype = torch.float32
-    second_order_momentum_accum_type: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -233,10 +232,11 @@ class LAMB(OwnRule):
 
 
 class LARS(OwnRule):
-    """λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), 1 where a norm is 0;  v ← μ·v + lr·λ·(g + β·w);  w ← w − v.
+    """SGD with steps scaled layer by layer: v ← μ·v + lr·λ·(g + β·w);  w ← w − v;  λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps).
 
-    Weights of fewer than two dimensions (biases, and the parameters of norms) have λ = 1 and β = 0. From You, Gitman
-    and Ginsburg, "Large Batch Training of Convolutional Networks", 2017. PopTorch has no such class.
+    λ is 1 where a norm is 0. Weights of fewer than two dimensions (biases, and the parameters of norms) have λ = 1 and
+    β = 0. From You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017. PopTorch has no such
+    class.
 
     Args: lr: mandatory, here or in every parameter group
           momentum, weight_decay, eta: μ, β and η
