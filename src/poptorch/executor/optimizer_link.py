@@ -15,12 +15,11 @@ from popengine.update.optimizer_rules import RULES
 from ..enums import MeanReductionStrategy
 from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, freeze_optimizer, kind_of, rates_of
+from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, kind_of
 from ..optim.optimizer_state import (
     TorchLink,
     check_states,
     engine_state,
-    loaded_rates,
     rate_entries,
     state_entries,
     states_of,
@@ -48,8 +47,6 @@ class OptimizerLink:
         self._torch_link: TorchLink | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
         self._told_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
-        self._seen_rates: Any = None  # the rates that were loaded into the optimizer last,
-        self._loaded_rates: list[dict[str, tuple[float, float]]] = []  # and what they change, from what
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
@@ -179,10 +176,9 @@ class OptimizerLink:
             factor = entries.get(_LOSS_FACTOR)
             engine.state.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
-        newest: Any = optimizer
-        loaded = getattr(newest, "_loaded_rates", None)
-        if loaded is not None and loaded is not self._seen_rates:
-            self._take_rates(freeze_optimizer(newest, self._model.parameter_names())[1])
+        if isinstance(optimizer, PoptorchOptimizer) and optimizer._has_loaded_rates:
+            names = self._model.parameter_names()
+            self._take_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
         """Raises RuntimeError, if "ipu_state" has states of other shapes than the parameters."""
@@ -195,29 +191,10 @@ class OptimizerLink:
     # ---- rates -------------------------------------------------------------------------------------------
 
     def _take_rates(self, hyper: settings.Hyper) -> None:
-        """Use these rates of the optimizer's, and in place of those that are as they were when a state was loaded the
-        ones of its "ipu_param"."""
+        """Use these rates of the optimizer from the next call on."""
         self._told_rates, self.hyper = _readable_rates(self.optimizer), hyper
-        loaded = getattr(self.optimizer, "_loaded_rates", None)
-        if loaded is None:
-            return
-        if loaded is not self._seen_rates:
-            entries, groups, scaling = self._seen_rates = loaded
-            then = rates_of(self.frozen.kind, groups, scaling)
-            theirs = loaded_rates(self.frozen, then, entries)
-            _warn_of_different_rates(entries, rate_entries(self.frozen, theirs))
-            self._loaded_rates = [
-                {name: (old[name], new[name]) for name in old if old[name] != new[name]}
-                for old, new in zip(_by_name(then), _by_name(theirs), strict=True)
-            ]
-        rates = _by_name(hyper)
-        for now, changes in zip(rates, self._loaded_rates, strict=False):
-            for name, (old, new) in list(changes.items()):
-                if now[name] == old:
-                    now[name] = new
-                else:
-                    del changes[name]  # the user has changed it since
-        self.hyper = settings.Hyper(tuple(rates[1:]), rates[0][_SCALING])
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._has_loaded_rates = False
 
     def check_unused(self) -> None:
         """Warn once of rates that were changed without `setOptimizer`. Raises Error for hooks of `step()`."""
@@ -225,7 +202,8 @@ class OptimizerLink:
             return
         check_hooks(self.optimizer)
         now = _readable_rates(self.optimizer)
-        if now != self._told_rates and not self._has_warned:
+        is_loaded = getattr(self.optimizer, "_has_loaded_rates", False)  # `upload` reads these
+        if now != self._told_rates and not self._has_warned and not is_loaded:
             self._has_warned = True
             changes = [
                 f"{name} is {value}, and was {before.get(name)}"
@@ -255,27 +233,6 @@ def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
         for g in optimizer.param_groups
     )
     return [{_SCALING: getattr(optimizer, _SCALING, 1.0)}, *groups]
-
-
-def _by_name(hyper: settings.Hyper) -> list[dict[str, float]]:
-    """The rates of the optimizer itself, and of each group."""
-    return [{_SCALING: hyper.loss_scaling}, *map(dict, hyper.groups)]
-
-
-def _warn_of_different_rates(loaded: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> None:
-    """Warn of entries of a loaded "ipu_param" that are not what its parameters will have."""
-    others = [
-        n
-        for n, value in loaded.items()
-        if n not in used or not torch.isclose(value.float(), used[n], rtol=1e-4)
-    ]
-    if others:
-        logger.warning(
-            "the loaded ipu_param has rates that are not used: %s\n"
-            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
-            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
-            ", ".join(others[:5]),
-        )
 
 
 def _lost() -> NoReturn:

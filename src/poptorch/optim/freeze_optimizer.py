@@ -286,12 +286,17 @@ class OptimizerGuard:
             group_count=len(hyper.groups),
             constants=_constants(optimizer, self._automatic_loss_scaling),
         )
+        is_loaded = getattr(
+            optimizer, "_has_loaded_rates", False
+        )  # rates of a checkpoint replace constants, too
         if compiled and self._accepted is not None:
             _check_compiled(optimizer, self._accepted, accepted)
+            if not is_loaded:
+                _check_constants(optimizer, self._accepted, accepted.label)
         elif self._accepted is None or self._accepted.label != accepted.label:
             self._attributes = _names(optimizer)
         self._report_unexpected(optimizer, accepted.label)
-        if not compiled or self._accepted is None:
+        if not compiled or self._accepted is None or is_loaded:
             self._accepted = accepted
         return frozen, hyper
 
@@ -425,11 +430,15 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
             + "".join(f"  {change}\n" for change in changes)
             + "  fix: call destroy() on the model first"
         )
+
+
+def _check_constants(optimizer: torch.optim.Optimizer, old: _Accepted, label: str) -> None:
+    """Raise Error if the optimizer has other values of constant attributes."""
     for name, was in old.constants.items():
         now = _value(optimizer, name) or was
         if now != was:
             raise Error(
-                f"modified constant attribute {name!r} of the {new.label} optimizer: it was {was}, "
+                f"modified constant attribute {name!r} of the {label} optimizer: it was {was}, "
                 f"now it is {now}, but the model is compiled with the first.\n"
                 f"  fix: give {name} to the constructor of the poptorch optimizer, or call "
                 f"optimizer.variable_attrs.markAsVariable({name!r}), before the model is compiled"

@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, refuse_other_rules, renamed, states_of
-
-# ("ipu_param"; the parameter groups when it was loaded, without parameters; the loss scaling at that time).
-LoadedRates = tuple[Mapping[str, Tensor], list[dict[str, Any]], float]
+from poptorch.optim.optimizer_state import check_states, load_rates, refuse_other_rules, renamed, states_of
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
@@ -84,8 +81,8 @@ class Optimizer:
     _pending_state: DeviceState | None = None
     # The same, if torch's part of the loaded dictionary has the state and "ipu_state" is None.
     _pending_torch_state: dict[Tensor, Any] | None = None
-    # Rates of the loaded "ipu_param", and the groups' rates at that time: rates that the user changes later win.
-    _loaded_rates: LoadedRates | None = None
+    # Whether the rates were changed by a loaded state since the executor last read them.
+    _has_loaded_rates = False
     # State read from the last executor before it released the optimizer, and its names of the parameters.
     _kept_state: DeviceState | None = None
     _kept_names: Mapping[int, str] = MappingProxyType({})  # id(parameter) -> canonical name
@@ -145,8 +142,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary with the state on the devices as "ipu_state", its rates as "ipu_param".
 
-        Both are None before compilation. The rates are in torch's part, too, for schedulers to find them after
-        `load_state_dict`.
+        Both are None before compilation. The rates are in torch's part, too.
         """
         ipu_state, ipu_param = self._device_state()
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
@@ -182,9 +178,9 @@ class Optimizer:
             self._state_check(ipu_state or {})
         super().load_state_dict(rest)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
-        own: Any = self
-        groups = [{name: group[name] for name in group if name != "params"} for group in own.param_groups]
-        self._loaded_rates = (dict(ipu_param), groups, self.loss_scaling) if ipu_param else None
+        if ipu_param:
+            load_rates(self._kind, self, ipu_param)
+            self._has_loaded_rates = True
         loaded: dict[Tensor, Any] = self.state  # type: ignore[attr-defined]
         self._pending_torch_state = dict(loaded) if ipu_state is None and loaded else None
 

@@ -13,6 +13,7 @@ torch's optimizers keep torch's own format, so a checkpoint can be loaded in pla
 
 import copy
 import functools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from popengine import settings
 from popengine.update.optimizer_rules import RULES, rule_of
 
 State = dict[str, Tensor]
+
+logger = logging.getLogger("poptorch::python")
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
 _SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
@@ -102,57 +105,80 @@ def _entry_name(rate: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
-    """Return the "ipu_param" of one snapshot: scalars by parameter.
+def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
+    """Return the rates of a group by their names in "ipu_param".
 
     SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
     and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
     """
-    scaling = hyper.loss_scaling
-    entries = {"lossScaling_FLOAT": torch.tensor(float(scaling))}
+    if "dampening" in rates and rates["momentum"] == 0:
+        step = rates["lr"] * (1 - rates["dampening"])
+        factor = 1 - step * rates["weight_decay"]
+        return {"scaledLearningRate0": step / scaling, "weightDecayScaleFactor0": factor}
+    return {_entry_name(name): rate for name, rate in rates.items() if name not in _NO_RATES}
+
+
+def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
+    """Return the "ipu_param" of one snapshot: scalars by parameter, in the order of the groups."""
+    entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in optimizer.group_of.items():
-        rates = hyper.groups[index]
-        if "dampening" in rates and rates["momentum"] == 0:
-            step = rates["lr"] * (1 - rates["dampening"])
-            values = {
-                "scaledLearningRate0": step / scaling,
-                "weightDecayScaleFactor0": 1 - step * rates["weight_decay"],
-            }
-        else:
-            values = {_entry_name(name): rate for name, rate in rates.items() if name not in _NO_RATES}
-        for name, value in values.items():
+        for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
             entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
     return entries
 
 
-def loaded_rates(
-    optimizer: settings.Optimizer, hyper: settings.Hyper, ipu_param: Mapping[str, Tensor]
-) -> settings.Hyper:
-    """Return the rates of an "ipu_param", and of `hyper` where "ipu_param" has none.
+def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
+    """Write the rates of an "ipu_param" into the parameter groups of an optimizer, and into its loss scaling.
 
-    If the parameters of one group differ, the group has the rates of its last parameter.
+    The entries' parameters are those of the groups, in this order. If the parameters of a group differ, the group gets
+    the rates of its last one, with a warning.
     """
     loaded = {key: float(value) for key, value in ipu_param.items()}
 
-    def newer(name: str, old: float, factor: float = 1.0) -> float:
-        """Return the loaded rate, or the old one if both are equal in float32, the type of the entries."""
-        value = loaded.get(name, old / factor) * factor
-        return old if math.isclose(value, old, rel_tol=1e-6) else value
+    def newer(key: str, old: Any, factor: float = 1.0) -> Any:
+        """Return the loaded value, or the old one if both are equal in float32, the type of the entries."""
+        value = loaded.get(key)
+        if value is None or (old is not None and math.isclose(value * factor, old, rel_tol=1e-6)):
+            return old
+        return value * factor
 
-    scaling = newer("lossScaling_FLOAT", hyper.loss_scaling)
-    groups = [dict(rates) for rates in hyper.groups]
-    for parameter, index in optimizer.group_of.items():
-        rates, suffix = groups[index], f"{_SPECIFIC}{parameter}"
-        for name in rates:
-            if name not in _NO_RATES:
-                rates[name] = newer(_entry_name(name) + suffix, hyper.groups[index][name])
-        undamped = 1 - rates.get("dampening", 1)
-        if f"scaledLearningRate0{suffix}" in loaded and undamped:
-            rates["lr"] = newer(f"scaledLearningRate0{suffix}", hyper.groups[index]["lr"], scaling / undamped)
-            step, factor = rates["lr"] * undamped, loaded.get(f"weightDecayScaleFactor0{suffix}", 1)
-            if step and not math.isclose(factor, 1 - step * rates["weight_decay"], abs_tol=1e-6):
-                rates["weight_decay"] = (1 - factor) / step
-    return settings.Hyper(tuple(groups), scaling)
+    optimizer.loss_scaling = scaling = newer("lossScaling_FLOAT", optimizer.loss_scaling)
+    names = dict.fromkeys(key.partition(_SPECIFIC)[2] for key in loaded if _SPECIFIC in key)
+    members = [group for group in optimizer.param_groups for _ in group["params"]]
+    used: dict[str, float] = {"lossScaling_FLOAT": scaling}
+    for name, group in zip(names, members, strict=False):
+        suffix = f"{_SPECIFIC}{name}"
+        for rate in RULES[kind].rates:
+            if rate == "betas":
+                group[rate] = tuple(newer(f"beta{n}{suffix}", old) for n, old in enumerate(group[rate], 1))
+            elif rate not in _NO_RATES:
+                group[rate] = newer(_entry_name(rate) + suffix, group[rate])
+        undamped, factor = 1 - group.get("dampening", 1), loaded.get(f"weightDecayScaleFactor0{suffix}")
+        if undamped:
+            group["lr"] = newer(f"scaledLearningRate0{suffix}", group["lr"], scaling / undamped)
+            step = group["lr"] * undamped
+            if (
+                factor is not None
+                and step
+                and not math.isclose(factor, 1 - step * group["weight_decay"], abs_tol=1e-6)
+            ):
+                group["weight_decay"] = (1 - factor) / step
+    for name, group in zip(names, members, strict=False):
+        rates = {
+            rate: group[rate] for rate in RULES[kind].rates if rate != "betas" and group[rate] is not None
+        }
+        rates |= {f"beta{n}": beta for n, beta in enumerate(group.get("betas", ()), 1)}
+        used |= {f"{n}{_SPECIFIC}{name}": value for n, value in _group_entries(rates, scaling).items()}
+    unused = [
+        n for n, value in loaded.items() if not math.isclose(value, used.get(n, math.nan), rel_tol=1e-4)
+    ]
+    if unused:
+        logger.warning(
+            "the loaded ipu_param has rates that are not used: %s\n"
+            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
+            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
+            ", ".join(unused[:5]),
+        )
 
 
 # torch's format ---------------------------------------------------------------------------------------
