@@ -123,7 +123,7 @@ _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 
 @contextlib.contextmanager
 def reporting(directory: str | None) -> Iterator[None]:
-    """A context in which new executors write profiles into the directory, or into the current one."""
+    """A context in which executors that compile write profiles into the directory, or into the current one."""
     before = os.environ.get(_VARIABLE)
     asked = {"autoReport.all": "true"}
     if directory is not None:

@@ -8,7 +8,7 @@ the step does on the host, after each call (`replaying.py`).
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -104,8 +104,9 @@ class StrategyPart:
             replace_until(self._undo, self._lightning_module, "optimizer_zero_grad", None)
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
-        with reporting(self.autoreport_dir) if self.autoreport else nullcontext():
-            self._make_executors(trainer, is_fit)
+        if self.autoreport:
+            self._undo.enter_context(reporting(self.autoreport_dir))  # executors read it when they compile
+        self._make_executors(trainer, is_fit)
 
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:
         stages = self.lightning.get("trainer.states.RunningStage")
