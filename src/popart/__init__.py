@@ -4,9 +4,7 @@
 ...                  int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized))
 """
 
-from __future__ import annotations
-
-import enum
+from enum import IntEnum
 from typing import NoReturn
 
 __all__ = [
@@ -19,53 +17,19 @@ __all__ = [
     "VirtualGraphMode",
 ]
 
-
-class AccumulateOuterFragmentSchedule(enum.IntEnum):
-    Scheduler = 0
-    Serial = 1
-    OverlapCycleOptimized = 2
-    OverlapMemoryOptimized = 3
-
-
-class BatchSerializationBatchSchedule(enum.IntEnum):
-    Scheduler = 0
-    Isomorphic = 1
-    OverlapOnIo = 2
-    OverlapOnCompute = 3
-
-
-class SyntheticDataMode(enum.IntEnum):
-    Off = 0
-    Zeros = 1
-    RandomNormal = 2
-    RandomUniform = 3
-
-
-class SubgraphCopyingStrategy(enum.IntEnum):
-    OnEnterAndExit = 0
-    JustInTime = 1
-
-
-class RecomputationType(enum.IntEnum):
-    None_ = 0
-    Standard = 1
-    NormOnly = 2
-    Pipeline = 3
-    RecomputeAll = 4
-
-
-class VirtualGraphMode(enum.IntEnum):
-    Off = 0
-    Manual = 1
-    Auto = 2
-    ExecutionPhases = 3
-
-
-class PatternsLevel(enum.IntEnum):
-    NoPatterns = 0
-    Minimal = 1
-    Default = 2
-    All = 3
+AccumulateOuterFragmentSchedule = IntEnum(
+    "AccumulateOuterFragmentSchedule",
+    "Scheduler Serial OverlapCycleOptimized OverlapMemoryOptimized",
+    start=0,
+)
+BatchSerializationBatchSchedule = IntEnum(
+    "BatchSerializationBatchSchedule", "Scheduler Isomorphic OverlapOnIo OverlapOnCompute", start=0
+)
+PatternsLevel = IntEnum("PatternsLevel", "NoPatterns Minimal Default All", start=0)
+RecomputationType = IntEnum("RecomputationType", "None_ Standard NormOnly Pipeline RecomputeAll", start=0)
+SubgraphCopyingStrategy = IntEnum("SubgraphCopyingStrategy", "OnEnterAndExit JustInTime", start=0)
+SyntheticDataMode = IntEnum("SyntheticDataMode", "Off Zeros RandomNormal RandomUniform", start=0)
+VirtualGraphMode = IntEnum("VirtualGraphMode", "Off Manual Auto ExecutionPhases", start=0)
 
 
 def __getattr__(name: str) -> NoReturn:
