@@ -47,7 +47,7 @@ def test_a_dataset_can_be_pickled_to_its_worker(strategy):
         registerCustomArgParser(Box, None)
 
 
-def test_a_dataset_that_can_not_be_pickled_says_what_to_do():
+def test_the_error_for_a_dataset_that_can_not_be_pickled_has_a_fix():
     class Local(Rows):
         pass
 

@@ -124,7 +124,7 @@ poptorch.DataLoader(poptorch.Options(), data, mode="Async", async_options=how)
 
 @pytest.mark.parametrize("rows", [4, 4000])  # more than a pipe holds: writing it to the worker fails
 @pytest.mark.parametrize("strategy", ["ForkServer", "SharedMemory"])
-def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path, strategy, rows):
+def test_the_error_for_a_script_without_a_main_guard_has_a_fix(tmp_path, strategy, rows):
     (tmp_path / "train.py").write_text(WITHOUT_A_GUARD.format(strategy=strategy, rows=rows))
     done = subprocess.run(
         [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=300, check=False

@@ -147,7 +147,7 @@ def test_a_batch_sampler_excludes_batch_size_and_shuffle(arguments):
         loader_of(Rows(6), batch_sampler=[[0]], **arguments)
 
 
-def test_an_iterable_dataset_has_a_length_only_if_it_says_so():
+def test_an_iterable_dataset_has_a_length_only_if_it_defines_one():
     assert len(loader_of(SizedStream(9), batch_size=2)) == 2
     assert len(loader_of(SizedStream(9), DataLoaderMode.AsyncRebatched, batch_size=2, drop_last=False)) == 3
     with pytest.raises(TypeError):
@@ -165,7 +165,7 @@ def test_more_workers_than_cores_are_capped_with_one_warning(caplog):
     assert len(caplog.records) == 1
 
 
-def test_workers_persist_unless_told_otherwise():
+def test_workers_persist_by_default():
     assert loader_of(Rows(4), num_workers=1).persistent_workers
     assert not loader_of(Rows(4)).persistent_workers
     assert not loader_of(Rows(4), num_workers=1, persistent_workers=False).persistent_workers
@@ -205,7 +205,7 @@ def test_a_broken_collate_function_is_reported_when_the_loader_starts():
         loader_of(Rows(4), DataLoaderMode.Async, collate_fn=broken)
 
 
-def test_a_loader_keeps_the_arguments_it_was_made_with_for_who_rebuilds_it():
+def test_a_loader_keeps_its_arguments_so_that_lightning_can_rebuild_it():
     # Lightning gave the combined size as batch_size to the loader it built, and missed the options.
     loader = DataLoader(options(3), Rows(12), batch_size=2, shuffle=True)
     arguments = vars(loader)["__pl_saved_kwargs"]
@@ -224,7 +224,7 @@ def test_modes_and_strategies_may_be_given_by_name(strategy):
 
 
 @pytest.mark.parametrize("dataset", [Rows(3), Stream(3)], ids=["rows", "stream"])
-def test_a_loader_without_a_single_batch_says_so_once(dataset, caplog):
+def test_a_loader_without_a_single_batch_warns_once(dataset, caplog):
     loader = loader_of(dataset, batch_size=2)
     for _ in range(2):
         assert list(loader) == []
@@ -235,7 +235,7 @@ def test_a_loader_without_a_single_batch_says_so_once(dataset, caplog):
         loader_of(dataset, DataLoaderMode.Async, batch_size=2)
 
 
-def test_a_loader_that_yields_says_nothing(caplog):
+def test_a_loader_that_yields_does_not_warn(caplog):
     loader = loader_of(Rows(4), batch_size=2)
     state = loader.state_dict()
     assert len(numbers(loader)) == 1

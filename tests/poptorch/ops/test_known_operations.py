@@ -169,7 +169,7 @@ def test_stochastic_quantisation_is_right_on_average_and_the_same_in_every_layou
     assert torch.equal(made(1), one)
 
 
-def test_what_is_computed_is_said_once(caplog):
+def test_a_known_operation_is_logged_once(caplog):
     known_operations._reported.clear()
     for _ in range(2):
         used("RemapCE", X)

@@ -10,7 +10,7 @@ from poptorch import MatMulSerializationMode as Mode
 X = torch.arange(12.0).reshape(4, 3)
 
 
-def test_a_dynamic_slice_starts_where_a_tensor_says():
+def test_a_dynamic_slice_starts_at_the_value_of_a_tensor():
     def forward(x, start):
         return poptorch.dynamic_slice(x, 0, start, 3, 2)
 

@@ -92,7 +92,7 @@ def test_its_state_and_rates_are_in_checkpoints_and_go_on_from_there(toy):
     assert torch.equal(resumed.layer.weight, expected.layer.weight)
 
 
-def test_messages_and_checks_know_it(toy):
+def test_messages_and_checks_cover_it(toy):
     model = Net()
     executor = poptorch.trainingModel(model, options(), toy(model.parameters(), lr=0.25))
     executor(batches()[0])

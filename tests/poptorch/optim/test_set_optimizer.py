@@ -114,7 +114,7 @@ def test_what_was_refused_leaves_the_guard_as_it_was():
     set_optimizer(SGD(MODEL.parameters(), lr=0.3))
 
 
-def test_unexpected_attributes_are_told_of_once(caplog):
+def test_unexpected_attributes_are_reported_once(caplog):
     optimizer = SGD(MODEL.parameters(), lr=0.1)
     set_optimizer = compiled_with(optimizer)
     vars(optimizer).update(mine=1, _step_count=1)
@@ -131,7 +131,7 @@ def test_unexpected_attributes_are_told_of_once(caplog):
     ]
 
 
-def test_an_attribute_named_step_is_told_of_too(caplog):
+def test_an_attribute_named_step_is_reported_too(caplog):
     optimizer = SGD(MODEL.parameters(), lr=0.1)
     set_optimizer = compiled_with(optimizer)
     optimizer.step = 0
@@ -140,7 +140,7 @@ def test_an_attribute_named_step_is_told_of_too(caplog):
     assert caplog.messages == ["Ignoring unexpected optimizer attribute in SGD2 optimizer: ['step']"]
 
 
-def test_loading_a_state_is_no_news(caplog):
+def test_loading_a_state_is_not_reported(caplog):
     optimizer = poptorch.optim.LAMB(MODEL.parameters())
     set_optimizer = compiled_with(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -210,7 +210,7 @@ def test_rates_that_change_without_set_optimizer_are_one_warning(caplog, change)
     assert "fix: call setOptimizer(optimizer)" in message
 
 
-def test_a_scheduler_with_set_optimizer_is_no_surprise(caplog):
+def test_a_scheduler_with_set_optimizer_is_no_warning(caplog):
     model, x, target = Trained(), *batch()
     optimizer = SGD(model.parameters(), lr=0.25)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -250,7 +250,7 @@ def test_a_negative_bound_of_gradients_is_refused(name):
         poptorch.trainingModel(model, options(), optimizer)
 
 
-def test_relaxed_checks_tell_in_debug(caplog):
+def test_relaxed_checks_report_in_debug_messages(caplog):
     optimizer = SGD(MODEL.parameters(), lr=0.1)
     set_optimizer = compiled_with(optimizer, relaxed=True)
     optimizer.param_groups[0]["x"] = 1
@@ -261,7 +261,7 @@ def test_relaxed_checks_tell_in_debug(caplog):
     ]
 
 
-def test_a_poptorch_optimizer_after_a_torch_one_is_no_surprise(caplog):
+def test_a_poptorch_optimizer_after_a_torch_one_is_no_warning(caplog):
     set_optimizer = compiled_with(torch.optim.SGD(MODEL.parameters(), lr=0.1))
     with caplog.at_level(logging.WARNING, "poptorch::python"):
         set_optimizer(SGD(MODEL.parameters(), lr=0.2))

@@ -10,7 +10,7 @@ def backend_of(options):
     return freeze(resolved(options, training=False), training=False, optimizer=None).backend
 
 
-def test_pieces_run_eagerly_unless_somebody_says_otherwise(monkeypatch):
+def test_pieces_run_eagerly_by_default(monkeypatch):
     monkeypatch.delenv("POPTORCH_BACKEND", raising=False)
     assert backend_of(poptorch.Options()) == "eager"
 

@@ -11,7 +11,7 @@ def device_of(options, training=False):
     return freeze(resolved(options, training=training), training=training, optimizer=None).device
 
 
-def test_ipus_are_threads_of_the_cpu_unless_somebody_says_otherwise(monkeypatch):
+def test_ipus_are_threads_of_the_cpu_by_default(monkeypatch):
     monkeypatch.delenv("POPTORCH_DEVICE", raising=False)
     assert device_of(poptorch.Options()) == "cpu"
 

@@ -197,7 +197,7 @@ def test_sub_options_are_read_only_and_always_the_same_object():
         ),
     ],
 )
-def test_a_misspelt_name_says_what_was_meant(use, kind, meant):
+def test_the_error_for_a_misspelt_name_suggests_the_right_one(use, kind, meant):
     with pytest.raises(kind, match=f"did you mean '{meant}"):
         use(Options())
 
@@ -213,6 +213,6 @@ def test_a_device_has_a_number_from_0():
         Options().useIpuId(-3)
 
 
-def test_a_docstring_says_what_is_recorded():
+def test_docstrings_name_what_is_recorded():
     assert Options.syncPattern.__doc__.startswith("Recorded: workers wait for the values they need")
     assert "ecorded" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out

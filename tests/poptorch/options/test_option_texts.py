@@ -17,7 +17,7 @@ def file_with(tmp_path):
     return write
 
 
-def test_a_file_says_the_same_as_the_calls_it_spells(file_with):
+def test_a_file_sets_the_same_as_the_calls_in_it(file_with):
     path = file_with(
         """
         # a comment

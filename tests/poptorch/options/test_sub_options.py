@@ -112,7 +112,7 @@ def place(options: Options) -> tuple[int, int]:
     return options.Distributed.processId, options.Distributed.numProcesses
 
 
-def test_the_process_is_what_mpi_says_until_told_otherwise(monkeypatch):
+def test_the_process_is_that_of_mpis_variables_unless_configured(monkeypatch):
     assert place(Options()) == (0, 1)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
