@@ -107,7 +107,9 @@ def test_the_page_of_options_is_made_of_their_docstrings():
 
 def test_the_page_of_optimizers_is_made_of_their_signatures():
     made = runpy.run_path(str(FOLDER.parent / "optimizers_reference.py"))["page"]()
-    assert (FOLDER / "optimizers.md").read_text() == made, "python docs/optimizers_reference.py > optimizers.md"
+    assert (FOLDER / "optimizers.md").read_text() == made, (
+        "python docs/optimizers_reference.py > optimizers.md"
+    )
 
 
 def test_the_environment_has_all_recorded_variables():

@@ -58,19 +58,9 @@ def ipu_print_tensor(
         raise KeyError(f"float_format must be one of {', '.join(_FORMATS)}; found {float_format!r}")
     if current() is None:
         return tensor
-    return torch.ops.poptorch.ipu_print_tensor(
-        tensor,
-        title,
-        print_gradient,
-        summarise_threshold,
-        edge_items,
-        max_line_width,
-        digits,
-        float_format,
-        separator,
-        open_bracket,
-        close_bracket,
-    )
+    size = (summarise_threshold, edge_items, max_line_width, digits)
+    style = (float_format, separator, open_bracket, close_bracket)
+    return torch.ops.poptorch.ipu_print_tensor(tensor, title, print_gradient, *size, *style)
 
 
 def _print(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: int | str) -> None:

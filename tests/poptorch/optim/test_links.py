@@ -337,6 +337,23 @@ def test_loaded_rates_of_ipu_param_are_used(kind, how, caplog):
     assert caplog.messages == []
 
 
+def test_loaded_rates_are_in_the_parameter_groups_and_replace_constant_attributes():
+    model, _ = made("adam")
+    optimizer = OURS["adam"](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    for name in ("layer.weight", "layer.bias"):
+        state["ipu_param"][f"learningRate___specific___{name}"] = torch.tensor(0.5)
+        state["ipu_param"][f"beta2___specific___{name}"] = torch.tensor(0.25)
+    optimizer.load_state_dict(state)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.9, 0.25), 1e-8)
+    executor(data(1)[0])
+    executor.setOptimizer(optimizer)  # betas were not given to the constructor, and are constant otherwise
+    with pytest.raises(poptorch.Error, match="modified constant attribute 'betas'"):
+        executor.setOptimizer(OURS["adam"](model.parameters()))
+
+
 def test_a_rate_that_is_set_between_load_and_set_optimizer_is_the_newer_one():
     model, _ = made("adam")
     optimizer = OURS["adam"](model.parameters())
