@@ -303,7 +303,7 @@ def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -
 
 
 def _capped(num_workers: int, dataset: Any) -> int:
-    """Return at most one worker a core. For an iterable dataset all: its elements depend on the number."""
+    """Return the number of workers, at most one a core; unchanged for an iterable dataset, which depends on it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_workers <= cores or isinstance(dataset, IterableDataset):
         return num_workers

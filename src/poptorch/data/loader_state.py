@@ -180,7 +180,7 @@ _LAYOUT = ("shares", "rows")
 
 
 def _layout(loader: Any) -> dict[str, Any]:
-    """Return the number of processes with a share and position of their own, and the rows of a call of all."""
+    """Return the number of processes that count batches separately, and the rows of one call of all processes."""
     return {"shares": loader._shares, "rows": loader._rows_of_a_call()}
 
 

@@ -296,7 +296,7 @@ def custom_op(
 
 
 class _HostFunction(torch.autograd.Function):
-    """A host call in forward, and one in backward."""
+    """Autograd function of a custom operation: a host call in forward, and one in backward."""
 
     @staticmethod
     def forward(

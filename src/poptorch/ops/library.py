@@ -50,7 +50,7 @@ def _fresh(first: Tensor, *settings: Any) -> Tensor:
 
 
 class _MarkFunction(torch.autograd.Function):
-    """A mark in forward, and the gradient of its definition in backward."""
+    """Autograd function of a mark: the identity in forward, its registered gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:

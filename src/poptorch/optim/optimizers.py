@@ -122,7 +122,7 @@ class Adam(_Moments, torch.optim.Adam):
 class AdamW(_Moments, torch.optim.AdamW):
     """Adam with decoupled weight decay. Extra arguments as for `Adam`.
 
-    Args: bias_correction: False uses the moments as they are
+    Args: bias_correction: False uses the moments without dividing them by 1 − β^step
     """
 
     _kind = "adamw"
@@ -151,7 +151,7 @@ class AdamW(_Moments, torch.optim.AdamW):
         self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """torch's step on the host; without bias correction by the rule that executors run."""
+        """Update the host's weights by torch's step; without bias correction, by the rule that executors run."""
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
@@ -205,8 +205,8 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
 class LAMB(OwnRule, _Moments):
     """Adam with steps scaled layer by layer: u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
 
-    Args: bias_correction: False uses the moments as they are
-          max_weight_norm: also a parameter group's key; None is 65500
+    Args: bias_correction: False uses the moments without dividing them by 1 − β^step
+          max_weight_norm: may also be a key of a parameter group; None is 65500
     Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. Extra arguments as for `Adam`.
     """
 
