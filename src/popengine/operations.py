@@ -98,5 +98,5 @@ def _pretend(value: Tensor, size: int) -> Tensor:
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """The values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
+    """Return the values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

@@ -65,7 +65,7 @@ def _stages(actions: Sequence[Action]) -> int:
 
 
 def _entry(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """The first actions of a micro-batch wait for the end of the micro-batch that is `in_flight` before it."""
+    """Return the bound by which a micro-batch begins after the end of the one that is `in_flight` before it."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
@@ -103,7 +103,7 @@ ORDERS: dict[str, tuple[Order, Order]] = {
 
 
 def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple[After, ...]]:
-    """What each action waits for in this order."""
+    """Return what each action waits for in this order."""
     bounds = (order.bound(row, actions, devices) for row in range(len(actions)))
     return [
         (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
@@ -141,7 +141,7 @@ def timeline(
 
 
 def length(actions: Sequence[Action], micro_batches: int, run: Callable[[int], float]) -> float:
-    """The length of a step, from `run(micro_batches)`; of a long step by the line through two shorter ones."""
+    """Return the length of a step, from `run(micro_batches)`; of a long step by the line through two shorter ones."""
     more = max(1, _stages(actions))
     some = 2 * more + 4  # enough to fill the pipeline
     if len(actions) * micro_batches <= _MOST or micro_batches <= some + more:
@@ -151,7 +151,7 @@ def length(actions: Sequence[Action], micro_batches: int, run: Callable[[int], f
 
 
 def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int = 0) -> str:
-    """A grid: a row for each ipu (or core), a column for each tick, if each action takes one.
+    """Return a grid: a row for each ipu (or core), a column for each tick, if each action takes one.
 
     F2 is the forward of micro-batch 2. Where a row has several stages, the stage comes before the dot: B1.2 is the
     backward of stage 1 on micro-batch 2. `..` is an idle tick.

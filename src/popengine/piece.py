@@ -43,7 +43,7 @@ class Line(NamedTuple):
     draw: int | None = None  # the place in the model of the random numbers that it draws
 
     def operands(self) -> Iterator[str]:
-        """The names of the values among the arguments, in their order."""
+        """Yield the names of the values among the arguments, in their order."""
         return _values_in((self.arguments, tuple(argument for _, argument in self.named)))
 
 

@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
 
 class Part(NamedTuple):
-    """An instruction of an ipu's program, whatever its micro-batch."""
+    """An instruction of an ipu's program, for all micro-batches."""
 
     ipu: int
     kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
@@ -208,7 +208,7 @@ class Profile:
     """A run of one executor, with what the plan says of it.
 
     `programs[ipu]` is a flat list: part, micro-batch, part, micro-batch ... `counts` are the batch factors;
-    `facts` whatever is one number or a few: see docs/profile-format.md.
+    `facts` hold single numbers and texts: see docs/profile-format.md.
     """
 
     name: str
@@ -262,7 +262,7 @@ class Profile:
                     )
 
     def to_json(self) -> str:
-        """The file's text: an object; tables as their columns and rows."""
+        """Return the file's text: an object; tables as their columns and rows."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -304,7 +304,7 @@ def load(path: Path) -> Profile:
 
 
 def parse(text: str) -> Profile:
-    """A profile from the text of its file. Raises: ProfileError, see `load`."""
+    """Return a profile from the text of its file. Raises: ProfileError, see `load`."""
     again = "\n  fix: run the program again with profiling on"
     try:
         data = json.loads(text)

@@ -15,7 +15,7 @@ Group = tuple[str, int]  # phase and stage
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """The actions of a step (one for each phase of each stage), and the rows of each, sums included."""
+    """Return the actions of a step (one for each phase of each stage), and the rows of each, sums included."""
     groups: dict[Group, list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:
@@ -52,7 +52,7 @@ class Program(NamedTuple):
 
 
 def programs(plan: Plan) -> dict[int, Program]:
-    """The program of each ipu, if each is a device of its own and every action takes one tick."""
+    """Return the program of each ipu, if each is a device of its own and every action takes one tick."""
     found, rows_of = actions(plan)
     apart, _ = ORDERS[plan.order]
     tasks, times = timeline(found, plan.micro_batches, apart)
@@ -74,7 +74,10 @@ def lanes(plan: Plan) -> Iterator[list[tuple[int, int]]]:
 
 
 def drawn(plan: Plan, cores: int = 0) -> tuple[str, str]:
-    """The name of a step's order, and a grid of it: on cores that share all ipus; or, without `cores`, as if each ipu
-    were a device of its own."""
+    """Return the name of a step's order, and a grid of it.
+
+    Args:
+        cores: that share all ipus; 0: each ipu is a device of its own
+    """
     order = ORDERS[plan.order][bool(cores)]
     return order.name, draw(actions(plan)[0], plan.micro_batches, order, cores)

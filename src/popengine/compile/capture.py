@@ -117,7 +117,7 @@ def capture(
 
 
 def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, Tensor]:
-    """The backward: the gradient of the model's one loss, for each parameter that has one."""
+    """Return the backward: the gradient of the model's one loss, for each parameter that has one."""
     recorder = state.recorder
     assert recorder is not None
     wanted = stand_ins.trained()
@@ -135,7 +135,7 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
         if gradient is not None:
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
-                " nobody would update it\n"
+                " no update would change it\n"
                 f"  forward uses it at {where}\n"
                 "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
                 " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
@@ -192,7 +192,7 @@ class LossFinder(TorchFunctionMode):
 def final_loss(
     losses: list[tuple[Tensor, str]], chosen: tuple[Tensor, str] | None, recorder: Recorder
 ) -> Tensor:
-    """The chosen loss, else the one marked loss that no later marked loss is computed from."""
+    """Return the chosen loss, else the one marked loss that no later marked loss is computed from."""
     if chosen is not None:
         return _scalar(*chosen)
     if not losses:

@@ -177,7 +177,7 @@ class Description:
         return found
 
     def _schedule(self) -> tuple[list[Tick], int]:
-        """The first actions in the order of their ticks, and how many ticks the step has."""
+        """Return the first actions in the order of their ticks, and how many ticks the step has."""
         found, _ = actions(self.plan)
         order, _ = ORDERS[self.plan.order]
         micro_batches = self.plan.micro_batches
@@ -208,7 +208,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _result(node: fx.Node) -> Any:
-    """What an operation gives. Of several results the graph keeps only those that are used, each under its own name."""
+    """Return the result of an operation. Of several results the graph keeps those that are used, each under a name."""
     parts = {n.args[1]: n.meta.get("val") for n in node.users if n.target is operator.getitem}
     return [parts.get(i) for i in range(max(parts) + 1)] if parts else node.meta.get("val")  # type: ignore[arg-type, operator]
 

@@ -126,7 +126,7 @@ def _outside(nodes: list[fx.Node]) -> dict[str, None]:
 def _handed_through(
     graph: Graph, kept: set[str], home: dict[str, int], made: dict[str, Where]
 ) -> dict[str, Where]:
-    """Who hands on what nobody computes: results that are inputs or weights, and buffers as they were before."""
+    """Return the piece that hands on each value that no node computes: inputs or weights as results, old buffers."""
     # A buffer's value as of a micro-batch comes from the forward that replaces it.
     found: dict[str, Where] = {slot.name: ("F", home[slot.name]) for slot in graph.slots if slot.name in kept}
     state = {slot.name for slot in graph.slots}

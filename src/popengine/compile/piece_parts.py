@@ -25,7 +25,7 @@ _CLOSE = 4  # lines
 
 
 def cut(partition: Partition, settings: Settings) -> Partition:
-    """The same partition with its pieces cut into parts."""
+    """Return the same partition with its pieces cut into parts."""
     is_eager = settings.backend == "eager" or settings.finite_checks
     changed = changed_buffers(partition.signature)
     several = settings.training and settings.counts.accumulation > 1
@@ -44,13 +44,13 @@ def cut(partition: Partition, settings: Settings) -> Partition:
 
 
 def changed_buffers(signature: Signature) -> frozenset[str]:
-    """The slots of buffers that the forward changes."""
+    """Return the slots of buffers that the forward changes."""
     keys = {result.key for result in signature.results if result.kind == "buffer"}
     return frozenset(slot.name for slot in signature.slots if slot.role == "buffer" and slot.key in keys)
 
 
 def _renamed(piece: Piece, taken: set[str]) -> Piece:
-    """A backward with other names for its recomputed values: its parts hand them on beside the forward's."""
+    """Return a backward with other names for its recomputed values: its parts hand them on beside the forward's."""
     names = {line.name: f"{line.name}_again" for line in piece.lines if line.name in taken}
     if not names:
         return piece
@@ -75,7 +75,7 @@ def _renamed(piece: Piece, taken: set[str]) -> Piece:
 
 
 def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
-    """Bytes of each gradient's sum, where processes exchange them."""
+    """Return the bytes of each gradient's sum, where processes exchange them."""
     if not settings.training or settings.counts.instances == 1 or settings.optimizer is None:
         return {}
     return {
@@ -92,7 +92,7 @@ def _around_gathers(piece: Piece) -> Iterator[int]:
 
 
 def _before_buffers(piece: Piece, changed: frozenset[str]) -> Iterator[int]:
-    """The first line that reads each changed buffer; one for buffers that are read close together."""
+    """Yield the first line that reads each changed buffer; one for buffers that are read close together."""
     seen: set[str] = set()
     latest = -_CLOSE
     for place, line in enumerate(piece.lines):
@@ -113,7 +113,7 @@ def _after_buckets(piece: Piece, sizes: dict[str, int]) -> Iterator[int]:
 
 
 def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
-    """The parts between these lines; what a piece hands on unchanged belongs to the first that reads it."""
+    """Yield the parts between these lines; what a piece hands on unchanged belongs to the first that reads it."""
     if not places:
         yield piece
         return
@@ -137,7 +137,7 @@ def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iter
 
 
 def _dying(lines: Sequence[Line], writes: Sequence[str]) -> Iterator[Line]:
-    """The lines, each with the values that nothing in the part needs afterwards."""
+    """Yield the lines, each with the values that nothing in the part needs afterwards."""
     last = {name: place for place, line in enumerate(lines) for name in (line.name, *line.operands())}
     for place, line in enumerate(lines):
         names = dict.fromkeys((line.name, *line.operands()))

@@ -26,7 +26,7 @@ from .piece_parts import changed_buffers
 
 
 def tasks(partition: Partition, settings: Settings) -> Plan:
-    """The plan: the rows of a step in the order of the data, and the state that each ipu reads."""
+    """Return the plan: the rows of a step in the order of the data, and the state that each ipu reads."""
     counts = settings.counts
     writer = _TableWriter(partition, settings)
     flow = writer.flow
@@ -76,7 +76,7 @@ class _Flow:
                 self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
     def sources(self, piece: Piece) -> Iterator[str]:
-        """What a piece reads, with the weights that its prepared values are made of."""
+        """Yield what a piece reads, with the weights that its prepared values are made of."""
         prepared = self.partition.prepared
         return (source for n in piece.reads for source in (n, *(prepared[n].reads if n in prepared else ())))
 
@@ -84,11 +84,11 @@ class _Flow:
         return self.partition.ipus[self.pieces[piece].stage]
 
     def flows(self, name: str, piece: int) -> bool:
-        """Whether a read belongs to the micro-batch, and not to the state."""
+        """Return whether a read belongs to the micro-batch, and not to the state."""
         return name in self.inputs or self.maker.get(name, piece) != piece
 
     def state(self, ipu: int) -> tuple[str, ...]:
-        """The slots of the trained weights that live on the ipu, and of all that its pieces read and no update
+        """Return the slots of the trained weights that live on the ipu, and of all that its pieces read and no update
         changes."""
         names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
         for i, piece in enumerate(self.pieces):
@@ -210,12 +210,12 @@ class _TableWriter:
             )
 
     def _group(self, piece: int) -> int:
-        """The replicas that have to be done with a gathering piece, before another one reads what it gathered."""
+        """Return the replicas whose gathering must be done before a piece reads the gathered values."""
         lines = self.flow.pieces[piece].lines
         return lines[0].arguments[1] if len(lines) == 1 and lines[0].call == GATHER else 1
 
     def _sums(self, piece: Piece) -> tuple[list[Instruction], list[str]]:
-        """What is added up of a piece, micro-batch after micro-batch; and the names of it."""
+        """Return the instructions that add up values of a piece over micro-batches, and the names of these values."""
         found: list[Instruction] = []
         results = [r for r in self.gradients if r.name in piece.writes]
         if results:
@@ -228,7 +228,7 @@ class _TableWriter:
     def _around(
         self, index: int, piece: Piece, has_sums: bool
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """What a piece's computation comes with, and what follows its sums."""
+        """Return the instructions of a piece, and those that follow its sums."""
         flow, ipu = self.flow, self.flow.ipu(index)
         before: list[Instruction] = []
         for maker in flow.receives[index]:
@@ -363,5 +363,5 @@ def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> Ins
 
 
 def has_side_effects(piece: Piece) -> bool:
-    """Whether the piece prints or calls the host, so that the order of its runs can be observed."""
+    """Return whether the piece prints or calls the host, so that the order of its runs can be observed."""
     return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

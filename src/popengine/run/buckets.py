@@ -33,7 +33,7 @@ class Bucket:
 
 
 def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
-    """The buckets of a piece's gradients. Puts the gradient sums of `state` into their memory."""
+    """Return the buckets of a piece's gradients. Puts the gradient sums of `state` into their memory."""
     made, settings = plan.partition.pieces[piece], state.settings
     lines = {line.name: place for place, line in enumerate(made.lines)}
     results = [r for r in plan.partition.signature.results if r.kind == "gradient" and r.name in made.writes]

@@ -137,7 +137,7 @@ class Results:
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
     def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Take one micro-batch's value of a result."""
+        """Copy one micro-batch's value of a result."""
         if position in self._written:
             group = self._counts.group_of(replica)
             self._written[position][iteration, accumulation, group].copy_(value)
@@ -145,15 +145,15 @@ class Results:
             self._rows[position].put(iteration, accumulation, replica, value)
 
     def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
-        """Take a weight's value that somebody asked for."""
+        """Copy a weight's value to an anchor's rows."""
         self._anchors[anchor].put(iteration, 0, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
-        """What an anchor has kept, joined as outputs are."""
+        """Return what an anchor has kept, joined as outputs are."""
         return (self._anchors[anchor] if anchor.is_weight else self._rows[int(anchor.key)]).joined
 
     def outputs(self) -> list[Tensor]:
-        """The outputs in the forward's order, then those made for anchors."""
+        """Return the outputs in the forward's order, then those made for anchors."""
         return [rows.joined for rows in self._rows.values()]
 
     def arrivals(self) -> list[tuple[list[float], list[float]]]:
@@ -161,7 +161,7 @@ class Results:
         return [(rows.started, rows.finished) for rows in self._rows.values()]
 
     def inputs(self) -> dict[int, Tensor]:
-        """The new values of inputs that the forward wrote into, by position of the result."""
+        """Return the new values of inputs that the forward wrote into, by position of the result."""
         return {position: rows.flatten(0, 3).cpu() for position, rows in self._written.items()}
 
 

@@ -100,7 +100,7 @@ BYTES = 64
 
 
 def aligned(batch: Tensor) -> Tensor:
-    """The same values, [iterations, accumulation, groups, ...], each of whose slices begins at a multiple of 64 bytes.
+    """Return the same values, [iterations, accumulation, groups, ...], with slices that begin at multiples of 64 bytes.
 
     The batch itself where that is so; else one copy, with room between the slices."""
     size, first = batch.element_size(), batch.shape[:3]
@@ -117,5 +117,5 @@ def aligned(batch: Tensor) -> Tensor:
 
 
 def begins_well(value: Tensor) -> Tensor:
-    """The tensor itself, or a copy that begins at a multiple of 64 bytes."""
+    """Return the tensor itself, or a copy that begins at a multiple of 64 bytes."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

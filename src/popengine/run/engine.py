@@ -162,7 +162,7 @@ class Engine:
         ]
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
-        """What has to be equal in all processes before a call."""
+        """Return what has to be equal in all processes before a call."""
         assert hyper is not None
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),

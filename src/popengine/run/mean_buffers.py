@@ -17,7 +17,7 @@ _WHAT = "the mean of running statistics"
 def mean_over_replicas(
     values: Sequence[Mapping[str, Tensor]], counts: Counts, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """The mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
+    """Return the mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
 
     Args:
         values: of each replica of this instance

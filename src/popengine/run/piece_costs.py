@@ -79,7 +79,7 @@ class Sample:
 def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
-    """Seconds of each piece, in one thread: of each the fastest of `rounds`."""
+    """Return the seconds of each piece, in one thread: of each the fastest of `rounds`."""
 
     def best() -> list[float]:
         sample = Sample(partition, weights, inputs)
@@ -91,7 +91,7 @@ def measure(
 def speedups(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
 ) -> Factor:
-    """How many times as fast the second is, in alternating rounds.
+    """Return how many times as fast the second is, in alternating rounds.
 
     Args:
         first, second: do their work so often, and return the seconds

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is drawn, and not on who draws it.
+"""Random numbers that depend on the place in the model and the micro-batch, and not on the ipu or thread.
 
 Each draw has a generator of its own, seeded from (seed, step, micro-batch, replica, place in the model). So
 every layout of stages draws the same numbers, and recomputing a draw gives the same again.
@@ -17,7 +17,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit number out of several, by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return one 64-bit number out of several, by splitmix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
@@ -44,7 +44,7 @@ _LIKE: dict[Any, Callable[..., Any]] = {
 
 
 def generator(device: torch.device, key: int, place: int) -> torch.Generator:
-    """The generator of one draw."""
+    """Return the generator of one draw."""
     return torch.Generator(device).manual_seed(mix(key, place))
 
 

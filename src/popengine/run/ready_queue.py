@@ -109,7 +109,7 @@ class StepTasks:
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
     def _bounded(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """What each row waits for, with the bound on the micro-batches under way."""
+        """Return what each row waits for, with the bound on the micro-batches under way."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
         apart, shared = ORDERS[plan.order]
@@ -127,7 +127,7 @@ class StepTasks:
         return found
 
     def _needs(self, after: After, task: BoundTask) -> list[tuple[int, int, int]]:
-        """The tasks of one row that a task waits for."""
+        """Return the tasks of one row that a task waits for."""
         row, replicas = self._plan.tasks[after.row], [task.replica]
         if row.once:
             replicas = [0]
@@ -211,7 +211,7 @@ class ReadyQueue:
                 thread.join(_PATIENCE)
 
     def _serve(self) -> None:
-        """Core 0: leads each call."""
+        """Run each call, as core 0."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
                 call.put(None)
@@ -247,7 +247,7 @@ class ReadyQueue:
             del self._call
 
     def _table(self, call: EngineCall) -> StepTasks:
-        """The tasks of this step. A recorder sees each ipu as a device of its own."""
+        """Return the tasks of this step. A recorder sees each ipu as a device of its own."""
         is_recorded = self._recorder is not None
         looks = call.hyper is not None and self._rows.updates.looks_at_gradients
         if (is_recorded, looks) not in self._tables:
@@ -345,8 +345,7 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _judge(self, seconds: float) -> None:
-        """Look at the first tasks, which one core does, to see whether they are worth more. (This decides who computes,
-        and never what.)"""
+        """Measure the first tasks, on one core, to decide whether several cores share them. It changes no result."""
         self._judged += 1
         if self._judged > _JUDGED:
             self._spent += seconds

@@ -347,7 +347,7 @@ class _Ticks(threading.local):
 
 
 def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
-    """The same pieces, reading the clock before their first line and after each."""
+    """Return the same pieces, reading the clock before their first line and after each."""
     return [
         build(piece, after=dict.fromkeys(range(-1, len(piece.lines)), "; tick()"), tick=ticks.note)
         for piece in pieces

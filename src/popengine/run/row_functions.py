@@ -64,20 +64,18 @@ class RowFunctions:
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """The function of a row for a replica; None: there is nothing to do."""
-        task = self.plan.tasks[row]
-        if task.kind in ("forward", "backward"):
+        """Return the function of a row for a replica; None: there is nothing to do."""
+        kind = self.plan.tasks[row].kind
+        if kind in ("forward", "backward"):
             return self._computing(row, replica)
-        if task.kind == "gather":
+        if kind == "gather":
             return self._gathering(row, replica)
-        if task.kind == "sum":
+        if kind == "sum":
             return self._summing(row, replica)
-        if task.kind == "end":
-            return self._ending()
-        return self.updates.bind(row)
+        return self._end_updates if kind == "end" else self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
-        """Whether a row sends to other processes."""
+        """Return whether a row sends to other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gathers > self.settings.counts.replicas
@@ -86,7 +84,7 @@ class RowFunctions:
     # ---- a call --------------------------------------------------------------------------------------------
 
     def begin(self, call: EngineCall) -> None:
-        """A call starts."""
+        """Prepare for the rows of a call."""
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
@@ -110,7 +108,7 @@ class RowFunctions:
             self._group.abort(f"failed at {self.call.name}: {error}")
 
     def end(self) -> None:
-        """The call is over, or has failed: forget the values of its micro-batches."""
+        """Forget the values of all micro-batches, after a call or its failure."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
             prepared.forget()
@@ -127,15 +125,12 @@ class RowFunctions:
                     for iteration in steps:
                         self.call.results.put_weight(anchor, iteration, replica, value)
 
-    def _ending(self) -> Work:
-        def end(_: int) -> None:
-            self.updates.end()
-            self._anchor("updated")  # before the next step begins
-
-        return end
+    def _end_updates(self, _: int) -> None:
+        self.updates.end()
+        self._anchor("updated")  # before the next step begins
 
     def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
-        """A replica's rows of an input, in the host's memory: [micro-batch, ...]."""
+        """Return a replica's rows of an input, in the host's memory: [micro-batch, ...]."""
         iteration, accumulation = self._iteration(micro_batch)
         return self.call.inputs[key][iteration, accumulation, self.settings.counts.group_of(replica)]
 
@@ -207,7 +202,7 @@ class RowFunctions:
         return [(name, key) for name, key in _pairs(self.plan.tasks[row], "load") if name not in earlier]
 
     def _flowing(self, row: int) -> set[str]:
-        """The values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
+        """Return the values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
         piece = self.plan.tasks[row].piece
         slots = {slot.name: slot.role for slot in self.plan.partition.signature.slots}
         changed = self.state.new_buffers[0]
@@ -317,14 +312,14 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)
 
 
 def _kind(name: str, flowing: set[str], changed: Iterable[str], prepared: Mapping[str, ir.Piece]) -> int:
-    """Where a piece reads a value: in the frame, the state, the step's buffers, or made of weights once a step."""
+    """Return where a piece reads a value: in the frame, the state, the step's buffers, or the prepared values."""
     if name in flowing:
         return _FRAME
     return _PREPARED if name in prepared else _BUFFER if name in changed else _STATE
 
 
 def _left(call: EngineCall) -> str:
-    """What an error or an interrupt leaves of a call."""
+    """Return what an error or an interrupt leaves of a call."""
     if call.hyper is None or not call.done:
         return "the weights are as they were before the call"
     done = f"{call.done} of the {call.steps} weight updates of this call were done"
@@ -345,7 +340,7 @@ def _has_form(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _is_alone(frame: Mapping[str, Tensor], name: str, gradient: Tensor) -> bool:
-    """Whether no other name refers to this tensor, and no other tensor to its memory."""
+    """Return whether no other name refers to this tensor, and no other tensor to its memory."""
     return _names(gradient) == _ONE_NAME and _owners(gradient) == _ONE_OWNER
 
 
@@ -388,7 +383,7 @@ class Prepared:
         self._lock = threading.Lock()
 
     def take(self, piece: int) -> dict[str, Tensor]:
-        """The prepared values that a piece reads, for one micro-batch."""
+        """Return the prepared values that a piece reads, for one micro-batch."""
         names = self._names[piece]
         if not names:
             return {}

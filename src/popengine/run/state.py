@@ -131,7 +131,7 @@ class State:
         ]
 
     def _owners(self) -> dict[str, int]:
-        """Each parameter goes to the process with the fewest elements so far."""
+        """Return the owner of each parameter: the process with the fewest elements so far."""
         counts, least = self.settings.counts, self.settings.shard_optimizer
         optimizer = self.settings.optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -178,7 +178,7 @@ class State:
         return self.values[unit.replica][self.slot_of[unit.key]]
 
     def is_kept_here(self, key: str) -> bool:
-        """Whether this process keeps the optimizer state of a parameter."""
+        """Return whether this process keeps the optimizer state of a parameter."""
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
@@ -282,7 +282,7 @@ class State:
         return dict.fromkeys([*(n for names in self.plan.state.values() for n in names), *self._ipus])
 
     def read_buffers(self) -> list[dict[str, Tensor]]:
-        """Copies of each replica's buffers, by canonical name."""
+        """Return copies of each replica's buffers, by canonical name."""
         buffers = [name for name in self._ipus if self._slots[name].role == "buffer"]
         return [
             {self._slots[name].key: self._fetch(values[name]).clone() for name in buffers}
@@ -294,7 +294,7 @@ class State:
             return value.cpu()
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
-        """Copies of the optimizer's state by parameter, one row a group where there are groups of replicas.
+        """Return copies of the optimizer's state by parameter, one row a group where there are groups of replicas.
 
         Where processes share the state out, what this one keeps."""
         with self.still:
@@ -347,11 +347,11 @@ class State:
         return key in self.settings.replica_groups
 
     def _rows(self, key: str) -> tuple[int, ...]:
-        """The replicas whose values the host receives."""
+        """Return the replicas whose values the host receives."""
         return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
-        """A replica's share of a host value."""
+        """Return a replica's share of a host value."""
         if not self._is_grouped(key):
             return value
         return value[self.settings.replica_groups[key].row_for(replica, len(value))]
@@ -359,7 +359,7 @@ class State:
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
-        """Bytes that an ipu of a replica keeps from step to step, as if it had memory of its own."""
+        """Return the bytes that an ipu of a replica keeps from step to step, as if it had memory of its own."""
         optimizer = self.settings.optimizer
         sizes = {"parameter": 0, "other": 0}
         gradients = states = 0
@@ -403,7 +403,7 @@ class SharedState:
             self._group.keep_until_barrier(self)
 
     def read(self) -> States:
-        """The parts of all instances, in the order of the parameters."""
+        """Return the parts of all instances, in the order of the parameters."""
         parts: list[Any] = [
             torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
             for part in self._group.read_parts(self._name)

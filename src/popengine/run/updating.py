@@ -9,7 +9,7 @@
     end        the step is finished
 
 All sums are in a fixed order, so that every layout and every run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs into `_looked_at` (of a whole gradient) or `_prepare` (element by
+averaging of gradients and their clipping belongs into `_look_at` (of a whole gradient) or `_prepare` (element by
 element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its place in the model;
 stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another draw takes the key
 (seed, step) and numbers from `len(slots)` on.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import ir
-from ..settings import Hyper, Settings
+from ..settings import Hyper, Optimizer, Settings
 from ..update.chunks import Part, Spans
 from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
 from ..update.group_update import UpdateStep
@@ -71,8 +71,7 @@ class Updates:
 
     def _lay_out(self, ipu: int) -> None:
         """Divide the parameters of an ipu into chunks: what depends on shapes alone, before the first step."""
-        optimizer = self.settings.optimizer
-        assert optimizer is not None
+        optimizer = self._optimizer
         units = [unit for unit in self.state.units if unit in self.state.optimizer and unit.ipu == ipu]
         groups = self._groups[ipu] = {}
         for unit in units:
@@ -85,32 +84,32 @@ class Updates:
             ).chunks
         ]
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        assert self.settings.optimizer is not None
+        return self.settings.optimizer
+
     def bind(self, row: int) -> Work | None:
-        """The function of a row; None: there is nothing to do."""
+        """Return the function of a row; None: there is nothing to do."""
         task = self.plan.tasks[row]
-        if task.kind == "exchange":
-            return partial(self._exchange, row)
-        if task.kind == "norm":
-            return lambda index: self._looked_at(self.state.units[index])
-        if task.kind == "begin":
-            return lambda _: self._begin()
-        if task.kind == "measure":
-            return partial(self._measure, task.ipu)
-        if task.kind == "trust":
-            return lambda _: self._trust()
-        if task.kind == "update":
-            return partial(self._update, task.ipu)
-        if task.kind == "share":
-            return lambda _: self._share()
-        return None
+        functions: dict[ir.TaskKind, Work] = {
+            "exchange": partial(self._exchange, row),
+            "norm": self._look_at,
+            "begin": self._begin,
+            "measure": partial(self._measure, task.ipu),
+            "trust": self._trust,
+            "update": partial(self._update, task.ipu),
+            "share": self._share,
+        }
+        return functions.get(task.kind)
 
     def communicates(self, row: int) -> bool:
-        """Whether a row sends to other processes."""
+        """Return whether a row sends to other processes."""
         kind = self.plan.tasks[row].kind
         return kind in ("exchange", "share") or (kind == "begin" and self._group is not None)
 
     def size(self, row: int) -> int:
-        """How many indices a row has."""
+        """Return how many indices a row has."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
             return len(self.state.units) if self.looks_at_gradients else 0
@@ -121,13 +120,8 @@ class Updates:
     @property
     def looks_at_gradients(self) -> bool:
         """Whether something has to be known of all gradients before the first update."""
-        optimizer = self.settings.optimizer
-        assert optimizer is not None
-        return (
-            self.settings.automatic_loss_scaling
-            or optimizer.max_grad_norm != float("inf")
-            or self._may_overflow
-        )
+        has_norm = self._optimizer.max_grad_norm != float("inf")
+        return self.settings.automatic_loss_scaling or has_norm or self._may_overflow
 
     @property
     def _hyper(self) -> Hyper:
@@ -175,7 +169,7 @@ class Updates:
             average(list(sums), self.settings.counts.global_replicas)
 
     def _way(self, members: tuple[int, ...]) -> AllReduce:
-        """The way to the same replicas of other processes."""
+        """Return the way to the same replicas of other processes."""
         assert self._group is not None
         if members not in self._ways:
             self._ways[members] = AllReduce(self._group, FIRST_TAG + 2 * members[0], len(members))
@@ -197,10 +191,9 @@ class Updates:
     def _divide(self, parts: Sequence[Part]) -> None:
         average([part.gradient for part in parts], self._divisor())
 
-    def _looked_at(self, unit: Unit) -> None:
-        """Look at one parameter's gradient."""
-        optimizer = self.settings.optimizer
-        assert optimizer is not None
+    def _look_at(self, index: int) -> None:
+        """Compute the norm of a parameter's gradient, and whether it is finite, as far as they are needed."""
+        optimizer, unit = self._optimizer, self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
         part = self._part(unit, self.state.sums[unit.replica][unit.key], self._others(unit))
@@ -214,17 +207,16 @@ class Updates:
             (self._norms[unit],) = norms([part.gradient])
 
     def _others(self, unit: Unit) -> tuple[Tensor, ...]:
-        """The sums of other replicas that have the same parameter. (An exchange has added them up already.)"""
+        """Return the sums of other replicas that have the same parameter. (An exchange has added them up already.)"""
         if self._group is not None:
             return ()
         return tuple(self.state.sums[replica][unit.key] for replica in self._members(unit)[1:])
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Decide what all updates need. Large memory is made before the step is committed."""
-        optimizer, hyper = self.settings.optimizer, self._hyper
-        assert optimizer is not None
+    def _begin(self, _: int) -> None:
+        """Compute what all updates need, make large memory, and commit the step: from here on it goes to its end."""
+        optimizer, hyper = self._optimizer, self._hyper
         if optimizer.max_grad_norm != float("inf"):
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if self.settings.automatic_loss_scaling and not self._adapt_scale():
@@ -257,8 +249,7 @@ class Updates:
 
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Reduce, divide and clip the gradients of some parts, element by element. Returns: the parts."""
-        optimizer = self.settings.optimizer
-        assert optimizer is not None
+        optimizer = self._optimizer
         if not self.looks_at_gradients:
             self._reduce(parts)
             self._divide(parts)
@@ -270,8 +261,8 @@ class Updates:
         return parts
 
     def _total_norm(self) -> Tensor:
-        """The norm of all gradients from the norm of each, as torch.nn.utils.get_total_norm: the norm of the norms,
-        stacked in the order of the model's parameters, whichever ipus they are on."""
+        """Return the norm of all gradients, as torch.nn.utils.get_total_norm: the norm of all norms, stacked in the
+        order of the model's parameters."""
         found = dict(self._norms)
         if self.state.owner:
             shared = [unit for unit in self.state.units if unit.key in self.state.owner]
@@ -283,8 +274,7 @@ class Updates:
         return torch.linalg.vector_norm(torch.stack([found[unit] for unit in ordered]))
 
     def _sum_type(self, unit: Unit) -> torch.dtype:
-        assert self.settings.optimizer is not None
-        return self.settings.optimizer.type_for(self.state.weight(unit).dtype)
+        return self._optimizer.type_for(self.state.weight(unit).dtype)
 
     def _everywhere(self, values: list[Tensor], owners: Sequence[int]) -> None:
         """Give each value that of the process that owns it, in all processes."""
@@ -324,7 +314,7 @@ class Updates:
         for spans in chunks if not self._is_left_out else ():
             step.measure(spans, self._prepare(step.views(spans)))
 
-    def _trust(self) -> None:
+    def _trust(self, _: int) -> None:
         for step in self._steps.values() if not self._is_left_out else ():
             step.trust()
 
@@ -335,7 +325,7 @@ class Updates:
             views = step.views(spans)
             step.apply(spans, views if step.layers is not None else self._prepare(views))
 
-    def _share(self) -> None:
+    def _share(self, _: int) -> None:
         """Give all processes the weights that their owners have updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         if not self._is_left_out:
@@ -344,7 +334,7 @@ class Updates:
             )
 
     def end(self) -> None:
-        """The step is finished."""
+        """Finish the step: its buffers are the buffers, and the weights may be read again."""
         self.state.end_step()
         self.forget()
         self.is_writing = False

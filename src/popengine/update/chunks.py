@@ -1,6 +1,6 @@
 """Chunks: what an update does is cut into pieces that stay in a cache from one operation to the next.
 
-A parameter is cut at multiples of CHUNK elements from its own beginning, whatever else is updated: so the order of
+A parameter is cut at multiples of CHUNK elements from its own beginning: so the order of
 the sums within norms, and with it their bits, depends on the parameter alone. Small neighbours share a chunk.
 """
 
@@ -50,7 +50,7 @@ class Part:
         )
 
     def elements(self, start: int, stop: int) -> Part:
-        """Views of some elements, in the order of the memory."""
+        """Return views of some elements, in the order of the memory."""
         return replace(
             self,
             parameter=_view(self.parameter, start, stop),
@@ -77,7 +77,7 @@ Spans = list[
 
 
 def chunks(parts: Sequence[Part]) -> list[list[Spans]]:
-    """What to do, as lists of chunks: lists in any order or at the same time, the chunks of one in their order.
+    """Return what to do, as lists of chunks: lists in any order or at the same time, the chunks of one in their order.
 
     On other devices than CPUs all is one chunk, as one kernel updates many.
     """

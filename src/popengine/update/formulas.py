@@ -184,7 +184,7 @@ def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _or_one(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """The ratio is 1, where the norm of a weight or of its step is 0."""
+    """Return the ratios; 1 where the norm of a weight or of its step is 0."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 

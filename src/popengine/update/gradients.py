@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
+    """Return the norm of each gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
     # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
     return [
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -28,7 +28,7 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def clipping_factor(total: Tensor, max_norm: float) -> Tensor:
-    """What gradients are to be multiplied with so that their global norm, now `total`, is at most `max_norm`."""
+    """Return what gradients are to be multiplied with so that their global norm, now `total`, is at most `max_norm`."""
     # torch's own epsilon; multiplying by a clamped 1 leaves the bits alone and needs no wait for the norm.
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
@@ -71,13 +71,13 @@ def count(gradients: Sequence[Tensor], scale: float) -> Count:
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether no element is an infinity or a NaN."""
+    """Return whether no element is an infinity or a NaN."""
     return all(
         math.isfinite(bound) for gradient in gradients if gradient.numel() for bound in gradient.aminmax()
     )
 
 
 def next_factor(factor: float, seen: Count) -> float:
-    """The factor on the user's loss scale for the next update."""
+    """Return the factor on the user's loss scale for the next update."""
     fits = seen.finite and seen.large <= SHARE * seen.elements
     return factor * (2 if fits else 0.5)

@@ -1,7 +1,7 @@
 """Sub-graphs: the bodies of branches and loops, traced while the forward around them is.
 
 A body is recorded into a graph of its own. Tensors of the forward around it that it uses become inputs
-too. Whatever it changes in place changes for itself alone.
+too. Its in-place changes are not seen outside.
 """
 
 from __future__ import annotations

@@ -26,20 +26,20 @@ ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
 
 
 def current() -> Capture | None:
-    """The capture that the calling code runs in, or None."""
+    """Return the capture that the calling code runs in, or None."""
     return active.get()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """What runs inside is no part of the model, also while a capture is on."""
+    """Run the body unrecorded, also while a capture is on."""
     with _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[Any]:
-    """Nothing is recorded inside; gives the mode under which tensors stay fake."""
+    """Run the body unrecorded; the context's value is the mode under which tensors stay fake."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
         yield fake
@@ -57,13 +57,13 @@ def hidden() -> Iterator[Any]:
 
 
 def is_traced(value: Tensor) -> bool:
-    """Whether a capture made this tensor."""
+    """Return whether a capture made this tensor."""
     return isinstance(value, FakeTensor)
 
 
 @dataclass
 class Group:
-    """Convolutions that belong together, and what was asked for them."""
+    """Convolutions that belong together, and the properties set for them."""
 
     properties: dict[str, Any]
     convolutions: int = 0
@@ -78,7 +78,7 @@ class Capture:
     block: int = 0
     phase: str = "F"
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
-    chosen: tuple[Tensor, str] | None = None  # the loss, whatever is marked
+    chosen: tuple[Tensor, str] | None = None  # trained in place of the marked ones
     # For the host, after each call: see `poptorch.annotating.notes`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
     # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
@@ -94,11 +94,11 @@ class Capture:
     members: list[tuple[str, Tensor]] = field(default_factory=list)  # the user's own parameters and buffers
 
     def adopted(self, value: Tensor) -> Tensor:
-        """What stands in for a tensor of the module; anything else as it is."""
+        """Return what stands in for a tensor of the module; anything else as it is."""
         return self.recorder.adopted(value) if self.recorder is not None else value
 
     def value_of(self, value: Tensor) -> Tensor | None:
-        """A copy of a tensor's value, if it is computed from constants alone."""
+        """Return a copy of a tensor's value, if it is computed from constants alone."""
         known = value_of(self.recorder, value) if self.recorder is not None else None
         with torch._C.DisableTorchFunction(), paused():
             return None if known is None else known.clone()
@@ -120,7 +120,7 @@ class Capture:
         self.losses.append((value, user_line()))
 
     def choose_loss(self, value: Tensor, where: str) -> None:
-        """Train this loss, whatever the forward has marked or will mark."""
+        """Train this loss in place of those that the forward marks."""
         self.chosen = value, where
 
     def note(self, what: Any, value: Any) -> None:
@@ -128,7 +128,7 @@ class Capture:
         self.notes.append((what, value))
 
     def describe(self, func: Any) -> dict[str, Any]:
-        """The meta of a node for an operation that is about to run."""
+        """Return the meta of a node for an operation that is about to run."""
         meta = self._place(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator is moved on as if. A checkpoint that puts its

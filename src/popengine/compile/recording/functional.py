@@ -77,7 +77,7 @@ def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | 
 
 
 def functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
-    """The same graph without operations in place: replayed through torch's functionalization."""
+    """Return the same graph without operations in place: replayed through torch's functionalization."""
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -129,7 +129,7 @@ def drop_what_does_nothing(graph: fx.Graph) -> None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
+    """Return whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -147,7 +147,7 @@ def as_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """What was recorded as the value that the passes take.
+    """Return the recorded graph as the value that the passes take.
 
     Args:
         results: kind, key and node of the graph's results but for what is changed in place
@@ -197,12 +197,12 @@ def as_graph(
 
 
 def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
-    """The value that a constant had at the capture: what is not the forward's own may be written to later."""
+    """Return the value that a constant had at the capture: what is not the forward's own may be written to later."""
     return constants[key] if key in fresh else constants[key].detach().clone().resolve_conj().resolve_neg()
 
 
 def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
-    """What the new value of something that forward writes into is for the graph."""
+    """Return the role of the new value of a parameter, buffer or input that forward writes into."""
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter":
         if key in trained:
@@ -212,7 +212,7 @@ def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | 
                 f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
                 " out of the training with `requires_grad_(False)`"
             )
-        node.meta["role"] = role = "buffer"  # nobody else changes it
+        node.meta["role"] = role = "buffer"  # no update changes it
     return role if role in ("buffer", "input") else None
 
 

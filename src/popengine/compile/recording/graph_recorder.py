@@ -98,7 +98,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """What is equal for values that share memory. Of an operation with several results: that of the first."""
+    """Return what is equal for values that share memory. Of an operation with several results: that of the first."""
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         return id(value) in self._node_of
 
     def node(self, value: Tensor) -> fx.Node:
-        """The node of a tensor; one that the graph has not made becomes a constant."""
+        """Return the node of a tensor; one that the graph has not made becomes a constant."""
         known = self._node_of.get(id(value))
         if known is None and isinstance(value, FakeTensor):
             raise CaptureError(
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         return known if known is not None else self.stranger(value, "constant")
 
     def stranger(self, value: Tensor, role: str) -> fx.Node:
-        """A placeholder for a tensor from outside."""
+        """Return a placeholder for a tensor from outside."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         return self._outside(name, value, role)
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
             return self.placeholder(name, value, role=role, key=name)
 
     def constant(self, real: Tensor) -> Tensor:
-        """A fake tensor for a real one that the code has made."""
+        """Return a fake tensor for a real one that the code has made."""
         name = f"constant_{len(self.constants)}"
         self.constants[name] = real
         self.fresh.add(name)

@@ -1,7 +1,7 @@
 """What is known while a forward is captured: the values of what it computes from constants alone.
 
-Nothing is computed until somebody asks, with `.item()`, a boolean mask or a shape that depends on a value; then
-what was recorded is run, on the real constants.
+A value is computed where the forward reads it: by `.item()`, a boolean mask or a shape that depends on a value. Then
+the recorded operations are run on the real constants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
-    """The recorder of a forward: what asks for a value gets it, where it is known.
+    """The recorder of a forward: reading a value returns it, where it is known.
 
     Args: adopted: what to use instead of a tensor that comes from outside (see `standins.py`)
     """
@@ -46,7 +46,7 @@ class CaptureRecorder(Recorder):
         ] = {}  # by the memory of what autograd saved for its backward
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which backward finds what autograd saves as it was then, whatever is written into it."""
+        """Return a context in which backward reads the values that autograd saved, even if they are overwritten."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -93,11 +93,11 @@ class CaptureRecorder(Recorder):
                 return self._from_constants(func, args, kwargs, error)
 
     def _from_outside(self, value: Any) -> Any:
-        """What a real tensor is to the graph: the module's, a view of the module's, or a constant."""
+        """Return what the graph has in place of a real tensor: a stand-in, a view of one, or a constant."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.adopted(value)
-        # Without dimensions it may be a number, which torch tells from a tensor.
+        # Without dimensions it may be a number, and torch promotes numbers and tensors differently.
         if found is value and value.dim():
             if id(value) not in self._constant_of:
                 node = self.node(value)
@@ -146,7 +146,7 @@ class CaptureRecorder(Recorder):
         return known
 
     def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """A boolean mask as what it selects, which has a shape."""
+        """Return a boolean mask as what it selects, which has a shape."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -159,7 +159,7 @@ class CaptureRecorder(Recorder):
 
 
 def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
-    """The real value of a tensor that was made under `recorder`; None if it depends on what isn't constant."""
+    """Return the real value of a tensor that was made under `recorder`; None if it depends on what isn't constant."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         needed = _behind(recorder, recorder.node(value))
         if needed is None:
@@ -177,7 +177,7 @@ def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
 
 
 def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
-    """All that a node's value comes from, writes into its memory included; None if that isn't constant."""
+    """Return all that a node's value comes from, writes into its memory included; None if that isn't constant."""
     needed: set[fx.Node] = set()
     stack, memory = [node], set()
     writes = [node for node in recorder.graph.nodes if is_write(node)]

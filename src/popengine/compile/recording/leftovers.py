@@ -1,6 +1,6 @@
 """Leftovers: tensors of a capture that its forward put where they outlive it.
 
-They have no values: whoever finds one in a list of losses or in a metric after the call would compute with nothing.
+They have no values: a list of losses or a metric that holds one could not be computed with after the call.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple
 
 
 def _around(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """The variables of a function that lie outside of it."""
+    """Yield the variables of a function that lie outside of it."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield cell.cell_contents, name, _cell_setter(cell)
@@ -99,7 +99,7 @@ def _around(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The global names of a function, and of those that are written within it."""
+    """Yield the global names of a function, and of those that are written within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

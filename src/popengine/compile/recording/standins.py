@@ -56,10 +56,12 @@ class StandIns:
                 self._by_memory.setdefault(memory, []).append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
         self.hooks: list[tuple[Any, str]] = []  # of parameters, with what they are called in an error
-        self.orphans: list[tuple[Tensor, str]] = []  # want a gradient, and are nobody's; with the user's line
+        self.orphans: list[
+            tuple[Tensor, str]
+        ] = []  # require a gradient, and are no parameters; with the user's line
 
     def members(self) -> list[tuple[str, Tensor]]:
-        """The user's own tensors, by name."""
+        """Return the user's own tensors, by name."""
         return [(member.name, member.real) for member in self._members]
 
     def take_hooks(self) -> None:
@@ -90,11 +92,11 @@ class StandIns:
             )
 
     def trained(self) -> dict[str, Tensor]:
-        """The parameters that require a gradient."""
+        """Return the parameters that require a gradient."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def of(self, value: Any) -> Any:
-        """What stands in for a tensor of the module, or for a view of one; anything else as it is."""
+        """Return what stands in for a tensor of the module, or for a view of one; anything else as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         member = self._by_id.get(id(value))
@@ -113,11 +115,11 @@ class StandIns:
         return self.of(value)
 
     def has_met(self, value: Tensor) -> bool:
-        """Whether a view of one of them was asked for."""
+        """Return whether `of` was called with this tensor."""
         return any((id(value), enabled) in self._views for enabled in (True, False))
 
     def _view(self, value: Tensor) -> Tensor:
-        """The same view of the stand-in that `value` is of a member; itself, if it shares nobody's memory."""
+        """Return the view of a stand-in for a view of a member; `value` itself, if it shares no member's memory."""
         sharing = self._by_memory.get(_memory(value) or 0, [])
         touched = [member for member in sharing if _overlap(member.real, value)]
         if not touched:
@@ -262,7 +264,7 @@ def _memory(value: Tensor) -> int | None:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    """The first byte of its memory that a tensor may touch, and the one behind the last."""
+    """Return the first byte of its memory that a tensor may touch, and the one behind the last."""
     with torch._C.DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
         first, size = value.storage_offset(), value.element_size()
@@ -275,7 +277,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _alike(value: Tensor, member: _Member) -> bool:
-    """Whether strides alone say where a view's elements are."""
+    """Return whether strides alone say where a view's elements are."""
     return value.dtype == member.real.dtype and member.fake.storage_offset() == 0
 
 
@@ -310,7 +312,7 @@ class _Adoption(TorchFunctionMode):
 
 
 def _write(target: Tensor, value: Tensor) -> None:
-    """`target.data = value`, as the write into memory that it is to everybody who holds the tensor."""
+    """Write into the tensor's memory, as `target.data = value` does for all references to the tensor."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(
             f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"

@@ -15,7 +15,7 @@ from .eager import Code, build
 
 
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
-    """The functions of all pieces of a plan, in their order."""
+    """Return the functions of all pieces of a plan, in their order."""
     pieces = plan.partition.pieces
     if not is_eager(settings):
         from . import inductor
@@ -25,5 +25,5 @@ def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Co
 
 
 def is_eager(settings: Settings) -> bool:
-    """Whether pieces run as their source is. (Finite checks look at each operation's results.)"""
+    """Return whether pieces run as their source is. (Finite checks look at each operation's results.)"""
     return settings.backend != "inductor" or settings.finite_checks

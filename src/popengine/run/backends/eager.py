@@ -152,7 +152,7 @@ def _code(body: str, device: torch.device) -> Code:
 
 
 def _run(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    # The graph around counts on contiguous tensors, as it was told when it was captured.
+    # The graph around it was captured with contiguous results.
     return [value.contiguous() for value in _code(body, device)(values)]
 
 

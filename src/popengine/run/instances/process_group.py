@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start work that waits within torch, where an interrupt is not heard. Returns: a queue for its value or error."""
+    """Start work that waits within torch, which no interrupt wakes. Returns: a queue for its value or error."""
     outcome: SimpleQueue = SimpleQueue()
 
     def run() -> None:
@@ -168,7 +168,7 @@ class ProcessGroup(Connections):
             self._kept.append(shard)
 
     def has_shards(self) -> bool:
-        """Whether another instance may want to read a part of this one."""
+        """Return whether another instance may want to read a part of this one."""
         return bool(self._shards)
 
     def _gather_parts(self, name: str) -> list[Tensor]:
