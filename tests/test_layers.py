@@ -179,3 +179,15 @@ def test_run_and_compile_meet_only_in_the_values():
 def test_what_launchers_and_viewers_import_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_waits_in_the_middle_of_a_function():
+    """Tasks wait in the ready queue: there are no generators where plans run."""
+    waiting = {
+        module
+        for module, path in ALL.items()
+        if module.startswith("popengine.run")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await)
+    }
+    assert not waiting

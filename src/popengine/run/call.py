@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..ir import Result, Signature
+from ..ir import Signature
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 
 logger = logging.getLogger("popengine")
@@ -105,7 +105,6 @@ class Results:
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         counts = self._counts = settings.counts
         self.loss_scale = 1.0  # in the latest step
-        self._results: Sequence[Result] = signature.results
         self._rows: dict[int, Rows] = {}  # of outputs, by position
         self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
         self._anchors: dict[Anchor, Rows] = {}  # of weights
