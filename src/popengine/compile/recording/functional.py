@@ -41,9 +41,7 @@ def replace_simple_writes(graph: fx.Graph) -> None:
         first, *others = sharing[memory_of(node)]
         if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
             continue
-        if any(
-            place[user] > place[node] for user in node.args[0].users
-        ):  # it reads the value after the write
+        if any(place[user] > place[node] for user in node.args[0].users):  # after the write
             continue
         target: Any = node.target
         defaults = [a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only]

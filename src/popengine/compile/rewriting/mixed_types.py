@@ -15,36 +15,24 @@ from torch.overrides import TorchFunctionMode
 
 from ..recording.graph_recorder import map_leaves
 
-# From a function to the position of a tensor: the others are cast to its type.
+_BY_FIRST = {  # by the owner of functions, their names: all tensors are cast to the type of the first
+    functional: """
+        linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm
+        rms_norm prelu multi_head_attention_forward scaled_dot_product_attention
+    """,
+    torch: """
+        matmul mm bmm mv dot inner tensordot layer_norm group_norm lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """,
+    Tensor: "matmul __matmul__ mm bmm mv dot",
+}
+_BY_SECOND = {torch: "addmm addmv baddbmm addbmm einsum", Tensor: "addmm addmv baddbmm addbmm"}
+# From a function to the position of the tensor whose type counts.
 _LAYERS: dict[Any, int] = {
-    getattr(functional, name): 0
-    for name in [
-        "linear",
-        "bilinear",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "layer_norm",
-        "group_norm",
-        "rms_norm",
-        "prelu",
-        "multi_head_attention_forward",
-        "scaled_dot_product_attention",
-    ]
+    getattr(owner, name): position
+    for position, names_of in enumerate((_BY_FIRST, _BY_SECOND))
+    for owner, names in names_of.items()
+    for name in names.split()
 }
-_LAYERS |= {
-    getattr(torch, name): 0
-    for name in [
-        *("matmul", "mm", "bmm", "mv", "dot", "inner", "tensordot", "layer_norm", "group_norm"),
-        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-    ]
-}
-_LAYERS |= {getattr(Tensor, name): 0 for name in ["matmul", "__matmul__", "mm", "bmm", "mv", "dot"]}
-_LAYERS |= {getattr(torch, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm", "einsum"]}
-_LAYERS |= {getattr(Tensor, name): 1 for name in ["addmm", "addmv", "baddbmm", "addbmm"]}
 _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
