@@ -17,20 +17,21 @@ from torch import Tensor
 
 from ..errors import UnrecoverableError
 from ..ir import Plan
-from ..settings import Hyper, Settings
+from ..settings import Counts, Hyper, Settings
 from . import devices
 from .backends import load
 from .call import EngineCall, Results
 from .devices import aligned
+from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
-from .instances.process_group import group_of
-from .mean_buffers import mean_over_replicas
+from .instances.process_group import ProcessGroup, group_of
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
 from .state import SharedState, State
 
 logger = logging.getLogger("popengine")
+_BUFFERS_TAG = 10  # of messages
 
 _OVERFLOW = (
     "gradients of step %d hold an infinity or a NaN, and so will the weights: the loss scale is %g\n"
@@ -230,17 +231,42 @@ class Engine:
         self._unconfirmed = {key for key in weights if key in self.state.trained}
 
     def average_buffers(self) -> None:
-        """Give all replicas of all processes the mean of their buffers that forward changes: of those that are
-        floating point numbers."""
+        """Set the floating point buffers that forward changes to their mean over the replicas of all processes."""
         with self._turn:
             self._await_idle()
             results = self.plan.partition.signature.results
             names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if names:
                 buffers = [{name: each[name] for name in names} for each in self.state.read_buffers()]
-                mean = mean_over_replicas(buffers, self.settings.counts, self._group)
+                mean = _mean_over_replicas(buffers, self.settings.counts, self._group)
                 self.state.write_buffers([mean] * len(buffers))
                 self.state.host_is_stale = True
+
+
+def _mean_over_replicas(
+    values: Sequence[Mapping[str, Tensor]], counts: Counts, group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return the mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
+
+    Args:
+        values: of each replica of this instance
+    """
+    nodes: list[TreeNode] = []
+    for replica, buffers in enumerate(values, counts.instance * counts.replicas):
+        add(nodes, TreeNode(0, replica, [value.double() for value in buffers.values()]))
+    if group is None:
+        sums = total(nodes)
+    else:
+        shapes = {name: str(tuple(value.shape)) for name, value in values[0].items()}
+        reduction = AllReduce(group, _BUFFERS_TAG, counts.replicas)
+        group.after_barrier(
+            "the mean of running statistics", {"buffers": shapes}, lambda: reduction.all_reduce_nodes(nodes)
+        )
+        sums = nodes[0].values
+    return {
+        name: (value / counts.global_replicas).to(values[0][name].dtype)
+        for name, value in zip(values[0], sums, strict=True)
+    }
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:

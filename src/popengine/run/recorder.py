@@ -142,23 +142,18 @@ class Times:
             self.cores[index], self.computed[index] = core, computed
 
 
-@dataclass
 class Kept:
-    """The steps of one worker: the first ones and the last ones."""
+    """The steps of one ipu of one replica: the first ones and the last ones."""
 
-    most: int  # of either
-    first: list[Times] = field(default_factory=list)
-    last: deque[Times] = field(default_factory=deque)
-    seen: int = 0
+    def __init__(self, most: int) -> None:
+        self.most = most  # of either
+        self.first: list[Times] = []
+        self.last: deque[Times] = deque(maxlen=most)
+        self.seen = 0
 
     def add(self, times: Times) -> None:
         self.seen += 1
-        if len(self.first) < self.most:
-            self.first.append(times)
-            return
-        if len(self.last) == self.most:
-            self.last.popleft()
-        self.last.append(times)
+        (self.first if len(self.first) < self.most else self.last).append(times)
 
 
 @dataclass
