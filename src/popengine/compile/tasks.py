@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind
-from ..piece import GATHER
 from ..settings import Settings
 from ..update.optimizer_rules import rule_of
 from .piece_parts import changed_buffers
@@ -168,7 +167,7 @@ class _TableWriter:
 
     def _add_piece(self, number: int) -> None:
         flow, piece = self.flow, self.flow.pieces[number]
-        gathers = piece.gathers if len(piece.lines) == 1 else 0
+        gathers = piece.gathers  # then nothing else: see `piece_parts.py`
         flowing = [name for name in piece.reads if flow.flows(name, number)]
         makers = [flow.maker[n] for n in flowing if n not in flow.inputs]
         made = {self.row_of[maker] for maker in makers}
@@ -179,9 +178,7 @@ class _TableWriter:
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
         kind: TaskKind = "gather" if gathers else "forward" if piece.phase == "F" else "backward"
-        sums, added = self._sums(piece)
-        before, stored = self._around(number, piece, bool(sums))
-        here = (*before, *(() if sums else stored))
+        sums, (here, freed) = self._sums(piece), self._around(number, piece)
         self.row_of[number] = self._add(
             kind,
             flow.ipu(number),
@@ -190,7 +187,7 @@ class _TableWriter:
             reads=flowing,
             phase=piece.phase,
             piece=number,
-            instructions=here,
+            instructions=(*here, *(() if sums else freed)),
         )
         for name in flowing:
             if name in flow.inputs:
@@ -203,52 +200,44 @@ class _TableWriter:
                 flow.ipu(number),
                 piece.stage,
                 after=[After(row), After(row + 1, 1)],
-                reads=added,
+                reads=[name for instruction in sums for name in instruction.names],
                 phase=piece.phase,
                 piece=number,
-                instructions=(*sums, *stored),
+                instructions=(*sums, *freed),
             )
 
     def _group(self, piece: int) -> int:
         """Return the replicas whose gathering must be done before a piece reads the gathered values."""
-        lines = self.flow.pieces[piece].lines
-        return lines[0].arguments[1] if len(lines) == 1 and lines[0].call == GATHER else 1
+        return max(1, self.flow.pieces[piece].gathers)
 
-    def _sums(self, piece: Piece) -> tuple[list[Instruction], list[str]]:
-        """Return the instructions that add up values of a piece over micro-batches, and the names of these values."""
-        found: list[Instruction] = []
-        results = [r for r in self.gradients if r.name in piece.writes]
-        if results:
-            found.append(_instruction("accumulate", [(r.name, r.key) for r in results]))
-        outputs = [(i, name) for i, name in self.outputs if name in piece.writes] if self.adds_outputs else []
-        if outputs:
-            found.append(_instruction("store", [(name, str(i)) for i, name in outputs]))
-        return found, [*(r.name for r in results), *(n for _, n in outputs)]
+    def _sums(self, piece: Piece) -> list[Instruction]:
+        """Return the instructions that add up values of a piece over micro-batches."""
+        gradients = [(r.name, r.key) for r in self.gradients if r.name in piece.writes]
+        outputs = self._stored(piece) if self.adds_outputs else []
+        return [*_instruction("accumulate", gradients), *_instruction("store", outputs)]
 
-    def _around(
-        self, index: int, piece: Piece, has_sums: bool
-    ) -> tuple[list[Instruction], list[Instruction]]:
+    def _stored(self, piece: Piece) -> list[tuple[str, str]]:
+        return [(name, str(position)) for position, name in self.outputs if name in piece.writes]
+
+    def _around(self, number: int, piece: Piece) -> tuple[list[Instruction], list[Instruction]]:
         """Return the instructions of a piece, and those that follow its sums."""
-        flow, ipu = self.flow, self.flow.ipu(index)
-        before: list[Instruction] = []
-        for maker in flow.receives[index]:
-            channel = str(flow.pieces[maker]), ipu
-            before.append(Instruction("receive", flow.sends[maker][ipu], channel=channel))
+        flow, ipu = self.flow, self.flow.ipu(number)
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
-        fresh = tuple(name for name in piece.reads if name in flow.inputs and readers[name][0] == index)
-        if fresh:
-            before.append(_instruction("load", [(name, flow.inputs[name]) for name in fresh]))
-        last = tuple(n for n in piece.reads if flow.flows(n, index) and readers[n][-1] == index)
-        before.append(Instruction("compute", last, piece=index))
-        for other, names in flow.sends[index].items():
-            before.append(Instruction("send", names, channel=(str(piece), other)))
-        if kept := [(name, key) for name, key, _ in self.buffers if name in piece.writes]:
-            before.append(_instruction("keep", kept))
-        outputs = [(i, name) for i, name in self.outputs if name in piece.writes]
-        if outputs and not self.adds_outputs:
-            before.append(_instruction("store", [(name, str(i)) for i, name in outputs]))
-        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= index)
-        return before, [Instruction("free", done)] if done else []
+        fresh = [name for name in piece.reads if name in flow.inputs and readers[name][0] == number]
+        last = tuple(n for n in piece.reads if flow.flows(n, number) and readers[n][-1] == number)
+        kept = [(name, key) for name, key, _ in self.buffers if name in piece.writes]
+        found = [
+            Instruction("receive", flow.sends[maker][ipu], channel=(str(flow.pieces[maker]), ipu))
+            for maker in flow.receives[number]
+        ]
+        found += _instruction("load", [(name, flow.inputs[name]) for name in fresh])
+        found.append(Instruction("compute", last, piece=number))
+        for other, names in flow.sends[number].items():
+            found.append(Instruction("send", names, channel=(str(piece), other)))
+        found += _instruction("keep", kept)
+        found += _instruction("store", [] if self.adds_outputs else self._stored(piece))
+        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)
+        return found, [Instruction("free", done)] if done else []
 
     def _after_changed_buffers(self) -> None:
         """Micro-batches replace a buffer in their order, and read what the one before has left."""
@@ -357,9 +346,10 @@ class _TableWriter:
         )
 
 
-def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> Instruction:
-    """Return an instruction with the names, and the key of each."""
-    return Instruction(kind, tuple(name for name, _ in pairs), tuple(key for _, key in pairs))
+def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
+    """Return the instruction on some names, with the key of each; none for no names."""
+    names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
+    return [Instruction(kind, names, keys)] if pairs else []
 
 
 def has_side_effects(piece: Piece) -> bool:
