@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -57,6 +58,8 @@ def on_files(files: Files, config: Any) -> Files:
         name = program.relative_to(ROOT).as_posix()
         text = f"# {program.name}\n\n```py\n{program.read_text()}```\n"
         files.append(File.generated(config, f"{name.removesuffix('.py')}.md", content=text))
+    for path in sorted((ROOT / "docs/labs").glob("*.ipynb")):
+        files.append(File.generated(config, f"labs/{path.stem}.md", content=notebook_page(path)))
     return files
 
 
@@ -121,6 +124,8 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
     if name.startswith("examples/"):
         name = re.sub(r"\.py$", ".md", name)
     name = name.removeprefix("docs/")
+    if here == "labs/README.md":
+        name = name.replace(".ipynb", ".md")  # the page of a notebook
     if files.get_file_from_path(name) is None:
         return words if (ROOT / name).exists() else found[0]  # mkdocs says what it doesn't find
     relative = os.path.relpath(name, PurePosixPath(here).parent)
@@ -144,6 +149,25 @@ def api_page() -> str:
             if own and not name.startswith("_") and (inspect.isclass(thing) or inspect.isroutine(thing)):
                 text += _described(f"{module}.{name}", thing)
     return "\n".join(text) + "\n"
+
+
+def notebook_page(path: Path) -> str:
+    """Return a notebook as a page: its text, its code and what the code printed or drew."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {})
+            if "image/svg+xml" in shown:
+                parts.append("".join(shown["image/svg+xml"]))
+            else:
+                text = "".join(output.get("text") or shown.get("text/plain", ""))
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    first, *rest = parts
+    title, _, introduction = first.partition("\n")
+    download = f"[The notebook]({path.name}), to run it yourself."
+    return "\n\n".join([title, download, introduction.strip(), *rest]) + "\n"
 
 
 def _described(path: str, thing: Any) -> list[str]:
