@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy
 import pytest
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 
 from popengine.errors import Error
 from poptorch.nested_values import (
@@ -114,7 +113,6 @@ def test_keys_that_can_not_be_sorted_keep_their_order():
         torch.max(torch.tensor([[1.0, 3.0]]), 1),
         {"k": t(1), 3: t(2)},
         OrderedDict(b=t(1), a=t(2)),
-        BaseModelOutput(last_hidden_state=t(1), hidden_states=(t(2), t(3))),
         Needy(t(1), 2),
         Pair(t(1), [t(2), "word"]),
         Slots(t(1)),
@@ -133,8 +131,10 @@ def test_what_a_subclass_added_is_kept():
     assert plus_one(value)["missing"] == [] and value.keys() == {"k"}
 
 
-def test_a_model_output_has_its_attributes_rebuilt():
-    assert plus_one(BaseModelOutput(last_hidden_state=t(1))).last_hidden_state == 2
+def test_a_model_output_of_transformers_is_rebuilt_with_its_attributes():
+    output = pytest.importorskip("transformers.modeling_outputs").BaseModelOutput
+    test_containers_are_rebuilt_in_their_own_class(output(last_hidden_state=t(1), hidden_states=(t(2), t(3))))
+    assert plus_one(output(last_hidden_state=t(1))).last_hidden_state == 2
 
 
 def test_what_holds_no_tensor_is_left_alone():

@@ -93,8 +93,9 @@ def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_pa
     for (_, weights, gradients, optimizer, activations, between, total), need in zip(rows, used, strict=True):
         assert weights == need.weights + need.buffers
         assert (gradients, optimizer) == (need.gradients, need.optimizer)
-        # By the same program, in the same order; what the task that made it frees is not measured.
-        assert need.activations <= activations <= 1.02 * need.activations
+        # By the same program, in the same order. Not measured are values that the task which made them frees, and those
+        # that the next ipu takes at once.
+        assert need.activations <= activations <= 1.06 * need.activations
         assert between >= need.between  # how many values wait is a matter of time
         assert need.total <= total <= 1.6 * need.total
 
