@@ -40,7 +40,7 @@ def alone():
 
 def test_all_files_are_right_and_can_be_rendered(capsys):
     files = sorted(str(path) for path in FOLDER.glob("*.yaml") if path.name != "service.yaml")
-    assert len(files) == 5 and main(["check", *files]) == 0
+    assert len(files) == 6 and main(["check", *files]) == 0
     for file in files:
         assert main(["render", file, "--as", "pod"]) == 0
     assert capsys.readouterr().out.count("kind: IPUJob") == 0

@@ -64,10 +64,13 @@ def main():
                 time.sleep(0.0005)  # often enough to count as progress
         rows, _ = trainer(*batch)
         torch.save(rows, folder / "rows" / f"{call}-{instance}-{instances}")
+    if not trainer.isCompiled():  # restored after the last call: the round before was ended late
+        trainer.compile(*next(iter(loader)))
     torch.save(training_state(trainer), folder / f"result-{instance}.pt")
     loader.terminate()
     popdist.synchronize()
-    os.write(1, f"instance {instance} of {instances} ends at call {checkpoint.calls}\n".encode())
+    restarts = os.environ.get("PANDO_RESTARTS", 0)
+    os.write(1, f"instance {instance} of {instances} ends in round {restarts}\n".encode())
 
 
 if __name__ == "__main__":

@@ -72,10 +72,8 @@ def command(folder, *options, holds=(), instances="1:8"):
 
 
 def instances_of(run):
-    """The processes of a run's instances: poprun's own have the program's name in their command lines, too."""
-    return [
-        pid for pid in run.processes(PROGRAM.name) if f"\0{run.pid}" and pid not in (run.pid, run.agent())
-    ]
+    """The processes of a run's instances."""
+    return [pid for pid in run.processes(PROGRAM.name) if pid not in (run.pid, run.agent())]
 
 
 def act(action, chance, runs, start):
@@ -99,12 +97,13 @@ def play(poprun, folder, seed):
     """Play a script. Returns: what was done, and the number of instances at the end."""
     chance = random.Random(seed)
     calls = sorted(chance.sample(range(1, CALLS), chance.randint(1, 4)))
-    done, runs = [], []
+    mode = ("Sync", "Async", "AsyncRebatched")[seed % 3]
+    done, runs = [mode], []
 
     def start():
         slots = chance.choice((1, 1, 2, 2, 3, 4, 8))
         options = (f"--instances-per-node={slots}", "--hang-timeout=30", "--max-restarts=9")
-        runs.append(poprun(*command(folder, *options, holds=[f"{call}-0" for call in calls])))
+        runs.append(poprun(*command(folder, *options, holds=[f"{call}-0" for call in calls]), MODE=mode))
         done.append(f"a poprun with {slots}")
 
     def said():
@@ -126,12 +125,8 @@ def play(poprun, folder, seed):
     for run in runs:
         run.wait()
     assert any(run.code == 0 for run in runs), f"{done}\n{said()}"
-    (last,) = {
-        line.split()[3]
-        for line in said().splitlines()
-        if line.startswith("instance ") and " ends at " in line
-    }
-    return done, int(last)
+    ends = [line.split() for line in said().splitlines() if " ends in round " in line]
+    return done, int(max(ends, key=lambda words: int(words[-1]))[3])  # of the last round
 
 
 def main():
@@ -148,8 +143,8 @@ def main():
             (folder := Path(name) / str(seed)).mkdir()
             runs = []
 
-            def poprun(*words, folder=folder, runs=runs):
-                runs.append(launching.Poprun(folder, words))
+            def poprun(*words, folder=folder, runs=runs, **variables):
+                runs.append(launching.Poprun(folder, words, **variables))
                 return runs[-1]
 
             try:
