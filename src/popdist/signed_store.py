@@ -177,7 +177,8 @@ def _hold(values: _Values, held: list[str], key: str, value: str) -> bool:
     if key in values and key not in held:
         return False
     values[key] = value
-    held.append(key)
+    if key not in held:
+        held.append(key)
     return True
 
 

@@ -260,6 +260,7 @@ class Nodes(RendezvousHandler):
         if any(record["state"] != "stopped" for record in records.values()):
             return
         if current is not None and self._why_ended == "failed" and not _missing(current, records):
+            self._why_ended = "counted"
             self._count_failure()
         counts = self._counts(records, until)
         if counts:
@@ -285,7 +286,7 @@ class Nodes(RendezvousHandler):
             return "lost"
         if "stopped" in states:
             return "failed"
-        return "grown" if self._can_grow(current, records) else ""
+        return "grown" if "done" not in states and self._can_grow(current, records) else ""
 
     def _is_restart_left(self) -> bool:
         return self._election is not None or self.round.number < self._request.max_restarts
@@ -328,10 +329,8 @@ class Nodes(RendezvousHandler):
         if self._election is not None:
             counts = self._dealt(records)
             survivors = set(self.round.counts) - {self._election.previous_leader}
-            is_complete = not survivors - set(records) and self._node.count <= max(
-                len(records), len(survivors)
-            )
-            if counts and (is_complete or now > self._leads_since + _GATHER):
+            is_expected = survivors - set(records) or self._node.count > max(len(records), len(survivors))
+            if counts and (not is_expected or now > self._leads_since + _GATHER):
                 return counts
             slots = sum(record["slots"] for record in records.values())
             missing = "" if counts else f"{self._request.fewest_instances - slots} instances"

@@ -93,7 +93,10 @@ class Poprun:
 
     def agent(self) -> int:
         """The child of the guard, which has the pid of this run; its environment bears no mark."""
-        self._agent = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        while not (pids := children.read_text().split()):  # a poprun that has only begun
+            time.sleep(0.01)
+        self._agent = int(pids[0])
         return self._agent
 
     def nothing_left(self, limit: float = LIMIT) -> bool:

@@ -127,6 +127,12 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
             "--num-replicas=4 --num-instances=3 python3",
             "--num-replicas 4 is not a multiple of --num-instances 3",
         ),
+        ("--num-replicas=8 --num-instances=2:8 python3", "--num-instances 2:8 needs --checkpoint-dir"),
+        (
+            "--num-replicas=8 --num-instances=5:7 --checkpoint-dir=c a",
+            "is not a multiple of any number from 5 to 7",
+        ),
+        ("--num-instances=two a", "argument --num-instances: invalid value: 'two'; 4 or 2:8 is meant"),
         ("--no-such-option python3", "unknown option --no-such-option"),
         ("--num-i 3 python3", "--num-i is ambiguous: --num-instances, --num-ilds"),
         ("--offline-mode=perhaps python3", "'perhaps' is neither yes nor no"),
@@ -141,3 +147,11 @@ def test_a_faulty_command_line_ends_with_code_2_and_the_reason(line, complaint, 
     assert ending.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("poprun: error: ") and complaint in said
+
+
+def test_a_range_of_instances_is_an_elastic_training():
+    line = "--num-replicas 8 --num-instances 2:8 --checkpoint-dir /c python3"
+    found = request(line)
+    assert (found.fewest_instances, found.instances, found.is_elastic) == (2, 8, True)
+    assert (found.max_restarts, found.hang_timeout, found.ends_idle) == (3, 600, True)
+    assert found.variables == (("POPDIST_CHECKPOINT_DIR", "/c"),)

@@ -3,8 +3,10 @@
 `elastic_scripts.py` does the same with random scripts.
 """
 
+import json
 import os
 import signal
+import sys
 
 import elastic_scripts
 import pytest
@@ -62,3 +64,55 @@ def test_a_random_script_of_kills_stops_and_returns_ends_in_the_undisturbed_stat
 ):
     done, instances = play(poprun, tmp_path, seed)
     assert difference(outcome(tmp_path, instances), undisturbed) == "", done
+
+
+WAITS = (sys.executable, "-S", "-c", "import sys, time; print('runs', flush=True); time.sleep(1e4)")
+
+
+def test_another_command_in_the_same_folder_is_refused(poprun, tmp_path):
+    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    first = poprun(*words, *WAITS)
+    first.until("runs")
+    second = poprun(*words, sys.executable, "-c", "pass")
+    assert second.wait() == 2
+    assert f"{tmp_path} is in use by a training with another command" in second.said()
+
+
+def test_a_training_that_other_hosts_can_not_reach_is_refused_there_and_the_fix_is_named(poprun, tmp_path):
+    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path, *WAITS)
+    first = poprun(*words)
+    first.until("runs")
+    (leader,) = (tmp_path / ".poprun").glob("leader-*")
+    there = {**json.loads(leader.read_text()), "host": "elsewhere"}
+    leader.write_text(json.dumps(there))
+    second = poprun(*words)
+    assert second.wait() == 2
+    assert "runs on elsewhere, and can't be reached from other hosts\n  fix: set MASTER_ADDR" in second.said()
+
+
+def test_too_few_places_for_the_fewest_instances_are_an_error_after_a_while(poprun, tmp_path):
+    words = (
+        "--num-replicas=4",
+        "--num-instances=2:4",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    run = poprun(*words, *WAITS, POPRUN_NODE_TIMEOUT="2")
+    assert run.wait() == 1
+    assert "there is room for 1 instances, and 2 are the fewest" in run.said()
+
+
+def test_instances_that_fail_again_and_again_without_a_checkpoint_end_the_training(poprun, tmp_path):
+    words = ("--num-replicas=2", "--num-instances=1:2", "--max-restarts=2", "--checkpoint-dir", tmp_path)
+    run = poprun(*words, sys.executable, "-S", "-c", "import sys; sys.exit(7)")
+    assert run.wait() == 7
+    assert "round 2 of 2 instances begins" in run.said()
+    assert "instances have failed 3 times without a new checkpoint (--max-restarts)" in run.said()
+
+
+def test_the_secret_is_readable_by_its_owner_only(poprun, tmp_path):
+    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    assert poprun(*words, sys.executable, "-S", "-c", "pass").wait() == 0
+    assert [path.name for path in (tmp_path / ".poprun").iterdir()] == ["secret"]
+    assert (tmp_path / ".poprun" / "secret").stat().st_mode & 0o777 == 0o600
