@@ -145,24 +145,20 @@ def table(request: CommandLine, hosts: Sequence[str]) -> str:
         "instances": [str(instance) for instance in range(request.instances)],
         "replicas": replicas,
     }
-    finest = len(replicas)
-    # Each cell is as wide as the finest cells under it, with their borders.
+    # Each cell is as wide as the replicas under it, with their borders.
+    spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
     width = max(
-        -(-(len(cell) + 3) // (finest // len(cells))) - 1 for cells in rows.values() for cell in cells
-    )
-    inner = finest * (width + 1) - 1
+        -(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells
+    )  # of a replica, with one border
 
-    def line(name: str, cells: Sequence[str]) -> str:
-        wide = (finest // len(cells)) * (width + 1) - 1
-        return f"| {name:<9} |" + "|".join(cell.center(wide) for cell in cells) + "|"
+    def line(name: str, title: str, cells: Sequence[str], fill: str = " ") -> str:
+        return "|".join(
+            ["", title.ljust(11, fill), *(cell.center(spans[name] * width - 1, fill) for cell in cells), ""]
+        )
 
-    def rule(cells: Sequence[str]) -> str:
-        wide = (finest // len(cells)) * (width + 1) - 1
-        return "|-----------|" + "|".join("-" * wide for _ in cells) + "|"
-
-    total = inner + 12
+    total = len(replicas) * width + 11
     lines = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
     for index, (name, cells) in enumerate(rows.items()):
-        lines += [rule(cells)] if index else []
-        lines.append(line(name, cells))
+        lines += [line(name, "", [""] * len(cells), "-")] if index else []
+        lines.append(line(name, f" {name}", cells))
     return "\n".join([*lines, f" {'-' * total} "])

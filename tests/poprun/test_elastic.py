@@ -116,3 +116,23 @@ def test_the_secret_is_readable_by_its_owner_only(poprun, tmp_path):
     assert poprun(*words, sys.executable, "-S", "-c", "pass").wait() == 0
     assert [path.name for path in (tmp_path / ".poprun").iterdir()] == ["secret"]
     assert (tmp_path / ".poprun" / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tmp_path):
+    """A stand-in for ssh runs here what it is told to run there; instance 1 kills the agent of its host."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nsh -c "$4"\n')
+    ssh.chmod(0o755)
+    program = (
+        "import os, signal, time\n"
+        "print('instance', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)\n"
+        "while os.environ['WORLD_SIZE'] == '2': time.sleep(0.1)"
+    )
+    words = ("-H", "one,two", "--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path / "c")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
+    run = poprun(*words, sys.executable, "-S", "-c", program, **variables)
+    assert run.wait() == 0, run.said()
+    assert "ended with exit code 137: the others go on" in run.said()
+    assert "instance 1 of 2" in run.said() and "instance 0 of 1" in run.said()
+    assert run.nothing_left()

@@ -45,10 +45,12 @@ def secrets(run):
     return {item[15:].decode() for item in items if item.startswith(b"POPDIST_SECRET=")}
 
 
-@pytest.fixture
-def training(poprun):
+@pytest.fixture(params=["fixed", "elastic"])
+def training(poprun, request, tmp_path):
     """A poprun with two instances that have met, and the addresses at which its processes listen."""
-    run = poprun(*TWO, sys.executable, "-c", MEETS)
+    elastic = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path / "c")
+    words = TWO if request.param == "fixed" else elastic
+    run = poprun(*words, sys.executable, "-c", MEETS)
     run.until("met 0"), run.until("met 1")
     return run, listening.addresses({*run.processes(), run.pid, run.agent()})
 
