@@ -16,8 +16,9 @@ what virtual time computes follow the same order. To add one, write a key and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .virtual_time import Timeline, simulate
@@ -116,35 +117,54 @@ def timeline(
     order: Order,
     cores: int = 0,
     costs: Sequence[float] = (),
+    replicas: int = 1,
+    updates: Mapping[int, float] = MappingProxyType({}),
+    keeps_order: bool = False,
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Run the actions of a step in virtual time.
 
     Args:
-        cores: that share all ipus; 0: each ipu is a device of its own
-        costs: of each action; by default 1
-    Returns: (action, micro-batch) of each task, by rising key; and when each runs
+        cores:    that share all ipus of all replicas; 0: each ipu is a device of its own, of one replica
+        costs:    of each action; by default 1
+        replicas: that run the same actions
+        updates:  of each ipu the cost of what comes after all of its actions
+        keeps_order: each ipu runs its actions in the order of a step in which all cost 1, as its program does
+    Returns: (action, micro-batch) of each task, by rising key; and when each runs. Updates follow them
     """
     after = bounded(actions, order, cores or 1)
-    tasks = [(row, m) for m in range(micro_batches) for row in range(len(actions))]
-    tasks.sort(key=lambda task: order.key(task[0], actions[task[0]], task[1]))
+    tasks = [
+        (row, m, r) for m in range(micro_batches) for row in range(len(actions)) for r in range(replicas)
+    ]
+    tasks.sort(key=lambda task: (*order.key(task[0], actions[task[0]], task[1]), task[2]))
     place = {task: number for number, task in enumerate(tasks)}
     needs = [
         [
-            place[need.row, m - need.behind]
+            place[need.row, m - need.behind, r]
             for need in after[row]
             if need.behind is not None and m >= need.behind
         ]
-        for row, m in tasks
+        for row, m, r in tasks
     ]
-    each = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
-    return tasks, simulate(needs, each, cores or [actions[row].ipu for row, _ in tasks])
+    each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
+    owners = [actions[row].ipu for row, _, _ in tasks]
+    if keeps_order:
+        before: dict[int, int] = {}
+        for number in simulate([[*own] for own in needs], [1.0] * len(tasks), owners).order:
+            needs[number] += [before[owners[number]]] if owners[number] in before else []
+            before[owners[number]] = number
+    for ipu, cost in updates.items():
+        needs.append([number for number in range(len(tasks)) if owners[number] == ipu])
+        each.append(cost)
+    return [task[:2] for task in tasks], simulate(needs, each, cores or [*owners, *updates])
 
 
-def length(actions: Sequence[Action], micro_batches: int, run: Callable[[int], float]) -> float:
-    """Return the length of a step, from `run(micro_batches)`; of a long step by the line through two shorter ones."""
+def length(
+    actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = _MOST
+) -> float:
+    """Return the length of a step, from `run(micro_batches)`; of more than `most` tasks by the line through two."""
     more = max(1, _stages(actions))
     some = 2 * more + 4  # enough to fill the pipeline
-    if len(actions) * micro_batches <= _MOST or micro_batches <= some + more:
+    if len(actions) * micro_batches <= most or micro_batches <= some + more:
         return run(micro_batches)
     one, two = run(some), run(some + more)
     return two + (two - one) / more * (micro_batches - some - more)

@@ -53,6 +53,7 @@ class Operation(NamedTuple):
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
     live: int = 0  # bytes alive in the piece after it
+    width: int = 4  # bytes of a number of its result
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 
@@ -200,7 +201,7 @@ TABLES: dict[str, type[Any]] = {
 
 
 FORMAT, VERSION = "pando-profile", 1
-PLAN_WISH = "PANDO_PLAN"  # a variable: where a program writes its first plan, and ends
+PLAN_WISH = "PANDO_PLAN"  # a variable: a program plans its first model, and ends; see `poptorch.planning`
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Strategy:
     Args:
         ipus, capacity: of the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by measured cost
         or_sharded:     a pipeline with too few micro-batches to fill it runs its stages one after another
+        joined:         neighbouring stages on one ipu are one stage, as plans for separate devices have them
     """
 
     mode: Mode = "pipelined"
@@ -37,6 +38,7 @@ class Strategy:
     ipus: int = 1
     capacity: float = float("inf")
     or_sharded: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

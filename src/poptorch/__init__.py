@@ -13,6 +13,7 @@ from typing import Any as _Any
 import torch as _torch
 
 from popengine.environment import find_aliases as _find_aliases
+from popengine.profile import PLAN_WISH as _PLAN_WISH
 
 from .ignored_variables import log_recorded as _log_recorded
 
@@ -58,6 +59,8 @@ class _Operations(_torch._ops._OpNamespace):
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_recorded()
+if _PLAN_WISH in _os.environ:
+    _importlib.import_module(".planning", __name__).build_without_values()
 _find_aliases()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch has called no entry points. Pando's registers the ipus with Lightning.

@@ -90,7 +90,7 @@ def _more_micro_batches(machines: _Machines) -> Iterator[Change]:
         setting = {"accumulation" if step.backward else "iterations": count}
         found.append(machines.change("micro-batches", more, f"{option}({count})", also, **setting))
     most = max(change.best for change in found)
-    yield next(change for change in found if change.best - 1 >= 0.7 * (most - 1))
+    yield from [change for change in found if change.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
 
 
 def _pipeline(machines: _Machines) -> Iterator[Change]:

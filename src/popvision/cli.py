@@ -11,8 +11,10 @@ from pathlib import Path
 
 from popengine.profile import ProfileError, load
 
-from . import chrome, compare, html, plan
+from . import chrome, compare, html
 from .html import profiles_at
+from .machine import MachineError, machines
+from .plan import Estimates, profiles_of
 from .report import summary
 
 _USAGE = """\
@@ -20,7 +22,8 @@ popvision REPORT                        open the report in a browser
        popvision summary REPORT                print its headline
        popvision compare REPORT OTHER          set two runs side by side
        popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing (.json.gz: smaller)
-       popvision plan PROGRAM.py [ARGUMENT...] show what a program's first model will run; nothing is computed"""
+       popvision plan PROGRAM.py [ARGUMENT...] --on MACHINE,MACHINE...
+                                               time, memory and cost of its first model there; nothing is computed"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
         given = ["open", *given]
+    if given[:1] == ["plan"]:
+        given = _plan_flags_first(given)
     args = _parser().parse_args(given)
     try:
         commands[args.command](args)
@@ -36,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ProfileError, OSError) as error:
+    except (ProfileError, MachineError, OSError) as error:
         print(f"popvision: {error}", file=sys.stderr)
         return 1
     return 0
@@ -59,10 +64,40 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="write a Chrome trace")
     command.add_argument("report", type=Path)
     command.add_argument("trace", type=Path)
-    command = commands.add_parser("plan", help="show what will run, before it does")
+    command = commands.add_parser("plan", help="plan a program on machines that need not be there")
+    command.add_argument(
+        "--on", default="bow-pod16", help="machines, or paths of TOML files, with commas between"
+    )
+    command.add_argument("--json", action="store_true", help="print the plan as JSON, and write no page")
+    command.add_argument("--replicas", type=_numbers, default=[], help="choices to compare: 4,16,64")
+    command.add_argument("--accumulation", type=_numbers, default=[], help="choices to compare: 256,512")
     command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
     command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
     return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _plan_flags_first(given: list[str]) -> list[str]:
+    """Return the arguments with those of `plan` before the program. Behind its name `--on` and `--json` are plan's, and
+    so are `--replicas` and `--accumulation` with several numbers; all others are the program's own."""
+    rest, own, behind = given[1:], [], []
+    while rest:
+        word = rest.pop(0)
+        name, _, value = word.partition("=")
+        if not any(part.endswith(".py") for part in behind) and not name.startswith("--"):
+            behind.append(word)
+        elif name == "--json" and not value:
+            own.append(word)
+        elif name in ("--on", "--replicas", "--accumulation", "--output"):
+            taken = [word] if value or not rest else [word, rest.pop(0)]
+            is_plans = not behind or name == "--on" or (name != "--output" and "," in taken[-1])
+            (own if is_plans else behind).extend(taken)
+        else:
+            (behind if behind else own).append(word)
+    return ["plan", *own, *behind]
 
 
 def _version() -> str:
@@ -109,6 +144,12 @@ def _export(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     if not args.program:
         raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
-    found = plan.plan_of(args.program)
-    print("\n".join(plan.bottleneck(plan.estimated(found))))
-    print(plan.write(found, args.output))
+    chosen = machines(args.on)
+    profiles = profiles_of(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
+    found = Estimates.of(profiles, chosen, args.replicas, args.accumulation)
+    if args.json:
+        print(found.to_json())
+        return
+    print("\n".join([str(found), *found.advice()]))
+    found.save(args.output)
+    print(args.output)

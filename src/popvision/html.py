@@ -21,18 +21,19 @@ from .memory import curve, detailed
 from .times import on_the_stages_clock
 
 PROFILE, REPORT = "profile.pop", "report.html"
-SCRIPTS = (
-    "base.js",
-    "lanes.js",
-    "trace.js",
-    "steer.js",
-    "inspect.js",
-    "memory.js",
-    "operations.js",
-    "diagram.js",
-    "panels.js",
-    "viewer.js",
-)  # in this order
+# In this order.
+SCRIPTS = [
+    "base",
+    "lanes",
+    "trace",
+    "steer",
+    "inspect",
+    "memory",
+    "operations",
+    "diagram",
+    "panels",
+    "viewer",
+]
 
 
 def profiles_at(path: Path) -> list[Path]:
@@ -82,7 +83,7 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     parts = {
         "{{title}}": html.escape(title),
         "{{style}}": (viewer / "viewer.css").read_text(),
-        "{{script}}": "\n".join((viewer / name).read_text() for name in SCRIPTS),
+        "{{script}}": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
         "{{data}}": data,
     }
     # In one pass, since the text of a part may contain a mark.

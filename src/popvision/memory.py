@@ -40,17 +40,8 @@ def needs(profile: Profile) -> list[Need]:
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
         peak = max((size for _, size in curve(profile, ipu)), default=0)
-        found.append(
-            Need(
-                ipu,
-                row.weights,
-                row.buffers,
-                row.gradients,
-                row.optimizer,
-                peak,
-                waiting.get(ipu, 0),
-            )
-        )
+        kept = row.weights, row.buffers, row.gradients, row.optimizer
+        found.append(Need(ipu, *kept, peak, waiting.get(ipu, 0)))
     return found
 
 

@@ -1,221 +1,318 @@
-"""The page of a plan, before anything has run: stages, memory, an ideal timeline, and the bottleneck."""
+"""Plans: the time of an update, the throughput and the memory of a program on machines that need not be there."""
 
 from __future__ import annotations
 
-import html
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from popengine.profile import PLAN_WISH, Operation, Profile, ProfileError, load
+from popengine.profile import PLAN_WISH, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
-from .times import StageTime, step_of
-from .units import seconds, size
+from .costs import CATEGORIES, Costs, Spent, costs_on
+from .machine import Machine
+from .machine import machine as bow
+from .units import seconds, share, size
 
-FLOPS, BYTES = 50e9, 10e9  # a second; a core, which the timeline takes for each device
-_DRAWN = 600  # tasks; in a wider picture they are too small to see
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
+KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
+_HEAD = (
+    *("machine", "replicas", "micro-batches", "items/s"),
+    *("an update", "bubble", "bound by", "largest ipu", ""),
+)
 
 
-def plan_of(program: Sequence[str]) -> Profile:
-    """Run a program until its first model is compiled, and return the plan; nothing is computed.
+def total(kinds: Mapping[str, int | None]) -> int:
+    """Return the bytes of all kinds that are known."""
+    return sum(count or 0 for count in kinds.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a program would do on a machine.
+
+    `memory`: of each ipu the bytes by kind; `problems`: why the program would fail there; empty: it fits.
+    """
+
+    machine: Machine
+    replicas: int
+    accumulation: int  # micro-batches of a step and replica
+    seconds_per_update: float
+    items_per_second: float
+    bubble: float
+    spent: Spent  # seconds of the busiest ipu by category
+    memory: dict[int, dict[str, int]]
+    problems: tuple[str, ...]
+
+    @property
+    def bound_by(self) -> str:
+        return max(CATEGORIES, key=lambda category: self.spent[category])
+
+    @property
+    def memory_per_ipu(self) -> list[int]:
+        return [total(kinds) for kinds in self.memory.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.name,
+            "items_per_second": self.items_per_second,
+            "seconds_per_update": self.seconds_per_update,
+            "memory_per_ipu": self.memory_per_ipu,
+            "fits": not self.problems,
+            "bound_by": self.bound_by,
+        }
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates of one program: for each machine those of its choices of replicas and accumulation, the best first."""
+
+    profiles: Mapping[str, Profile]
+    estimates: tuple[Estimate, ...]
+
+    @staticmethod
+    def of(
+        profiles: Mapping[str, Profile],
+        machines: Iterable[Machine],
+        replicas: Sequence[int] = (),
+        accumulation: Sequence[int] = (),
+    ) -> Estimates:
+        """Return the estimates for each of these numbers of replicas and accumulations; by default the program's."""
+        found = []
+        for machine in machines:
+            profile = profiles[machine.kind]
+            choices = [
+                estimate(profile, machine, count, micro_batches)
+                for count in replicas or [profile.counts.get("replicas", 1)]
+                for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
+            ]
+            found += sorted(choices, key=lambda one: (bool(one.problems), -one.items_per_second))
+        return Estimates(profiles, tuple(found))
+
+    def to_json(self) -> str:
+        return json.dumps([one.to_dict() for one in self.estimates], indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write a page: the machines, a timeline, stages and memory."""
+        from .plan_page import page
+
+        Path(path).write_text(page(self))
+
+    def drawn(self) -> tuple[Machine, Profile, Costs]:
+        """Return the first machine of chips, or a Bow Pod; the profile of a step there; and its costs."""
+        machine = next(
+            (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
+        )
+        profile = self.profiles.get("apart") or next(iter(self.profiles.values()))
+        return machine, profile, costs_on(profile, machine, profile.counts.get("replicas", 1))
+
+    def advice(self) -> list[str]:
+        """Return sentences: what bounds a step on the machine that is drawn, and what would make it faster."""
+        machine, profile, costs = self.drawn()
+        micro_batches = profile.facts["schedule_micro_batches"]
+        loads = {ipu: sum(costs.of_ipu(profile, ipu, micro_batches).values()) for ipu in profile.devices}
+        slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
+        step = costs.step(profile, micro_batches)
+        found = [
+            f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
+            f" On {machine.name} ipus wait {virtual.bubble_apart(step):.0%} of the time."
+        ]
+        return found + [
+            f"{change.what} would make it {change.apart:.2f} times as fast there."
+            + (f" Then {change.also}." if change.also else "")
+            for change in changes(profile, step, 0.0)
+            if change.apart > 1.03
+        ]
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return the names of columns, and the estimates in words."""
+        return _HEAD, [
+            (
+                one.machine.name,
+                str(one.replicas),
+                str(one.accumulation),
+                f"{one.items_per_second:,.1f}",
+                seconds(one.seconds_per_update),
+                share(one.bubble),
+                one.bound_by,
+                size(max(one.memory_per_ipu, default=0)),
+                "fits" if not one.problems else "DOES NOT FIT: " + "; ".join(one.problems),
+            )
+            for one in self.estimates
+        ]
+
+    def __str__(self) -> str:
+        rows = [_HEAD, *self.table()[1]]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)] + [0]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+    __repr__ = __str__
+
+
+def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
+    """Run a program until its first model is compiled, and return what plans for machines of these kinds read.
+
+    The program trains nothing, and its weights take no memory; one that fails without values runs again with them.
 
     Raises:
         ProfileError: the program ended before that; its own output stands above
     """
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "plan.pop"
-        environment = {**os.environ, PLAN_WISH: str(target)}
-        done = subprocess.run([sys.executable, *program], env=environment, check=False)
-        if not target.exists():
-            raise ProfileError(
-                f"{' '.join(program)} compiled no model (it ended with {done.returncode})\n"
-                "  fix: call an executor, or its compile(...), in that program"
+    code = 0
+    for more in ({}, {"values": True}):
+        with tempfile.TemporaryDirectory() as folder:
+            wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
+            # To the standard error: the standard output is for the plan, which another program may read.
+            code = subprocess.run(
+                [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
+            ).returncode
+            found = {kind: Path(folder) / f"{kind}.pop" for kind in kinds}
+            if all(path.exists() for path in found.values()):
+                return {kind: load(path) for kind, path in found.items()}
+        if not code:
+            break
+        if not more:
+            print(
+                "popvision: the program failed while its weights had no values; again, with values",
+                file=sys.stderr,
             )
-        return load(target)
+    raise ProfileError(
+        f"{' '.join(program)} compiled no model (it ended with {code})\n"
+        "  fix: call an executor, or its compile(...), in that program"
+    )
 
 
-def estimated(profile: Profile) -> Profile:
-    """Return the plan with a time for each operation: that of its FLOPs or of its bytes, whichever is longer."""
-
-    def timed(operation: Operation) -> Operation:
-        ns = 1e9 * max(operation.flops / FLOPS, operation.bytes / BYTES)
-        return operation._replace(calls=1, ns=max(1, round(ns)))
-
-    return replace(profile, operations=tuple(map(timed, profile.operations)))
-
-
-def step_times(profile: Profile) -> list[StageTime]:
-    """Return what each stage of an `estimated` plan costs."""
-    spent = {(phase, stage): 0.0 for stage in range(len(profile.ipus)) for phase in "FB"}
-    for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        spent[piece.phase, piece.stage] += operation.ns
-    return [
-        StageTime(stage, ipu, profile.stages[stage], spent["F", stage], spent["B", stage], 0.0, 0.0)
-        for stage, ipu in enumerate(profile.ipus)
+def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
+    """Return what a plan does on a machine, with so many replicas and micro-batches of each."""
+    if machine.kind == "here":
+        return _here(profile, machine, replicas, micro_batches)
+    costs = costs_on(profile, machine, replicas)
+    step = costs.step(profile, micro_batches)
+    loads = [costs.of_ipu(profile, ipu, micro_batches) for ipu in profile.devices]
+    spent = max(loads, key=lambda load: sum(load.values()))
+    taken = virtual.apart(step) / 1e9
+    from_host = (
+        micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load") / machine.host
+    )
+    if from_host > taken:  # a replica's rows reach its first ipu
+        taken, spent["host input"] = from_host, from_host
+    memory = _memory_apart(profile, machine, replicas)
+    problems = _unknown(memory)
+    chips = len(profile.devices) * replicas
+    if chips > machine.chips:
+        problems.append(f"needs {chips} chips, and has {machine.chips}")
+    problems += [
+        f"ipu {ipu} needs {size(total(kinds))}, and has {size(machine.memory)}"
+        for ipu, kinds in memory.items()
+        if total(kinds) > machine.memory
     ]
+    items, bubble = _items(profile, replicas, micro_batches) / taken, virtual.bubble_apart(step)
+    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
 
 
-def memory_rows(profile: Profile) -> list[tuple[int | None, ...]]:
-    """Return for each ipu its number, and the bytes at the most of weights and buffers, gradients, optimizer,
-    activations, values between ipus, and all of them; None: not known."""
-    facts, unknown = profile.facts, [None] * len(profile.memory)
-    rows = zip(profile.memory, facts.get("activations", unknown), facts.get("between", unknown), strict=True)
-    found = []
-    for row, activations, between in rows:
-        own = (row.weights + row.buffers, row.gradients, row.optimizer, activations, between)
-        found.append((row.ipu, *own, None if activations is None else sum(own)))
-    return found
-
-
-def bottleneck(profile: Profile) -> list[str]:
-    """Return sentences: what bounds an `estimated` plan, and what would make it faster."""
-    times = step_times(profile)
-    step = step_of(profile, [], times)
-    loads: dict[int, float] = {}
-    for time in times:
-        loads[time.ipu] = loads.get(time.ipu, 0.0) + time.total
-    slowest = max(loads, key=lambda ipu: loads[ipu])
-    mean = sum(loads.values()) / len(loads)
-    waiting = virtual.bubble_apart(step)
-    found = [
-        f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
-        f" On separate devices they wait {waiting:.0%} of the time."
-    ]
-    found += [
-        f"{change.what} would make it {change.apart:.2f} times as fast there."
-        + (f" Then {change.also}." if change.also else "")
-        for change in changes(profile, step, 0.0)
-        if change.apart > 1.03
-    ]
-    return found
-
-
-def page(profile: Profile) -> str:
-    """Return the HTML of the page, which needs no other file."""
-    profile = estimated(profile)
-    times = step_times(profile)
-    flops = {(phase, stage): 0 for stage in range(len(profile.ipus)) for phase in "FB"}
-    for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        flops[piece.phase, piece.stage] += operation.flops
-    parameters = [sum(b.parameters for b in profile.blocks if b.stage == s) for s in range(len(times))]
-    stages = [
-        (
-            *(t.stage, t.ipu, t.blocks, f"{parameters[t.stage]:,}"),
-            *(f"{flops[phase, t.stage]:,}" for phase in "FB"),
-            seconds(t.total / 1e9),
-        )
-        for t in times
-    ]
-    memory = [
-        (ipu, *("–" if count is None else size(count) for count in rest))
-        for ipu, *rest in memory_rows(profile)
-    ]
-    sends = [
-        (part.ipu, part.peer, size(part.bytes), *part.often_and_when)
-        for part in profile.parts
-        if part.kind == "send"
-    ]
+def _items(profile: Profile, replicas: int, micro_batches: int) -> int:
+    """Return the rows of a step, of all instances."""
     counts = profile.counts
-    title = (
-        f"Plan: {profile.facts.get('mode', '')} {profile.name}, {len(times)} stage(s) on {len(profile.devices)} ipu(s),"
-        f" {counts.get('replicas', 1)} replica(s)"
+    groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
+    return counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
+
+
+def _memory_apart(profile: Profile, machine: Machine, replicas: int) -> dict[int, dict[str, int]]:
+    """Return the bytes of each ipu by kind on chips with memory of their own."""
+    found = memory_of(profile)
+    for kinds in found.values():
+        if profile.facts.get("shards_optimizer"):
+            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
+        if profile.facts.get("optimizer_off_chip"):
+            kinds["optimizer"] = 0
+        kinds["code"] = round(machine.code)
+    return found
+
+
+def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
+    """Return the bytes of each ipu by kind; None: only a kernel knows."""
+    facts, unknown = profile.facts, [None] * len(profile.memory)
+    found = {}
+    for number, row in enumerate(profile.memory):
+        waiting = facts.get("activations", unknown)[number], facts.get("between", unknown)[number] or 0
+        sizes = (row.weights + row.buffers, row.gradients, row.optimizer, *waiting, 0)
+        found[row.ipu] = dict(zip(KINDS, sizes, strict=True))
+    return found
+
+
+def _unknown(memory: Mapping[int, Mapping[str, int | None]]) -> list[str]:
+    some = any(count is None for kinds in memory.values() for count in kinds.values())
+    return ["a kernel needs memory of a size that only it knows"] if some else []
+
+
+# ---- this machine ----------------------------------------------------------------------------------------
+
+
+def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
+    facts, measured = profile.facts, profile.facts["measured"]
+    cores = facts.get("threads", 1)
+    spent = Spent(float)
+    for operation in profile.operations:  # which of both a core needs more time for
+        spent["compute"] += operation.flops / 50e9
+        spent["memory bandwidth"] += operation.bytes / 10e9
+    if "steps" in measured:
+        taken, bubble = _line(measured["steps"], micro_batches * replicas), 0.0
+    else:
+        step = _step_here(profile, measured, replicas, micro_batches)
+        found = virtual.here(step, cores)
+        taken = (found if found is not None else step.work * replicas) / 1e9
+        bubble = max(0.0, 1 - step.work * replicas / 1e9 / (taken * cores))
+    memory = memory_of(profile)
+    state = sum(kinds["weights"] + kinds["optimizer"] for kinds in memory.values())
+    # Depth first, up to twice as many micro-batches wait as on devices of their own.
+    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) for kinds in memory.values())
+    each += sum(facts.get("between_most") or [0])
+    rows = sum(part.bytes for part in profile.parts if part.kind == "load") * micro_batches
+    each += 2 * rows * profile.counts.get("iterations", 1)  # the loader has the next call's
+    # The host's module has its weights, and the program its libraries.
+    wanted = state + sum(kinds["weights"] for kinds in memory.values()) + replicas * each + facts["base"]
+    problems = _unknown(memory)
+    if wanted > facts["available"]:
+        problems.append(f"needs {size(wanted)}, and {size(facts['available'])} are free")
+    items = _items(profile, replicas, micro_batches) / taken
+    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
+
+
+def _line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
+    """Return the seconds of a step by the line through two that were measured; of one, in proportion."""
+    (first, taken), *more = rows
+    if not more:
+        return taken * micro_batches / first
+    ((second, longer),) = more
+    each = max(0.0, longer - taken) / (second - first)
+    return max(
+        taken * micro_batches / first if micro_batches < first else 0.0,
+        taken + each * (micro_batches - first),
     )
-    head = (
-        "stage",
-        "ipu",
-        "blocks",
-        "parameters",
-        "FLOPs forward",
-        "FLOPs backward",
-        "a micro-batch, estimated",
+
+
+def _step_here(
+    profile: Profile, measured: Mapping[str, Any], replicas: int, micro_batches: int
+) -> virtual.StepModel:
+    stages = range(len(profile.ipus))
+    spent = {(phase, stage): 0.0 for stage in stages for phase in "FB"}
+    for piece, taken in zip(profile.pieces, measured["pieces"], strict=True):
+        spent[piece.phase, piece.stage] += taken * 1e9
+    return virtual.StepModel(
+        profile.ipus,
+        tuple(spent["F", stage] for stage in stages),
+        tuple(spent["B", stage] for stage in stages) if profile.training else (),
+        {ipu: taken * 1e9 for ipu, taken in zip(profile.devices, measured["updates"], strict=True)},
+        micro_batches,
+        replicas,
+        profile.facts.get("mode") != "pipelined",
+        sharing={count: (low, high) for count, low, high in measured["sharing"]},
     )
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        *(f"<p class=say>{html.escape(text)}</p>" for text in bottleneck(profile)),
-        "<h2>One step on separate devices</h2>",
-        timeline(profile),
-        f"<p>Imagined devices with {FLOPS / 1e9:.0f} GFLOP/s and {BYTES / 1e9:.0f} GB/s, which wait for nothing else;"
-        " light: forward, dark: backward. Nothing has run yet.</p>",
-        "<h2>Stages</h2>",
-        _table(head, stages),
-        "<h2>Memory of an ipu at the most, on separate devices</h2>",
-        _table(("ipu", "weights", "gradients", "optimizer", "activations", "between", "in all"), memory),
-        "<h2>Between ipus</h2>" if sends else "",
-        _table(("from ipu", "to ipu", "bytes", "each", "when"), sends) if sends else "",
-    ]
-    return _PAGE.format(title=html.escape(title), body="\n".join(parts))
-
-
-def timeline(profile: Profile) -> str:
-    """Return the picture (SVG) of one step of an `estimated` plan, with a row for each ipu."""
-    step = step_of(profile, [], step_times(profile))
-    most = max(1, _DRAWN // len(step.phases))
-    cut = step.micro_batches > most
-    step = replace(step, micro_batches=min(step.micro_batches, most))
-    found, phases = virtual.on_devices(step), step.phases
-    rows, width, tall = sorted(set(step.ipus)), 1000, 30
-    unit = width / (found.length or 1)
-    boxes = []
-    for task in range(step.micro_batches * len(phases)):
-        micro_batch, i = divmod(task, len(phases))
-        phase, stage = phases[i]
-        x, wide = 60 + found.starts[task] * unit, max(0.4, (found.ends[task] - found.starts[task]) * unit)
-        y = rows.index(step.ipus[stage]) * tall
-        label = f"{'forward' if phase == 'F' else 'backward'} of stage {stage}, micro-batch {micro_batch}"
-        text = f'<text x="{x + 3:.1f}" y="{y + 17}">{micro_batch}</text>' if wide > 18 else ""
-        boxes.append(
-            f'<g><title>{label}</title><rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{tall - 6}"'
-            f' fill="{_COLOURS[stage % len(_COLOURS)]}" fill-opacity="{0.55 if phase == "F" else 1}"/>{text}</g>'
-        )
-    names = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
-    note = f"<p>The first {most} micro-batches of each step are drawn.</p>" if cut else ""
-    return (
-        f'<svg role="img" aria-label="Timeline of a step" viewBox="0 0 {width + 64} {len(rows) * tall}">'
-        + "".join([*names, *boxes])
-        + f"</svg>{note}"
-    )
-
-
-def write(profile: Profile, target: Path) -> Path:
-    target.write_text(page(profile))
-    return target
-
-
-def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    def line(cells: Iterable[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    return (
-        "<div class=wide><table>"
-        + line(head, "th")
-        + "".join(line(row, "td") for row in rows)
-        + "</table></div>"
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 16px; }}
-h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }}
-svg {{ width: 100%; }} svg text {{ font-size: 12px; fill: currentColor; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
-.say {{ border-left: 4px solid #e69f00; padding-left: 12px; }}
-</style>
-{body}
-</html>
-"""

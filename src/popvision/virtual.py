@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import product
 
-from popengine.order import ORDERS, Action, After, Order, bounded, timeline
-from popengine.virtual_time import Timeline, simulate
+from popengine.order import ORDERS, Action, After, Order, length, timeline
+from popengine.virtual_time import Timeline
 
 WORTH_SHARING = 1e5  # ns of an average task; shorter ones are all run by one core, as the driver does
 _DOUBTFUL = 1.4  # factor around that in which the driver may do either
@@ -25,8 +25,9 @@ class StepModel:
     """What a step computes, and what that costs in ns: `forward` and `backward` of each stage's micro-batch,
     `updates` of each ipu; on a host also `between` two tasks of a core, and `fixed`, a step's share of its call.
 
-    `ordered`: stages that take micro-batches in their order on any machine. `sharing`: number of cores -> how many
-    times as much they compute at the same time as a single core, at the least and at the most."""
+    `keeps_order`: separate devices run the programs of a recorded step. `ordered`: stages that take micro-batches in
+    their order on any machine. `sharing`: number of cores -> how many times as much they compute at the same time as a
+    single core, at the least and at the most."""
 
     ipus: tuple[int, ...]  # of each stage
     forward: tuple[float, ...]
@@ -39,6 +40,7 @@ class StepModel:
     between: float = 0.0
     fixed: float = 0.0
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    keeps_order: bool = True
 
     @property
     def phases(self) -> list[tuple[str, int]]:
@@ -69,7 +71,7 @@ class StepModel:
 
 def apart(step: StepModel) -> float:
     """Return the ns of a step on separate devices."""
-    return _length(step, lambda shorter: on_devices(shorter).length)
+    return _length(step, lambda shorter: on_devices(shorter)[1].length)
 
 
 def bubble_apart(step: StepModel) -> float:
@@ -121,12 +123,12 @@ def _stretched(found: Timeline, speed: Sequence[float]) -> float:
 
 
 def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
-    size, more = len(step.phases), len(step.ipus)
-    few = more + 4  # enough to fill the pipeline
-    if size * step.micro_batches * step.replicas <= _MOST_TASKS or step.micro_batches <= few + more:
-        return run(step)
-    one, two = (run(replace(step, micro_batches=count)) for count in (few, few + more))
-    return two + (two - one) / more * (step.micro_batches - few - more)
+    return length(
+        _actions(step),
+        step.micro_batches,
+        lambda count: run(replace(step, micro_batches=count)),
+        _MOST_TASKS // step.replicas,
+    )
 
 
 def _actions(step: StepModel) -> list[Action]:
@@ -146,60 +148,18 @@ def _orders(step: StepModel) -> tuple[Order, Order]:
     return ORDERS["sharded" if step.in_turns else "pipelined"]
 
 
-def _needs(step: StepModel, order: Order, cores: int) -> list[list[int]]:
-    """Return for each task those that it waits for; task m * len(phases) + i is phase i of micro-batch m."""
-    size, after = len(step.phases), bounded(_actions(step), order, cores)
-    return [
-        [
-            (m - edge.behind) * size + edge.row
-            for edge in edges
-            if edge.behind is not None and m >= edge.behind
-        ]
-        for m in range(step.micro_batches)
-        for edges in after
-    ]
-
-
-def schedule(step: StepModel) -> dict[int, list[int]]:
-    """Return each ipu's tasks in the order of the schedule: task m * len(phases) + i is phase i of micro-batch m."""
-    actions, size = _actions(step), len(step.phases)
-    tasks, ticks = timeline(actions, step.micro_batches, _orders(step)[0])
-    rows: dict[int, list[int]] = {ipu: [] for ipu in sorted(set(step.ipus))}
-    for number in ticks.order:
-        row, micro_batch = tasks[number]
-        rows[actions[row].ipu].append(micro_batch * size + row)
-    return rows
-
-
-def on_devices(step: StepModel) -> Timeline:
-    """Simulate a step on separate devices: task m * len(phases) + i is phase i of micro-batch m; updates come last."""
-    after = _needs(step, _orders(step)[0], 1)
-    owners = [step.ipus[stage] for _, stage in step.phases] * step.micro_batches
-    costs = step.costs * step.micro_batches
-    for ipu, row in schedule(step).items():
-        for before, task in pairwise(row):
-            after[task].append(before)
-        if update := step.updates.get(ipu, 0.0):
-            after.append(row[-1:])
-            costs.append(update)
-            owners.append(ipu)
-    return simulate(after, costs, owners)
+def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
+    """Simulate a step on separate devices. Returns: as `timeline`; the action is a place in `step.phases`."""
+    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
+    order, keeps = _orders(step)[0], step.keeps_order
+    return timeline(
+        _actions(step), step.micro_batches, order, costs=step.costs, updates=updates, keeps_order=keeps
+    )
 
 
 def _here(step: StepModel, cores: int) -> Timeline:
-    """Simulate a step on cores that share all ipus of all replicas."""
-    phases, size, copies = step.phases, len(step.phases), step.replicas
-    after = [
-        [need * copies + replica for need in needs]
-        for needs in _needs(step, _orders(step)[1], cores)
-        for replica in range(copies)
-    ]
-    each = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
-    costs = [cost for cost in each * step.micro_batches for _ in range(copies)]
-    of_ipu = {ipu: [i for i, (_, s) in enumerate(phases) if step.ipus[s] == ipu] for ipu in set(step.ipus)}
-    for ipu, cost in step.updates.items():
-        if cost:  # replicas of a process hold their weights once
-            ends = [(m * size + i) * copies for m in range(step.micro_batches) for i in of_ipu[ipu]]
-            after.append([end + replica for end in ends for replica in range(copies)])
-            costs.append(cost + step.between)
-    return simulate(after, costs, cores)
+    """Simulate a step on cores that share all ipus of all replicas; these hold their weights once."""
+    costs = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
+    updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
+    order = _orders(step)[1]
+    return timeline(_actions(step), step.micro_batches, order, cores, costs, step.replicas, updates)[1]

@@ -4,9 +4,9 @@ import dataclasses
 import random
 
 import pytest
-from simulated import MS, actions_of, simulated
+from simulated import MS, simulated
 
-from popengine.order import IN_TURNS, ORDERS, timeline
+from popengine.order import IN_TURNS
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import machine_sentence, sentences, stages_sentence
@@ -45,25 +45,6 @@ def test_a_step_in_virtual_time_takes_as_long_as_the_run():
     profile = simulated(3, 6, cost=lambda phase, stage: int(costs[phase, stage] * MS))
     length = profile.calls[0].end - profile.calls[0].start
     assert figures(profile).step_apart == pytest.approx(length / 1e9)
-
-
-@pytest.mark.parametrize("ipus", [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 0, 1), tuple(range(8))])
-@pytest.mark.parametrize("training", [True, False])
-def test_the_schedule_in_virtual_time_is_the_compilers(ipus, training):
-    costs = (1.0,) * len(ipus)
-    for mode, in_turns in (("pipelined", False), ("sharded", True)):
-        step = StepModel(ipus, costs, costs if training else (), {}, 9, in_turns=in_turns)
-        rows = {
-            ipu: [(*step.phases[task % len(step.phases)], task // len(step.phases)) for task in row]
-            for ipu, row in virtual.schedule(step).items()
-        }
-        actions = [action._replace(ipu=ipus[action.stage]) for action in actions_of(len(ipus), training)]
-        tasks, ticks = timeline(actions, 9, ORDERS[mode][0])
-        expected = {ipu: [] for ipu in sorted(set(ipus))}
-        for number in ticks.order:
-            row, m = tasks[number]
-            expected[actions[row].ipu].append((*actions[row][:2], m))
-        assert rows == expected
 
 
 def test_a_long_step_is_as_long_as_all_its_micro_batches():

@@ -1,5 +1,7 @@
-"""A plan before anything has run: what it says is what the run then does."""
+"""Plans: what a program would do on machines that need not be there."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from test_page import wide
 from test_runs import ROWS, WIDTH, Model
 
 import poptorch
-from popvision import plan
 from popvision.cli import main
+from popvision.costs import all_reduce_seconds, kind_of, operation_seconds
+from popvision.machine import MachineError, machine, machines
+from popvision.plan import Estimates, estimate
 
 PROGRAM = """
 import poptorch, sys, torch
@@ -23,18 +27,22 @@ class Model(torch.nn.Module):
         super().__init__()
         self.first = poptorch.BeginBlock(torch.nn.Linear(8, 8), "first", ipu_id=0)
         self.last = poptorch.BeginBlock(torch.nn.Linear(8, 8), "last", ipu_id=1)
+        torch.nn.init.trunc_normal_(self.last.weight)
 
     def forward(self, x):
         return poptorch.identity_loss(self.last(self.first(x)), "mean")
 
 options = poptorch.Options()
-options.Training.gradientAccumulation(int(sys.argv[1]))
+options.Training.gradientAccumulation(int(sys.argv[sys.argv.index("--accumulation") + 1]))
 try:
-    poptorch.trainingModel(Model(), options)(torch.randn(4 * 2, 8))
+    model = Model().half()
+    poptorch.trainingModel(model, options)(torch.randn(4 * 2, 8).half())
 finally:
     print("the end")
 print("something was computed")
 """
+KNOWN = {"activations": [10] * 4, "between": [0] * 4}
+KEYS = ["machine", "items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by"]
 
 
 def planned(**more):
@@ -45,7 +53,18 @@ def planned(**more):
     return poptorch.describe(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH))
 
 
-def test_the_page_shows_stages_the_timeline_and_what_bounds_it(tmp_path):
+def heavy(*args, **more):
+    """A simulated profile of operations that cost far more than what surrounds them."""
+    profile = simulated(*args, **more)
+    operations = tuple(row._replace(flops=10**12) for row in profile.operations)
+    return dataclasses.replace(profile, operations=operations, facts=profile.facts | KNOWN)
+
+
+def apart(profile, name="bow-pod4", **choices):
+    return Estimates.of({"apart": profile}, machines(name), **choices)
+
+
+def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path):
     found = planned()
     found.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
@@ -54,6 +73,7 @@ def test_the_page_shows_stages_the_timeline_and_what_bounds_it(tmp_path):
     assert "backward of stage 2, micro-batch 4" in page
     linear = 2 * ROWS * WIDTH * WIDTH
     assert f"<td>{linear:,}</td>" in page
+    assert "<td>bow-pod16</td>" in page
     assert "of 3 ipu" not in page and "http" not in page
 
 
@@ -68,27 +88,186 @@ def test_the_page_is_no_wider_than_a_narrow_window(chromium, tmp_path):
 
 
 def test_the_bottleneck_is_the_ipu_with_the_most_to_do():
-    profile = simulated(3, 60, blocks=("A", "B, C, D, E", "F"))
-    profile = plan.estimated(profile)  # each operation has the same FLOPs
-    say = plan.bottleneck(profile)
+    # Each operation has the same FLOPs, so nearly all of an ipu's time is proportional to its blocks.
+    say = apart(heavy(3, 60, blocks=("A", "B, C, D, E", "F"))).advice()
     assert say[0].startswith("ipu 1 has the most to do: 2.00 times the average ipu.")
-    few = plan.bottleneck(plan.estimated(simulated(3, 5)))
+    few = apart(heavy(3, 5)).advice()
     assert few[1].startswith(
         "options.Training.gradientAccumulation(20) would make it 1.27 times as fast there."
     )
 
 
-def test_a_program_is_run_until_its_first_model_is_compiled(tmp_path, monkeypatch, capfd):
+def test_where_more_micro_batches_give_nothing_none_are_advised():
+    for micro_batches in (5, 64, 2048, 4096):
+        profile = heavy(4, 8)
+        profile = dataclasses.replace(
+            profile, facts=profile.facts | {"schedule_micro_batches": micro_batches}
+        )
+        assert len(apart(profile).advice()) == (2 if micro_batches == 5 else 1)
+
+
+# ---- programs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "train.py", "4"]) == 0
-    out = capfd.readouterr().out
-    assert "the end" in out and "something was computed" not in out
+
+
+def test_a_program_is_run_until_its_first_model_is_compiled(program, capfd):
+    assert main(["plan", "train.py", "--accumulation", "4", "--on", "bow-pod4,mk2-pod16"]) == 0
+    out, err = capfd.readouterr()
+    assert "the end" in err and "something was computed" not in err
+    rows = out.splitlines()
+    assert rows[0].split()[:2] == ["machine", "replicas"]
+    assert [row.split()[0] for row in rows[1:3]] == ["bow-pod4", "mk2-pod16"]
     assert "options.Training.gradientAccumulation(" in out
-    assert "first" in (tmp_path / "plan.html").read_text()
-    (tmp_path / "empty.py").write_text("print('hello')")
+    with open("plan.html") as page:
+        assert "first" in page.read()
+    with open("empty.py", "w") as empty:
+        empty.write("print('hello')")
     assert main(["plan", "empty.py"]) == 1
     assert "empty.py compiled no model (it ended with 0)" in capfd.readouterr().err
+
+
+def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd):
+    assert main(["plan", "train.py", "--accumulation", "4", "--on", "bow-pod4,this-machine", "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)
+    assert [list(row) for row in rows] == [KEYS, KEYS]
+    assert [row["machine"] for row in rows] == ["bow-pod4", "this-machine"]
+    assert all(row["fits"] is True and len(row["memory_per_ipu"]) == 2 for row in rows)
+    assert all(
+        row["items_per_second"] * row["seconds_per_update"] == pytest.approx(4 * 2 / 4 * 4) for row in rows
+    )
+
+
+def test_choices_are_a_table_with_the_best_first(program, capfd):
+    arguments = ["--replicas", "1,2,4", "--json", "train.py", "--accumulation", "4", "--on", "bow-pod4"]
+    assert main(["plan", *arguments]) == 0
+    rows = json.loads(capfd.readouterr().out)
+    assert [row["fits"] for row in rows] == [True, True, False]  # 4 replicas of 2 ipus are 8 chips
+    assert rows[0]["items_per_second"] > 1.8 * rows[1]["items_per_second"]
+
+
+def test_a_program_that_reads_values_of_its_weights_runs_again_with_them(program, capfd):
+    source = PROGRAM.replace("try:\n", "assert Model().first.weight.abs().sum() > 0\ntry:\n")
+    with open("reads.py", "w") as text:
+        text.write(source)
+    assert main(["plan", "reads.py", "--accumulation", "4", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert "failed while its weights had no values; again, with values" in err
+    assert json.loads(out)[0]["machine"] == "bow-pod16"
+
+
+# ---- models in this process ----------------------------------------------------------------------------------
+
+
+def test_a_model_on_the_meta_device_is_planned_and_described_without_its_weights():
+    def found(device):
+        with torch.device(device):
+            model = Model()
+        options = poptorch.Options()
+        options.Training.gradientAccumulation(5)
+        batch = torch.randn(5 * ROWS, WIDTH)
+        text = str(poptorch.describe(model, options, batch))
+        return text, poptorch.plan(model, options, batch, on=["bow-pod4"]).to_json()
+
+    assert found("meta") == found("cpu")
+
+
+def test_choices_of_accumulation_are_planned_without_another_compilation():
+    model, options = Model(), poptorch.Options()
+    options.Training.gradientAccumulation(5)
+    found = poptorch.plan(
+        model, options, torch.randn(5 * ROWS, WIDTH), on="bow-pod4", accumulation=[5, 10, 20]
+    )
+    assert [one.accumulation for one in found.estimates] == [20, 10, 5]  # the bubble becomes smaller
+    bubbles = [one.bubble for one in found.estimates]
+    assert bubbles == sorted(bubbles)
+
+
+# ---- machines ------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_has_the_rates_of_its_data_sheet():
+    bow, mk2 = machine("bow-pod16"), machine("mk2-pod16")
+    assert bow.half == pytest.approx(350e12, rel=0.005)
+    assert bow.single == pytest.approx(87e12, rel=0.005)
+    assert bow.local == pytest.approx(65.4e12, rel=0.005)
+    assert bow.exchange == pytest.approx(10.9e12, rel=0.005)
+    assert mk2.half == pytest.approx(250e12, rel=0.005)
+    assert (bow.chips, machine("bow-pod64").chips, bow.memory) == (16, 64, 941e6)
+
+
+def test_users_add_machines_as_files(tmp_path):
+    own = tmp_path / "double.toml"
+    own.write_text('extends = "bow"\nchip.clock = { value = 3.7e9, source = "a guess" }')
+    assert machine(str(own)).half == 2 * machine("bow-pod4").half
+    with pytest.raises(MachineError, match=r"there is no machine 'bow-pod8'[^$]*known are bow, bow-pod16"):
+        machines("bow-pod4,bow-pod8")
+    own.write_text('kind = "apart"\nchip.tiles = { value = 4, source = "" }')
+    with pytest.raises(MachineError, match=r"lacks the constant 'pod'\n  fix: .*extends"):
+        machine(str(own))
+
+
+# ---- costs ---------------------------------------------------------------------------------------------------
+
+
+def test_each_operation_has_a_kind():
+    (operation, *_) = simulated(1, 1).operations
+    kinds = {
+        "addmm": "matmul",
+        "bmm": "matmul",
+        "convolution_backward": "convolution",
+        "native_layer_norm_backward": "normalization",
+        "_softmax": "normalization",
+        "embedding_dense_backward": "embedding",
+        "add.Tensor": "elementwise",
+        "gelu": "elementwise",
+        "poptorch.recomputation_checkpoint": None,
+        "transpose.int": None,
+        "view": None,
+    }
+    assert {name: kind_of(operation._replace(kind=name)) for name in kinds} == kinds
+
+
+def test_a_large_product_is_bound_by_computation_and_a_sum_by_memory():
+    (operation, *_) = simulated(1, 1).operations
+    bow = machine("bow-pod4")
+    product = operation_seconds(operation._replace(kind="mm", flops=10**12, bytes=10**6, width=2), bow)
+    assert product["compute"] == pytest.approx(1e12 / (bow.half * bow.share("matmul")))
+    assert max(product, key=product.__getitem__) == "compute"
+    total = operation_seconds(operation._replace(kind="add.Tensor", flops=0, bytes=10**9, width=2), bow)
+    assert total["memory bandwidth"] == pytest.approx(1e9 / (bow.local * bow.share("elementwise")))
+
+
+def test_an_all_reduce_is_a_ring_within_racks_and_one_over_them():
+    bow = machine("bow-pod64")
+    rate = bow.links * bow.share("links")
+    assert all_reduce_seconds(1e9, 1, 1, bow) == 0
+    assert all_reduce_seconds(1e9, 16, 4, bow) == pytest.approx(30 * bow.message + 2 * 15 / 16 * 1e9 / rate)
+    over_racks = 2 * bow.message + 2 / 2 * (1e9 / 16) / bow.gateway
+    inside = all_reduce_seconds(1e9, 16, 4, bow)
+    assert all_reduce_seconds(1e9, 32, 4, bow) == pytest.approx(inside + over_racks)
+
+
+def test_a_pipeline_of_equal_stages_has_the_known_bubble_and_scales_with_the_clock():
+    found = estimate(heavy(4, 8), machine("bow-pod4"), 1, 8)
+    assert found.bubble == pytest.approx(3 / 11, rel=0.02)  # of stages that take as long forward as backward
+    slower = estimate(heavy(4, 8), machine("mk2-pod16"), 1, 8)
+    assert slower.seconds_per_update / found.seconds_per_update == pytest.approx(1.85 / 1.33, rel=0.02)
+
+
+def test_what_does_not_fit_is_said_with_the_reason():
+    profile = heavy(4, 8)
+    assert apart(profile).estimates[0].to_dict()["fits"] is True
+    rows = tuple(row._replace(weights=10**9) for row in profile.memory)
+    found = apart(dataclasses.replace(profile, memory=rows))
+    assert found.estimates[0].to_dict()["fits"] is False
+    assert "DOES NOT FIT: ipu 0 needs 1.0 GiB, and has 897.4 MiB" in str(found)
+    unknown = dataclasses.replace(profile, facts=profile.facts | {"activations": [None] * 4})
+    assert apart(unknown).estimates[0].problems == ("a kernel needs memory of a size that only it knows",)
 
 
 def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):
@@ -109,7 +288,7 @@ def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):
 def test_a_plan_of_an_executable_without_its_graph_has_a_page_too(tmp_path, training):
     profile = simulated(2, 3, training=training)
     bare = [operation._replace(flops=0, bytes=0) for operation in profile.operations]
-    plan.write(
-        profile.__class__(**{**vars(profile), "operations": tuple(bare), "tracks": ()}), tmp_path / "p.html"
+    apart(profile.__class__(**{**vars(profile), "operations": tuple(bare), "tracks": ()})).save(
+        tmp_path / "p.html"
     )
     assert (tmp_path / "p.html").read_text().count("<rect") == 3 * 2 * (1 + training)

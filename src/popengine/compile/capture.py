@@ -45,6 +45,7 @@ def capture(
     training: bool,
     device: str = "cpu",
     given: str = "",
+    needs_values: bool = True,
 ) -> Graph:
     """Trace `forward` and, in training, its backward, into one functional graph.
 
@@ -55,6 +56,7 @@ def capture(
         training: append the backward of the model's one final loss, for all parameters that require it
         device:   where the model will run; on another than the CPU nothing may need kernels that only CPUs have
         given:    the arguments of forward in words, for errors
+        needs_values: refuse weights on the meta device
 
     Raises:
         CaptureError: torch fails in the forward; the forward reads a value out of a tensor, makes a shape that
@@ -67,7 +69,7 @@ def capture(
 
     # Only shapes are read: what a tensor subclass does when it is used has no place here.
     with torch._C.DisableTorchFunctionSubclass(), fake:
-        stand_ins = StandIns(module, pretend)
+        stand_ins = StandIns(module, pretend, needs_values)
         inputs = [pretend(sample) for sample in samples]
         scale = pretend(torch.empty(()))
     if training:

@@ -99,10 +99,12 @@ class Description:
         block = node.meta.get("block")
         visits = self.partition.signature.visits
         title = visits[block].name if block is not None and block >= 0 else None
-        moved = sum(self._bytes([*dict.fromkeys(line.operands()), line.name]))
+        results = [line.name, *(user.name for user in node.users if user.target is operator.getitem)]
+        moved = sum(self._bytes([*dict.fromkeys(line.operands()), *results]))
         title = title or self._stage_name(piece)
         module = node.meta.get("module", "?")
-        return Operation(piece, line.name, kind, title, line.where, 0, 0, _flops(node), moved, live, module)
+        flops, width = _flops(node), _width(node)
+        return Operation(piece, line.name, kind, title, line.where, 0, 0, flops, moved, live, width, module)
 
     def _stage_name(self, piece: int) -> str:
         return self.partition.names[self.partition.pieces[piece].stage]
@@ -205,6 +207,12 @@ def _flops(node: fx.Node) -> int:
         return int(count(*args, **kwargs, out_val=_result(node)))
     except Exception:  # a rule of torch's for other arguments: better no figure than no profile
         return 0
+
+
+def _width(node: fx.Node) -> int:
+    """Return the bytes of a number of an operation's result."""
+    values = [node.meta.get("val"), *(user.meta.get("val") for user in node.users)]
+    return next((value.element_size() for value in values if isinstance(value, torch.Tensor)), 4)
 
 
 def _result(node: fx.Node) -> Any:

@@ -38,7 +38,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     """
     numbers = _numbers(visits, used, strategy)
     ipu_of = _ipus(visits, numbers, strategy)
-    if strategy.mode != "pipelined":
+    if strategy.mode != "pipelined" or strategy.joined:
         # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
         # name its ipus block by block.
         ipus = [

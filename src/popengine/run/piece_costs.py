@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from threading import Barrier
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ class Factor(NamedTuple):
 
     low: float
     high: float
+
+
+class Work(Protocol):
+    """What can be run several times."""
+
+    def several(self, count: int) -> float:
+        """Run it so often. Returns: seconds"""
+        ...
 
 
 class Sample:
@@ -108,7 +116,7 @@ def speedups(
     return Factor(found[len(found) // 4], found[-1 - len(found) // 4])
 
 
-def sharing(sample: Sample, threads: int, alone: float) -> tuple[Factor, float]:
+def sharing(sample: Work, threads: int, alone: float) -> tuple[Factor, float]:
     """So many threads that compute micro-batches at the same time, against one.
 
     Args:

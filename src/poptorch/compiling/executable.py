@@ -77,6 +77,7 @@ def compile_model(
     done: Callable[[str], None],
     together: bool = False,
     earlier: Sequence[Executable] = (),
+    plans: bool = False,
 ) -> Executable:
     """Capture and lower a model.
 
@@ -86,6 +87,7 @@ def compile_model(
         together: all instances compile now, so that what is measured can be exchanged
         earlier:  plans of the model for other inputs: the new one has their stages and, where micro-batches are
             equal, their graph
+        plans:    the weights need no values, and nothing is measured for a profile
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
@@ -97,7 +99,9 @@ def compile_model(
         (e for e in earlier if e.graph is not None and _micro_batch(e.inputs) == _micro_batch(run)), None
     )
     if like is None:
-        new = _captured(model, run, options, settings, samples)  # the only pass that runs the model's code
+        new = _captured(
+            model, run, options, settings, samples, not plans
+        )  # the only pass that runs the model's code
         new, settings = _rewritten(new, options, settings, earlier[0].memory_format if earlier else None)
     else:
         new, chosen = like, like.settings
@@ -107,7 +111,7 @@ def compile_model(
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
-    if like is None:
+    if like is None and (not plans or settings.strategy.auto == "balance"):
         settings, hints = tune(graph, settings, options, new.memory_format, model, samples, together)
         new = replace(new, hints=hints)
     settings = with_work_enough(graph, settings)
@@ -127,7 +131,12 @@ def _micro_batch(of: Run | CompiledInputs) -> Any:
 
 
 def _captured(
-    model: nn.Module, run: Run, options: Options, settings: Settings, samples: list[Tensor]
+    model: nn.Module,
+    run: Run,
+    options: Options,
+    settings: Settings,
+    samples: list[Tensor],
+    needs_values: bool,
 ) -> Executable:
     """Return an executable with the captured graph, without a plan."""
     requests = requests_of(options)
@@ -145,6 +154,7 @@ def _captured(
                 training=settings.training,
                 device=settings.device,
                 given=run.call.in_words(samples),
+                needs_values=needs_values,
             )
     finally:
         options._execution_strategy.onEndTracing()

@@ -12,18 +12,19 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.profile import Profile
 from popengine.settings import Counts, Settings
 
 from ..annotating.replica_groups import groups_of
 from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
-from ..compiling.executable import Flags, compile_model, with_flags
+from ..compiling.executable import Executable, Flags, compile_model, with_flags
 from ..compiling.outputs import returned
 from ..compiling.runs import Run, runs_of
 from ..data.loader import counts_of
@@ -32,8 +33,8 @@ from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
+from ..planning import exit_if_only_planning, profiles
 from ..reporting.overview import Overview, overview
-from ..reporting.planned import exit_if_only_planning
 from ..reporting.reporter import reporter_for
 from . import executable_file, marked_model
 from .device_lease import DeviceLease, LoadedPlan
@@ -209,6 +210,7 @@ class PoplarExecutor(PublicNames):
             marked_model.mark(self._user_model, self)
         options, model, lease = self.options, self._wrapped.traced, self._lease
         settings, started = self._settings_for(run, options), time.perf_counter()
+        exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
             self._compiled_flags = Flags.of(model)
@@ -218,7 +220,6 @@ class PoplarExecutor(PublicNames):
                 earlier = [plan.executable for plan in lease.plans.values()]
                 found = compile_model(model, run, options, settings, done, together=True, earlier=earlier)
             announce(found.plan, found.settings)
-            exit_if_only_planning(found.plan, found.settings, found.graph)
             plan = LoadedPlan(found, reporter)
             lease.add(run.key, plan)
             try:
@@ -279,12 +280,30 @@ class PoplarExecutor(PublicNames):
     def _described(self, options: Options | None, *args: Any, **kwargs: Any) -> Overview:
         """Return what `plan` would be after a call with these arguments, and with these options in place of the
         executor's own, if there are any; nothing is kept of the compilation."""
+        run, options, settings = self._asked(options, *args, **kwargs)
+        found = compile_model(self._wrapped.traced, run, options, settings, lambda name: None, plans=True)
+        return overview(found.plan, found.settings, found.graph)
+
+    def _planned(
+        self, options: Options | None, kinds: Sequence[str], *args: Any, **kwargs: Any
+    ) -> dict[str, Profile]:
+        """Return what popvision plans from; arguments as for `_described`, and for `planning.profiles`."""
+        return self._profiles(*self._asked(options, *args, **kwargs), kinds)
+
+    def _profiles(
+        self, run: Run, options: Options, settings: Settings, kinds: Sequence[str]
+    ) -> dict[str, Profile]:
+        def compiled(other: Settings) -> Executable:
+            return compile_model(self._wrapped.traced, run, options, other, lambda name: None, plans=True)
+
+        location = options.TensorLocations.location_optimizer.toDict()
+        return profiles(compiled, settings, self._optimizer_link.hyper, location, kinds)
+
+    def _asked(self, options: Options | None, *args: Any, **kwargs: Any) -> tuple[Run, Options, Settings]:
         training, model = self._wrapped.training, self._user_model
         options = self.options if options is None else resolved(options, training, model)
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
-        settings = self._settings_for(run, options)
-        found = compile_model(self._wrapped.traced, run, options, settings, lambda name: None)
-        return overview(found.plan, found.settings, found.graph)
+        return run, options, self._settings_for(run, options)
 
     # ---- devices -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`, and `describe`, which only looks."""
+"""How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`; `describe` and `plan` run nothing."""
 
+import contextlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from ..reporting.overview import Overview
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
 from .torch_modes import with_torch_modes
+
+if TYPE_CHECKING:
+    from popvision.plan import Estimates
 
 
 @with_torch_modes
@@ -102,16 +106,61 @@ def describe(
     Raises:
         Error: the model can't be compiled for such a batch
     """
-    model = model if isinstance(model, PoplarExecutor) else _module_of(model)
-    owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
-    made = None
-    if owner is None:
-        options = None if options is None else options.clone()
-        owner = made = PoplarExecutor(model, options, training=training)
     kwargs = batch if isinstance(batch, dict) else {}
     args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
+    with executor_of(model, options, training) as (executor, own):
+        return executor._described(own, *args, **kwargs)
+
+
+@with_torch_modes
+def plan(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    batch: Any = (),
+    *,
+    on: str | Sequence[str] = ("bow-pod16",),
+    training: bool = True,
+    replicas: Sequence[int] = (),
+    accumulation: Sequence[int] = (),
+) -> "Estimates":
+    """Return how fast a model would be on these machines, and the memory it needs there. (Not in PopTorch.)
+
+    >>> print(poptorch.plan(model, options, (images, labels), on=["bow-pod16", "this-machine"]))
+
+    Args:
+        model, options, batch, training: as for `describe`; the model's parameters may be on the meta device
+        on:           names of machines, or paths of TOML files; "this-machine" is measured
+        replicas:     plan with each of these numbers of replicas
+        accumulation: plan with each of these gradient accumulations
+    Raises:
+        Error: the model can't be compiled for such a batch
+        ValueError: a machine is not known
+    """
+    from popvision.machine import machines
+    from popvision.plan import Estimates
+
+    chosen = machines(on)
+    kinds = list(dict.fromkeys(machine.kind for machine in chosen))
+    with executor_of(model, options, training) as (executor, own):
+        kwargs = batch if isinstance(batch, dict) else {}
+        args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
+        found = executor._planned(own, kinds, *args, **kwargs)
+    return Estimates.of(found, chosen, replicas, accumulation)
+
+
+@contextlib.contextmanager
+def executor_of(
+    model: Any, options: Options | None, training: bool
+) -> Iterator[tuple[PoplarExecutor, Options | None]]:
+    """Yield the executor of a model, or one that is made for the body, and the options to describe it with."""
+    model = model if isinstance(model, PoplarExecutor) else _module_of(model)
+    owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
+    if owner is not None:
+        yield owner, options
+        return
+    options = None if options is None else options.clone()
+    made = PoplarExecutor(model, options, training=training)
     try:
-        return owner._described(options, *args, **kwargs)
+        yield made, options
     finally:
-        if made is not None:
-            made._release()
+        made._release()

@@ -37,10 +37,11 @@ class Overview:
     planned: Profile = field(repr=False, compare=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a page: the stages, the memory of each ipu, an ideal timeline, and the bottleneck."""
-        from popvision import plan  # loaded only for this
+        """Write a page: stages, the memory of each ipu, and a timeline and the bottleneck on a Bow Pod."""
+        from popvision.machine import machines  # loaded only for this
+        from popvision.plan import Estimates
 
-        plan.write(self.planned, Path(path))
+        Estimates.of({"apart": self.planned}, machines("bow-pod16")).save(path)
 
     def __str__(self) -> str:
         lines = [self.title, ""]

@@ -2,13 +2,15 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
+from itertools import accumulate
 
 import torch
 
 from popengine import profile
 from popengine.compile.describe import Description, peak_bytes
 from popengine.ir import Graph, Plan
+from popengine.order import ORDERS, timeline
+from popengine.programs import actions
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
@@ -63,8 +65,39 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
             row = operation.piece
             alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
         facts["activations"] = [peak_bytes(graph, plan, ipu, alive) for ipu in ipus]
-        facts["between"] = [_between(found, ipu) for ipu in ipus]
+        waiting = _waiting(plan, found)
+        facts["between"] = [waiting[ipu] for ipu in ipus]
+        facts["between_most"] = [_between(found, ipu) for ipu in ipus]
     return replace(found, facts=facts, memory=tuple(_memory(plan, settings, ipu) for ipu in ipus))
+
+
+def _waiting(plan: Plan, found: profile.Profile) -> dict[int, int]:
+    """Return for each ipu the most bytes that wait for it, if a core needs as long for an action as its FLOPs or bytes
+    take at 50 GFLOP/s and 10 GB/s."""
+    spent: dict[tuple[str, int], float] = {}
+    for row in found.operations:
+        group = found.pieces[row.piece].phase, found.pieces[row.piece].stage
+        spent[group] = spent.get(group, 1e-5) + max(row.flops / 50e9, row.bytes / 10e9)
+    rows, _ = actions(plan)
+    costs = [spent.get((row.phase, row.stage), 1e-5) for row in rows]
+    tasks, times = timeline(rows, plan.micro_batches, ORDERS[plan.order][0], costs=costs, keeps_order=True)
+    when = {
+        (rows[row].phase, rows[row].stage, m): (start, end)
+        for (row, m), start, end in zip(tasks, times.starts, times.ends, strict=True)
+    }
+    sent = {(part.channel, part.peer): part for part in found.parts if part.kind == "send"}
+    most = {}
+    for ipu in found.devices:
+        changes: list[tuple[float, int]] = []
+        for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
+            sender = sent[part.channel, ipu]
+            for m in range(plan.micro_batches if sender.phase else 1):
+                begin = when[sender.phase, sender.stage, m][1] if sender.phase else 0.0
+                changes += [(begin, part.bytes)]
+                changes += [(when[part.phase, part.stage, m][0], -part.bytes)] if sender.phase else []
+        changes.sort(key=lambda row: (row[0], -row[1]))
+        most[ipu] = max(accumulate(size for _, size in changes), default=0)
+    return most
 
 
 def _between(found: profile.Profile, ipu: int) -> int:
@@ -102,10 +135,3 @@ def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
             state = init_state(optimizer, torch.empty(slot.shape, dtype=slot.dtype, device="meta"))
             states += sum(value.nbytes for value in state.values())
     return profile.Memory(0, ipu, weights, others, gradients, states)
-
-
-def exit_if_only_planning(plan: Plan, settings: Settings, graph: Graph | None) -> None:
-    """Write the plan and exit, if `popvision plan` runs this program (an environment variable names the file)."""
-    if wish := os.environ.get(profile.PLAN_WISH):
-        planned(plan, settings, graph).save(Path(wish))
-        raise SystemExit(0)

@@ -32,8 +32,10 @@ class _Member(NamedTuple):
 class StandIns:
     """The fake tensors of one capture, by canonical name."""
 
-    def __init__(self, module: nn.Module, pretend: Callable[[Tensor], Tensor]) -> None:
-        _check_values(module)
+    def __init__(
+        self, module: nn.Module, pretend: Callable[[Tensor], Tensor], needs_values: bool = True
+    ) -> None:
+        _check_values(module, needs_values)
         self.parameters = {
             name: nn.Parameter(pretend(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
@@ -97,11 +99,11 @@ class StandIns:
 
     def of(self, value: Any) -> Any:
         """Return what stands in for a tensor of the module, or for a view of one; anything else as it is."""
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
         member = self._by_id.get(id(value))
         if member is not None:
             return member.fake
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
         key = id(value), torch.is_grad_enabled()
         if key not in self._views:
             self._views[key] = value, self._view(value)
@@ -219,7 +221,7 @@ class StandIns:
                         )
 
 
-def _check_values(module: nn.Module) -> None:
+def _check_values(module: nn.Module, needs_values: bool) -> None:
     """Raises CaptureError, where a parameter or buffer has no shape or no values yet."""
     state = [*module.named_parameters(), *module.named_buffers()]
     shapeless = [name for name, value in state if nn.parameter.is_lazy(value)]
@@ -238,7 +240,7 @@ def _check_values(module: nn.Module) -> None:
             "  why: a lazy layer gets its weights when it first sees data, and a compiled model needs them before\n"
             "  fix: run the model once in plain PyTorch, `model(*micro_batch)`, before it is wrapped"
         )
-    if empty:
+    if empty and needs_values:
         raise CaptureError(
             f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
             "  fix: `model.to_empty(device='cpu')`, then set or load the weights, before the first call"

@@ -1,0 +1,150 @@
+"""Roofline costs: the seconds of each operation, stage and update of a plan on a machine where each ipu is a chip.
+
+An operation takes the time of its FLOPs or of its bytes at the share of the chip's rates that operations of its kind
+reach. A product also moves the faces of each tile's block of multiplications: a cube, the shape that moves the least
+(Irony, Toledo and Tiskin, 2004).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from popengine.profile import Operation, Profile
+
+from .machine import Machine
+from .virtual import StepModel
+
+_FREE = re.compile(
+    r"getitem|view|_unsafe_view|t|transpose|permute|expand|(un)?squeeze|slice|select|split.*|unbind|detach|alias|empty.*"
+    r"|as_strided|recomputation_checkpoint|scalar_tensor|begin_.*|end_.*|set_.*|nop|lift_fresh.*"
+)
+_KINDS = {  # the first that matches
+    "convolution": re.compile(r".*convolution.*|.*conv\dd.*"),
+    "matmul": re.compile(r"b?addb?mm|b?mm|.*linear|mv|dot|.*attention.*|.*rnn.*|.*lstm.*"),
+    "normalization": re.compile(r".*norm.*|.*softmax.*"),
+    "embedding": re.compile(r"embedding.*|gather|scatter.*|index.*|.*_select|nll_loss.*"),
+}
+Spent = defaultdict[str, float]  # seconds by category
+CATEGORIES = ("compute", "memory bandwidth", "exchange", "links", "host input")
+
+
+def add(total: Spent, more: Mapping[str, float], times: float = 1.0) -> None:
+    """Add seconds by category, so many times."""
+    for category, value in more.items():
+        total[category] += times * value
+
+
+def kind_of(operation: Operation) -> str | None:
+    """Return the kind of an operation; None: it only names or views values."""
+    name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
+    if _FREE.fullmatch(name):
+        return None
+    return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "elementwise")
+
+
+def operation_seconds(operation: Operation, machine: Machine) -> Spent:
+    """Return the seconds of an operation by category."""
+    kind, found = kind_of(operation), Spent(float)
+    if kind is None:
+        return found
+    found["exchange"] = machine.launch
+    if operation.flops:
+        rate = machine.half if operation.width <= 2 else machine.single
+        found["compute"] = operation.flops / (rate * machine.share(kind))
+        block = operation.flops / 2 / machine.tiles  # multiplications of a tile
+        found["exchange"] += 3 * block ** (2 / 3) * operation.width * machine.tiles / machine.exchange
+    else:
+        share = machine.share("elementwise" if kind in ("matmul", "convolution") else kind)
+        found["memory bandwidth"] = operation.bytes / (machine.local * share)
+    return found
+
+
+def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) -> float:
+    """Return the seconds of summing `size` bytes of each replica: a ring within each rack, then one over racks."""
+    inside = min(replicas, max(1, machine.rack // ipus))
+    total = 0.0
+    for members, rate in (
+        (inside, machine.links * machine.share("links")),
+        (-(-replicas // inside), machine.gateway),
+    ):
+        if members > 1:
+            total += 2 * (members - 1) * machine.message + 2 * (members - 1) / members * size / rate
+            size /= members
+    return total
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The seconds of a plan by category: of each phase of each stage's micro-batch, and of each ipu's update."""
+
+    phases: dict[tuple[str, int], Spent]
+    updates: dict[int, Spent]
+    operations: dict[tuple[str, int], list[Spent]]
+
+    def step(self, profile: Profile, micro_batches: int) -> StepModel:
+        """Return the step of one replica for virtual time, in ns."""
+
+        def row(phase: str) -> tuple[float, ...]:
+            return tuple(1e9 * sum(self.phases[phase, stage].values()) for stage in range(len(profile.ipus)))
+
+        return StepModel(
+            profile.ipus,
+            row("F"),
+            row("B") if profile.training else (),
+            {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()},
+            micro_batches,
+            in_turns=profile.facts.get("mode") != "pipelined",
+            keeps_order=False,
+        )
+
+    def of_ipu(self, profile: Profile, ipu: int, micro_batches: int) -> Spent:
+        """Return what an ipu does in a step."""
+        found = Spent(float, self.updates.get(ipu, {}))
+        for (_, stage), spent in self.phases.items():
+            if profile.ipus[stage] == ipu:
+                add(found, spent, micro_batches)
+        return found
+
+
+def costs_on(profile: Profile, machine: Machine, replicas: int) -> Costs:
+    """Return what a plan's stages and updates cost, with so many replicas."""
+    phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
+    operations: dict[tuple[str, int], list[Spent]] = {key: [] for key in phases}
+    for operation in profile.operations:
+        piece = profile.pieces[operation.piece]
+        spent = operation_seconds(operation, machine)
+        operations[piece.phase, piece.stage].append(spent)
+        add(phases[piece.phase, piece.stage], spent)
+    for part in profile.parts:
+        if part.phase:
+            add(phases[part.phase, part.stage], _moved(part.kind, part.bytes, machine))
+    updates = dict(_updates(profile, machine, replicas)) if profile.training else {}
+    return Costs(phases, updates, operations)
+
+
+def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:
+    """Return the seconds of an instruction that moves data."""
+    if kind in ("send", "receive"):  # neither end computes meanwhile
+        return {"links": machine.message + size / (machine.links * machine.share("links"))}
+    if kind == "load":
+        return {"host input": size / machine.streaming}  # the host has put the rows there before
+    if kind == "accumulate":
+        return {"memory bandwidth": 3 * size / (machine.local * machine.share("elementwise"))}
+    return {}
+
+
+def _updates(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
+    """Yield each ipu with the seconds of its update: all-reduce, optimizer state from other memory, and the rule."""
+    facts = profile.facts
+    share = replicas if facts.get("shards_optimizer") else 1
+    for row in profile.memory:
+        spent = Spent(float)
+        spent["links"] = all_reduce_seconds(row.gradients, replicas, len(profile.devices), machine)
+        if facts.get("optimizer_off_chip"):
+            spent["memory bandwidth"] += 2 * row.optimizer / share / machine.streaming
+        touched = 3 * row.weights + row.gradients + 2 * row.optimizer / share
+        spent["memory bandwidth"] += touched / (machine.local * machine.share("update"))
+        yield row.ipu, spent

@@ -1,0 +1,112 @@
+"""Machines as data: the constants of each are in a TOML file, with their sources. Users write files of their own."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+FOLDER = files("popvision") / "machines"
+
+
+class MachineError(ValueError):
+    """A machine that is not known, or a file that does not describe one."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of chips with memory of their own ("apart": each ipu of a model is a chip), or this one ("here").
+
+    Rates are those of a chip, in bytes or FLOPs a second; `launch` (of an operation) and `message` are seconds.
+    """
+
+    name: str
+    description: str
+    kind: str = "apart"
+    chips: int = 1
+    tiles: int = 1
+    half: float = 0.0
+    single: float = 0.0
+    memory: float = 0.0  # bytes of a chip
+    code: float = 0.0  # bytes that a chip's program takes of its memory
+    local: float = 0.0  # of a chip's own memory
+    exchange: float = 0.0  # between tiles
+    links: float = 0.0  # between chips of a rack
+    gateway: float = 0.0  # between racks
+    rack: int = 1  # chips
+    streaming: float = 0.0  # of the memory beside the chip
+    host: float = 0.0
+    launch: float = 0.0
+    message: float = 0.0
+    efficiency: Mapping[str, float] | None = None
+
+    def share(self, kind: str) -> float:
+        """Return the share of a rate that operations of a kind reach."""
+        return (self.efficiency or {}).get(kind, 1.0)
+
+
+def machines(names: str | Sequence[str]) -> list[Machine]:
+    """Return the machines of names or paths of TOML files, in one text with commas, or in a list.
+
+    Raises:
+        MachineError: a machine is not known, or its file is not whole
+    """
+    parts = names.split(",") if isinstance(names, str) else names
+    return [machine(str(name).strip()) for name in parts]
+
+
+def machine(name: str) -> Machine:
+    """Return the machine of a name or of a TOML file. Raises: MachineError, see `machines`."""
+    data = _read(name)
+    kind = data.get("kind", "apart")
+    title = Path(name).stem if name.endswith(".toml") else name
+    if kind == "here":
+        return Machine(title, str(data.get("description", "")), kind)
+    try:
+        chip, pod = data["chip"], data["pod"]
+        cycles = chip["tiles"]["value"] * chip["clock"]["value"]
+        return Machine(
+            title,
+            str(data.get("description", "")),
+            kind,
+            chips=int(pod["chips"]["value"]),
+            tiles=int(chip["tiles"]["value"]),
+            half=2 * cycles * chip["half_products"]["value"],
+            single=2 * cycles * chip["float_products"]["value"],
+            launch=chip["launch_cycles"]["value"] / chip["clock"]["value"],
+            local=cycles * chip["memory_bytes"]["value"],
+            exchange=cycles * chip["exchange_bytes"]["value"],
+            efficiency={kind: entry["value"] for kind, entry in data["efficiency"].items()},
+            **{name: chip[name]["value"] for name in ("memory", "code", "links", "streaming", "message")},
+            **{name: pod[name]["value"] for name in ("rack", "gateway", "host")},
+        )
+    except (KeyError, TypeError) as error:
+        raise MachineError(
+            f"the machine {name} lacks the constant {error}\n"
+            '  fix: give it, as `clock = { value = 1.85e9, source = "..." }`, or begin with `extends = "bow"`'
+        ) from error
+
+
+def _read(name: str) -> dict[str, Any]:
+    """Return the constants of a machine's file over those of the one that it extends."""
+    found = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not found.is_file():
+        known = sorted(
+            entry.name.removesuffix(".toml") for entry in FOLDER.iterdir() if entry.name.endswith(".toml")
+        )
+        raise MachineError(
+            f"there is no machine {name!r}\n  known are {', '.join(known)}\n"
+            "  fix: name one of these, or the path of a TOML file: --on my-machine.toml"
+        )
+    try:
+        data = tomllib.loads(found.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise MachineError(f"{name} is not TOML: {error}") from error
+    base = _read(data["extends"]) if "extends" in data else {}
+    return {
+        key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in (base | data).items()
+    }
