@@ -39,7 +39,7 @@ test-fast: $(READY)
 # The tests that compare numbers, once more by the kernels of a processor with AVX2 and without AVX-512.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-avx2: $(READY)
-	env $(AVX2) $(BIN)/python -X faulthandler -m pytest tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
+	env $(AVX2) $(PYTEST) tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
 
 test-all: $(READY) test-avx2
 	$(PYTEST)
@@ -57,6 +57,7 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+fuzz: export OMP_WAIT_POLICY ?= PASSIVE
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seconds 60
 	$(BIN)/python tests/parity/interrupted_compilations.py 500

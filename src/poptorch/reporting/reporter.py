@@ -27,6 +27,7 @@ from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.recorder import Recorder, Times, recording_costs
 from popengine.settings import Optimizer
+from popengine.update.optimizer_rules import RULES
 from poptorch.compiling.tune import Hints
 
 from ..data.loader import listeners
@@ -284,6 +285,8 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
         value = getattr(optimizer, name)
         if name == "state_types":
             words += [f"{k} in {v}" for k, v in value.items() if v != torch.float32]
+        elif name == "flags":
+            words += [f"{flag} {value[flag]}" for flag in RULES[optimizer.kind].changed_flags(optimizer)]
         elif value != getattr(plain, name):
             words.append(f"{name.replace('_', ' ')} {value}")
     return "; ".join(words)
