@@ -47,10 +47,10 @@ class _Channel:
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):  # Linux
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        mine = os.urandom(_NONCE)
-        connected.sendall(mine)
-        theirs = self._read(_NONCE)
-        nonces = theirs + mine if is_server else mine + theirs
+        own = os.urandom(_NONCE)
+        connected.sendall(own)
+        peers = self._read(_NONCE)
+        nonces = peers + own if is_server else own + peers
         names = (b"server", b"client") if is_server else (b"client", b"server")
         self._keys = [hmac.digest(secret.encode(), name + nonces, "sha256") for name in names]
         self._counts = [0, 0]

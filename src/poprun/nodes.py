@@ -106,12 +106,12 @@ class Nodes(RendezvousHandler):
                 store = self._connected(until)
                 self._hold("stopped")
                 self._warned = 0.0 if self.round.number >= 0 else time.monotonic()
-                while (found := self._published(store)) is None or self.name not in found.counts:
+                while (begun := self._published(store)) is None or self.name not in begun.counts:
                     self._lead(until)
                     time.sleep(_LOOK)
-                self.round = found
+                self.round = begun
                 self._hold("running")
-                rank, world = found.rank(self.name), len(found.counts)
+                rank, world = begun.rank(self.name), len(begun.counts)
                 return RendezvousInfo(store, rank, world, RendezvousStoreInfo(*self._torch_address(store)))
             except StoreError:
                 self._disconnect()
@@ -208,14 +208,14 @@ class Nodes(RendezvousHandler):
     def _published(self, store: SignedStore) -> Round | None:
         """Return the round that this node has not been in yet, if the leader has begun one."""
         (text,) = store.read(["round"])
-        found = Round(**json.loads(text)) if text else None
-        return found if found is not None and found.number > self.round.number else None
+        newest = Round(**json.loads(text)) if text else None
+        return newest if newest is not None and newest.number > self.round.number else None
 
     def _records(self) -> dict[str, _Record]:
         assert self.store is not None
-        found = self.store.find("node/")
-        names = list(found) if self._election else sorted(found, key=lambda key: int(key[5:]))
-        return {name[5:]: json.loads(found[name]) for name in names}
+        texts = self.store.find("node/")
+        keys = list(texts) if self._election else sorted(texts, key=lambda key: int(key[5:]))
+        return {key[5:]: json.loads(texts[key]) for key in keys}
 
     def _check_end(self) -> None:
         """Raise Lost, if a node has given up, or RendezvousGracefulExitError, if the training has ended well."""

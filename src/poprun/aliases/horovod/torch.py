@@ -82,11 +82,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Return one instance's object in all instances. It is unpickled, as in Horovod."""
-    mine = bytearray(pickle.dumps(obj)) if rank() == root_rank else bytearray()
-    everybody = collectives.all_gather(
-        torch.frombuffer(mine, dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    pickled = bytearray(pickle.dumps(obj)) if rank() == root_rank else bytearray()
+    gathered = collectives.all_gather(
+        torch.frombuffer(pickled, dtype=torch.uint8) if pickled else torch.empty(0, dtype=torch.uint8)
     )
-    return pickle.loads(bytes(everybody.numpy()))
+    return pickle.loads(bytes(gathered.numpy()))
 
 
 def barrier() -> None:
