@@ -202,24 +202,36 @@ def final_loss(
             "Couldn't find a loss in graph!\n"
             "  why: training differentiates one loss, which forward must compute\n"
             "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
-            ' `poptorch.identity_loss(x, reduction="mean")`, and return it'
+            ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
         )
-    nodes = [recorder.node(value) for value, _ in losses]
-    reached: set[fx.Node] = set()  # everything that some marked loss is computed from
-    stack = [operand for node in nodes for operand in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += node.all_input_nodes
-    final = {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}
+    final = final_losses(losses, recorder)
     if len(final) > 1:
         places = "\n".join(f"  a loss at {where}" for _, where in final.values())
         raise CaptureError(
             f"Multiple independent losses found in graph\n{places}\n"
-            '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`'
+            '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`, or return their'
+            ' sum as "loss"'
         )
     return _scalar(*next(iter(final.values())))
+
+
+def final_losses(losses: list[tuple[Tensor, str]], recorder: Recorder) -> dict[fx.Node, tuple[Tensor, str]]:
+    """Return the losses that no other loss is computed from, by their nodes."""
+    nodes = [recorder.node(value) for value, _ in losses]
+    reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
+    return {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}
+
+
+def sources_of(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Return the nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
 def _scalar(loss: Tensor, where: str) -> Tensor:

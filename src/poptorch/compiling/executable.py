@@ -33,6 +33,7 @@ from ..options import Options
 from . import compilation_log
 from .anchors import Anchors, requests_of, resolve
 from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample
+from .losses import choose_loss
 from .outputs import traced_outputs
 from .runs import Run
 from .traced_functions import Traced
@@ -233,7 +234,7 @@ class _Tracing:
     def __init__(
         self, model: nn.Module, call: BoundCall, options: Options, training: bool, asked: set[str]
     ) -> None:
-        self._model, self._call, self._asked = model, call, asked
+        self._model, self._call, self._options, self._asked = model, call, options, asked
         precision = options.Precision
         self._policy = precision.autocast_policy if precision.autocast_enabled else None
         self._training = training
@@ -243,16 +244,16 @@ class _Tracing:
         self.notes: list[Note] = []
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        with following(self._policy), Traced() as traced_functions:
+        with following(self._policy), Traced():
             value = self._call.given_to(self._model, tensors)
         code = getattr(inspect.unwrap(self._model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
         self.template, outputs = traced_outputs(value, where)
         self.returned = len(outputs)
-        if self._training:
-            traced_functions.warn_about(outputs)
         state = current()
         assert state is not None
+        if self._training:
+            choose_loss(value, state, self._options, where)
         named = dict(zip(self._call.paths, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}

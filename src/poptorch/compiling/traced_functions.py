@@ -18,18 +18,14 @@ from torch.overrides import TorchFunctionMode
 from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.errors import CaptureError
 
-from ..logs import logger
 from ..ops.ctc import ctc_loss
-from ..ops.marks import identity_loss
 
 
 class Traced(TorchFunctionMode):
-    """On while a forward runs; also follows what is computed from the latest loss."""
+    """On while a forward runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._loss: Tensor | None = None
-        self._after: dict[int, Tensor] = {}  # what is computed from it; kept, so that no id is used twice
         self._validates = True
 
     def __enter__(self) -> Any:
@@ -45,34 +41,7 @@ class Traced(TorchFunctionMode):
         super().__exit__(*details)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = _replacement(func)(*args, **kwargs)
-        capture = current()
-        if capture is not None and capture.losses:
-            self._follow(capture.losses[-1][0], (*args, *kwargs.values()), result)
-        return result
-
-    def _follow(self, loss: Tensor, operands: tuple[Any, ...], result: Any) -> None:
-        if loss is not self._loss:
-            self._loss, self._after = loss, {}
-        read = any(operand is loss or id(operand) in self._after for operand in operands)
-        if read and isinstance(result, Tensor) and result is not loss:
-            self._after[id(result)] = result
-
-    def warn_about(self, outputs: list[Tensor]) -> None:
-        """Tell which outputs look like a loss, and aren't differentiated."""
-        capture = current()
-        if capture is None or capture.chosen is not None:
-            return
-        if not capture.losses or capture.losses[-1][0] is not self._loss:
-            return
-        for position, value in enumerate(outputs):
-            if id(value) in self._after and value.numel() == 1 and value.is_floating_point():
-                logger.warning(
-                    "output %d is computed from the loss, but only the loss itself is differentiated: mark the"
-                    ' sum or product you mean with poptorch.identity_loss(x, reduction="none")',
-                    position,
-                )
+        return _replacement(func)(*args, **(kwargs or {}))
 
 
 def _replacement(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +78,11 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return identity_loss(loss, reduction)
+    loss = {"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]()
+    capture = current()
+    assert capture is not None
+    capture.mark_loss(loss)
+    return loss
 
 
 def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:

@@ -74,6 +74,7 @@ class PoplarExecutor(PublicNames):
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
+        self._profile_directory = options._profile_directory(training)
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
@@ -214,7 +215,7 @@ class PoplarExecutor(PublicNames):
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
             self._compiled_flags = Flags.of(model)
-        reporter = reporter_for(self, options, self._wrapped.training, number)
+        reporter = reporter_for(self, options, self._profile_directory, number)
         with progress(options._show_progress_bar, reporter and reporter.passed) as done:
             with arguments.noting_row_counts(run.call), with_flags(model, self._compiled_flags):
                 earlier = [plan.executable for plan in lease.plans.values()]
@@ -414,7 +415,7 @@ class PoplarExecutor(PublicNames):
             marked_model.mark(self._user_model, self)
         self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            reporter = reporter_for(self, self.options, self._wrapped.training, number)
+            reporter = reporter_for(self, self.options, self._profile_directory, number)
             self._lease.add(executable.key, LoadedPlan(executable, reporter))
         self._lease.kept = saved.kept
         self.per_replica_params.clear()

@@ -23,17 +23,25 @@ if TYPE_CHECKING:
 
 @with_torch_modes
 def trainingModel(
-    model: nn.Module | PoplarExecutor, options: Options | None = None, optimizer: Any = None
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: Any = None,
+    loss: str | int | None = None,
 ) -> PoplarExecutor:
     """Wrap a model whose forward computes a loss: calling it trains it.
 
     Args:
         optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
+        loss:      *ours*: the key, attribute or place of the loss in what forward returns, as `Options.loss` takes it
     Raises:
         RuntimeError: the model is wrapped for training already
     """
     model = _module_of(model)
     marked_model.check_not_wrapped(model)
+    if loss is not None:
+        given = Options() if options is None else options
+        options = given.clone().loss(loss)
+        given._freeze()
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
 

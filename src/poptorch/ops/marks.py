@@ -39,7 +39,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     loss = {"mean": x.mean, "sum": x.sum, "none": x.clone}[reduction]()
     capture = current()
     if capture is not None:
-        capture.mark_loss(loss)
+        capture.mark_loss(loss, is_explicit=True)
     return loss
 
 

@@ -31,6 +31,8 @@ class ExecutionOptions(OptionsDict):
     device_iterations = Setting(1, positive=True)
     input_cgt = Setting(CommGroupType.Consecutive)
     input_group_size = Setting(1)
+    loss_is_marked: Setting[bool] = Setting()
+    loss_output: Setting[str | int] = Setting()
     memory_format: Setting[str] = Setting()
     new_shapes: Setting[int] = Setting()
     output_mode = Setting(OutputMode.Default.value)
@@ -152,6 +154,19 @@ class ExecutionOptions(OptionsDict):
             f"allowNewShapes takes a number of plans from 1; found {plans!r}"
         )
         return self.createOrSet(new_shapes=plans)
+
+    def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
+        """*Ours*: name the loss: a key or an attribute of what forward returns ("total", "out.loss"), or a place (0).
+
+        By default the loss is what forward marks, else what it returns; see docs/guide/options.md. `marked=True` is
+        PopTorch's rule: the loss is what `identity_loss` or a loss function of torch returns, and what forward computes
+        from that is not trained.
+        """
+        assert (output is None) == marked and (output is None or type(output) in (str, int)), (
+            f"loss takes the name or the place of an output, or marked=True; found {output!r}, marked={marked!r}"
+        )
+        self.createOrSet(loss_is_marked=marked).deleteIfExists("loss_output")
+        return self if output is None else self.createOrSet(loss_output=output)
 
     @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:

@@ -110,22 +110,6 @@ def test_backward_inside_forward_is_refused():
         poptorch.inferenceModel(forward)(torch.ones(2))
 
 
-def test_an_output_that_is_computed_from_the_loss_is_warned_of(caplog):
-    found, expected = trained(lambda y, t: functional.mse_loss(y, t) * 2, torch.ones(2, 4), torch.ones(2, 4))
-    assert "output 0 is computed from the loss, but only the loss itself is differentiated" in caplog.text
-    assert torch.equal(found[0], expected[0])
-    assert not torch.allclose(found[1], expected[1])
-
-
-def test_a_marked_loss_of_a_loss_is_not_warned_of(caplog):
-    def loss(y, t):
-        return poptorch.identity_loss(functional.mse_loss(y, t) * 2, "none")
-
-    found, expected = trained(loss, torch.ones(2, 4), torch.ones(2, 4))
-    torch.testing.assert_close(found, expected)
-    assert "computed from the loss" not in caplog.text
-
-
 def test_a_parameter_of_a_wrapped_model_prints_as_one():
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():

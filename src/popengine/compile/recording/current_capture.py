@@ -78,6 +78,7 @@ class Capture:
     block: int = 0
     phase: str = "F"
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
+    is_marked: bool = False  # the user has marked a loss
     chosen: tuple[Tensor, str] | None = None  # trained in place of the marked ones
     # For the host, after each call: see `poptorch.annotating.notes`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
@@ -116,8 +117,10 @@ class Capture:
         self.block = block
         self.starts.append((torch.autograd._get_sequence_nr(), block))  # pyright: ignore
 
-    def mark_loss(self, value: Tensor) -> None:
+    def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:
+        """Note a loss: of torch's loss functions, or (`is_explicit`) what the user has marked."""
         self.losses.append((value, user_line()))
+        self.is_marked = self.is_marked or is_explicit
 
     def choose_loss(self, value: Tensor, where: str) -> None:
         """Train this loss in place of those that the forward marks."""

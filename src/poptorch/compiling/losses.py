@@ -1,0 +1,109 @@
+"""Which scalar a training differentiates: the loss that forward returns, or those that it marks.
+
+forward returns                      trained
+------------------------------------ ---------------------------------------------------------------------
+anything, with `options.loss(name)`  the output of that name or place
+anything, after `identity_loss`      PopTorch's rule: the one marked loss from which no other one is computed
+an object with a field or key "loss" that
+a loss function's result, once       that
+a scalar, alone or first in a tuple  that, if it includes all losses; alone, it may include only one
+one scalar computed from the loss    that
+
+With `options.loss(marked=True)`, and else, losses are what `identity_loss` and torch's loss functions return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from popengine.compile.capture import final_losses, sources_of
+from popengine.compile.recording.current_capture import Capture, is_traced
+from popengine.errors import CaptureError
+from poptorch.nested_values import tensors_of
+from poptorch.options import Options
+
+
+def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
+    """Choose the loss of a captured forward by its return value; leave it to the marks if that does not decide.
+
+    Args:
+        where: the line of forward
+    Raises:
+        CaptureError: `options.loss` names no scalar output, or several scalars are computed from the loss
+    """
+    if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
+        return
+    if options.exists("loss_output"):
+        capture.choose_loss(
+            _named(returned, options("loss_output"), where), f"the return of forward, {where}"
+        )
+        return
+    if capture.is_marked:
+        return
+    field = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    if not isinstance(returned, Tensor) and isinstance(field, Tensor) and is_traced(field):
+        capture.choose_loss(field, f'the output "loss" of forward, {where}')
+        return
+    chosen = _derived(returned, capture, where)
+    if chosen is not None:
+        capture.choose_loss(chosen, f"the return of forward, {where}")
+
+
+def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
+    """Return the scalar output that is trained, if it is not a loss function's result itself; else None."""
+    recorder = capture.recorder
+    assert recorder is not None
+    final = final_losses(capture.losses, recorder)
+    scalars = [value for value in tensors_of(returned) if _is_loss(value)]
+    if any(recorder.node(value) in final for value in scalars):
+        return None  # PopTorch's rule, which refuses several
+    is_tuple = isinstance(returned, tuple | list)
+    first = next(iter(returned), None) if is_tuple else returned
+    if isinstance(first, Tensor) and _is_loss(first) and (is_tuple or len(final) < 2):
+        sources = sources_of([recorder.node(first)])
+        if all(node in sources for node in final):
+            return first
+    if len(final) != 1:
+        return None
+    (loss,) = final
+    derived = [value for value in scalars if loss in sources_of([recorder.node(value)])]
+    if len(derived) > 1:
+        raise CaptureError(
+            f"forward returns {len(derived)} scalars that are computed from the loss, but not the loss\n"
+            f"  at {where}\n"
+            "  why: one scalar is trained, and it is not clear which one\n"
+            "  fix: name it: trainingModel(model, options, optimizer, loss=<its key or place>); or mark it with"
+            ' poptorch.identity_loss(x, reduction="none")'
+        )
+    return derived[0] if derived else None
+
+
+def _is_loss(value: Tensor) -> bool:
+    return is_traced(value) and value.is_floating_point() and value.dim() == 0 and value.requires_grad
+
+
+def _named(returned: Any, name: str | int, where: str) -> Tensor:
+    """Return the output of a name or place."""
+    value = returned
+    for part in str(name).split("."):
+        try:
+            if isinstance(value, Mapping):
+                value = value[part]
+            elif part.lstrip("-").isdigit() and isinstance(value, tuple | list):
+                value = value[int(part)]
+            else:
+                value = getattr(value, part)
+        except (KeyError, IndexError, AttributeError):
+            value = None
+            break
+    if not isinstance(value, Tensor) or not is_traced(value) or not value.is_floating_point():
+        raise CaptureError(
+            f"the loss is to be the output {name!r} of forward, and that is"
+            f" {'no output' if value is None else f'no computed floating point tensor: {type(value).__name__}'}\n"
+            f"  at {where}, which returns {type(returned).__name__}\n"
+            "  fix: a key or an attribute of what forward returns, or a place in its tuple; nested ones with dots"
+        )
+    return value

@@ -1,0 +1,199 @@
+"""The loss that a model returns is the one that is trained; PopTorch's marks stay where a program makes them."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import poptorch
+
+Output = namedtuple("Output", "loss logits")
+
+
+@dataclass
+class Fields:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+    parts: dict | None = None
+
+
+class Judged(nn.Module):
+    def __init__(self, outcome):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.outcome = nn.Linear(4, 4), outcome
+
+    def forward(self, x, target):
+        return self.outcome(self.layer(x), target)
+
+
+X, TARGET = torch.randn(8, 4), torch.randn(8, 4)
+
+
+def opts():
+    return poptorch.Options().showCompilationProgressBar(False)
+
+
+def mse(y, t):
+    return functional.mse_loss(y, t)
+
+
+def l1(y, t):
+    return functional.l1_loss(y, t)
+
+
+def hand_written(y, t):
+    return (y - t).pow(4).sum() / y.numel()
+
+
+def weight_after(outcome, options=None, **more):
+    """The weight after an update, and the outputs."""
+    model = Judged(outcome)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = poptorch.trainingModel(model, options or opts(), optimizer, **more)(X, TARGET)
+    return model.layer.weight.detach().clone(), outputs
+
+
+def plain_weight(outcome, pick):
+    model = Judged(outcome)
+    pick(model(X, TARGET)).backward()
+    return (model.layer.weight - 0.1 * model.layer.weight.grad).detach()
+
+
+def first(value):
+    return value[0]
+
+
+def second(value):
+    return value[1]
+
+
+def itself(value):
+    return value
+
+
+RETURNED = {
+    "scaled": (lambda y, t: mse(y, t) * 2, itself),
+    "num_items_in_batch": (lambda y, t: (functional.mse_loss(y, t, reduction="sum") / 20, y), first),
+    "with an auxiliary term": (lambda y, t: mse(y, t) + 0.1 * y.square().mean(), itself),
+    "hand-written": (hand_written, itself),
+    "hand-written, first": (lambda y, t: (hand_written(y, t), y), first),
+    "in place": (lambda y, t: mse(y, t).mul_(3).add_(y.sum()), itself),
+    "two losses, first": (lambda y, t: ((mse(y, t) + l1(y, t)) / 2, y), first),
+    "two losses in a dictionary": (
+        lambda y, t: {"logits": y, "loss": mse(y, t) + l1(y, t)},
+        lambda v: v["loss"],
+    ),
+    "one of two in a dictionary": (
+        lambda y, t: {"other": l1(y, t).detach(), "loss": mse(y, t)},
+        lambda v: v["loss"],
+    ),
+    "a named tuple": (lambda y, t: Output(mse(y, t) + l1(y, t), y), lambda v: v.loss),
+    "a dataclass": (lambda y, t: Fields(y, hand_written(y, t)), lambda v: v.loss),
+    "scaled, behind the output": (lambda y, t: (y, mse(y, t) * 2), second),
+    "a loss function's, behind the output": (lambda y, t: (y, mse(y, t)), second),
+    "a loss function's, and its exponential": (lambda y, t: ((loss := mse(y, t)).exp(), loss, y), second),
+    "a metric first, without a gradient": (lambda y, t: ((y > t).float().mean(), mse(y, t) * 2), second),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_the_returned_loss_is_trained(name):
+    outcome, pick = RETURNED[name]
+    weight, outputs = weight_after(outcome)
+    torch.testing.assert_close(weight, plain_weight(outcome, pick), rtol=0, atol=1e-7)
+    torch.testing.assert_close(pick(outputs), pick(Judged(outcome)(X, TARGET)).detach())
+
+
+@pytest.mark.parametrize("name", [1, "1"])
+def test_an_output_can_be_named_as_the_loss(name):
+    def outcome(y, t):
+        return mse(y, t), hand_written(y, t)
+
+    expected = plain_weight(outcome, second)
+    torch.testing.assert_close(weight_after(outcome, loss=name)[0], expected)
+    torch.testing.assert_close(weight_after(outcome, opts().loss(name))[0], expected)
+
+
+def test_a_nested_output_is_named_with_dots():
+    def outcome(y, t):
+        return Fields(y, mse(y, t), {"total": [l1(y, t), hand_written(y, t)]})
+
+    found, _ = weight_after(outcome, loss="parts.total.1")
+    torch.testing.assert_close(found, plain_weight(outcome, lambda v: v.parts["total"][1]))
+
+
+def test_a_name_that_is_no_loss_is_an_error():
+    with pytest.raises(poptorch.Error, match=r"output 'total' of forward, and that is no output"):
+        weight_after(lambda y, t: {"loss": mse(y, t)}, loss="total")
+    with pytest.raises(AssertionError, match="loss takes the name or the place"):
+        opts().loss(2.5)
+
+
+def test_what_a_program_marks_is_trained_whatever_it_returns():
+    def outcome(y, t):
+        marked = poptorch.identity_loss(mse(y, t) + l1(y, t), "none")
+        return {"loss": marked * 5}
+
+    def same(y, t):
+        return mse(y, t) + l1(y, t)
+
+    torch.testing.assert_close(weight_after(outcome)[0], plain_weight(same, itself))
+
+
+def test_under_an_option_only_the_marked_loss_is_trained():
+    """PopTorch's rule: what is computed from a loss function's result is not part of training."""
+    found, output = weight_after(lambda y, t: mse(y, t) * 2, opts().loss(marked=True))
+    torch.testing.assert_close(found, plain_weight(mse, itself))
+    assert torch.equal(output, 2 * mse(Judged(mse).layer(X), TARGET).detach())
+    with pytest.raises(poptorch.Error, match="Couldn't find a loss in graph!"):
+        weight_after(hand_written, opts().loss(marked=True))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (lambda y, t: (mse(y, t), l1(y, t)), "Multiple independent losses found in graph"),
+        (lambda y, t: mse(y, t) + l1(y, t), "Multiple independent losses found in graph"),
+        (lambda y, t: (y, mse(y, t) + l1(y, t)), "Multiple independent losses found in graph"),
+        (lambda y, t: (y, hand_written(y, t)), "Couldn't find a loss in graph!"),
+        (lambda y, t: (y, (loss := mse(y, t)) * 2, loss * 3), "2 scalars that are computed from the loss"),
+        (lambda y, t: {"loss": functional.mse_loss(y, t, reduction="none")}, "training needs a scalar"),
+    ],
+)
+def test_what_is_not_clear_is_an_error(outcome, words):
+    with pytest.raises(poptorch.Error, match=words) as caught:
+        weight_after(outcome)
+    assert "poptorch.identity_loss" in str(caught.value)
+
+
+def test_models_of_transformers_train_the_loss_that_they_return():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    config._attn_implementation = "eager"
+    ids = torch.randint(40, (4, 8))
+    answers = {"start_positions": torch.tensor([1, 2, 3, 4]), "end_positions": torch.tensor([5, 6, 7, 7])}
+    pretraining = {"labels": torch.randint(40, (4, 8)), "next_sentence_label": torch.tensor([0, 1, 1, 0])}
+    for kind, batch in (
+        (transformers.BertForQuestionAnswering, answers),
+        (transformers.BertForPreTraining, pretraining),
+    ):
+        torch.manual_seed(0)
+        model = kind(config)
+        twin = copy.deepcopy(model)
+        trainer = poptorch.trainingModel(model, opts(), torch.optim.SGD(model.parameters(), lr=0.1))
+        found = trainer(input_ids=ids, **batch)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        expected = twin(input_ids=ids, **batch)
+        expected.loss.backward()
+        plain.step()
+        torch.testing.assert_close(found.loss, expected.loss.detach())
+        for (name, value), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(value.detach(), other.detach(), msg=name)
