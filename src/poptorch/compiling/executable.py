@@ -31,10 +31,9 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .anchors import Anchors, requests_of, resolve
 from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample
 from .losses import choose_loss
-from .outputs import traced_outputs
+from .outputs import Anchors, requests_of, resolve, traced_outputs
 from .runs import Run
 from .traced_functions import Traced
 from .tune import NO_HINTS, Hints, tune

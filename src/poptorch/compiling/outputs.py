@@ -1,14 +1,148 @@
-"""The return value of a forward: its structure at capture, and the outputs of each call in that structure."""
+"""What a call returns: the forward's outputs in their structure, and anchors, which `getAnchoredTensor` returns.
+
+Anchors have the names that `Options.anchorTensor` takes:
+
+x, b[0], ...          an input, by the name of forward's argument
+loss:0, loss:1, ...   the losses in the order in which forward computes them; `loss` is the last
+layer.weight          (or model.layer.weight) a parameter or buffer at the start of each weight update
+Gradient___<name>     the gradient of each micro-batch, without loss scaling       (training)
+UpdatedVar___<name>   a parameter after each weight update                         (training)
+finalLossScale        the loss scaling of the call's last weight update            (training)
+"""
 
 import warnings
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from popengine.errors import CaptureError, Error
-from poptorch.annotating.notes import filled, without_values
-from poptorch.nested_values import tensors_of
+from popengine.errors import CaptureError, Error, did_you_mean
+from popengine.ir import Graph, Result
+from popengine.run.call import Results
+from popengine.settings import Anchor, Outputs
+
+from ..annotating.notes import filled, without_values
+from ..enums import OutputMode
+from ..nested_values import tensors_of
+from ..options import Options
+from ..options.freeze_options import OUTPUTS
+
+GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
+
+
+@dataclass(frozen=True)
+class AnchorRequest:
+    """One use of `Options.anchorTensor`, with its output mode resolved."""
+
+    long_name: str
+    outputs: Outputs
+    period: int
+
+
+def requests_of(options: Options) -> dict[str, AnchorRequest]:
+    """Return the anchors that `Options.anchorTensor` requested, by short name.
+
+    Raises: Error, if a period is longer than a call
+    """
+    requests = {}
+    for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
+        if use_default:
+            mode, period = options.output_mode, options.output_return_period
+        if mode == OutputMode.EveryN and period > options.device_iterations:
+            raise Error(
+                f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
+                f" a call, which are {options.device_iterations}: nothing would be kept"
+            )
+        requests[short] = AnchorRequest(long_name, OUTPUTS[OutputMode(mode)], period)
+    return requests
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The anchors of a compiled model.
+
+    Args:
+        by_name: the anchor of each short name; None: the loss scaling
+        names:   all names that could be anchored, for `getTensorNames`
+        noted:   the anchors of the forward's notes
+    """
+
+    by_name: dict[str, Anchor | None]
+    names: tuple[str, ...]
+    noted: tuple[Anchor, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[Anchor, ...]:
+        """All anchors that the engine keeps."""
+        return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
+
+    def values(self, results: Results) -> dict[str, Tensor]:
+        """Return the values of one call, by short name."""
+        return {
+            name: torch.tensor(results.loss_scale) if anchor is None else results.anchored(anchor)
+            for name, anchor in self.by_name.items()
+        }
+
+
+def resolve(
+    graph: Graph, traced: dict[str, int], requests: dict[str, AnchorRequest], training: bool
+) -> tuple[Graph, Anchors]:
+    """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
+
+    Args:
+        traced: by name, the position of each input and loss in the graph's outputs; -1, if it was not requested
+    Raises:
+        Error: no tensor has the requested name
+    """
+    weights = [slot.key for slot in graph.slots if slot.role in ("parameter", "buffer")]
+    gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
+    names = [*traced, *weights]
+    if training:
+        names += [GRADIENT + key for key in gradients] + [UPDATED + key for key in gradients] + [LOSS_SCALE]
+    added: list[Result] = []
+
+    def another(result: Result) -> str:
+        """Add a result as an output with its own mode, and return the output's position."""
+        position = len(graph.results) + len(added)
+        added.append(replace(result, kind="output", key=str(position)))
+        return str(position)
+
+    by_name: dict[str, Anchor | None] = {}
+    for short, request in requests.items():
+        mode, period = request.outputs, request.period
+        name = _known(request.long_name, names, traced)
+        if name is None:
+            raise Error(
+                f"anchorTensor({short!r}, {request.long_name!r}): no tensor has that name"
+                f"{did_you_mean(request.long_name, names)}\n"
+                f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
+            )
+        if name in traced:
+            by_name[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
+        elif name == LOSS_SCALE:
+            by_name[short] = None
+        elif name.startswith(GRADIENT):
+            by_name[short] = Anchor("gradient", another(gradients[name.removeprefix(GRADIENT)]), mode, period)
+        elif name.startswith(UPDATED):
+            by_name[short] = Anchor("updated", name.removeprefix(UPDATED), mode, period)
+        else:
+            by_name[short] = Anchor("weight", name, mode, period)
+    graph = replace(graph, results=(*graph.results, *added)) if added else graph
+    return graph, Anchors(by_name, tuple(names))
+
+
+def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
+    """Return the known name that a requested name means; PopTorch's names of weights may begin with `model.`."""
+    if name in names:
+        return name
+    prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
+    plain = prefix + name.removeprefix(prefix).removeprefix("model.")
+    return plain if plain in names and plain not in traced else None
+
+
+# ---- outputs ----------------------------------------------------------------------------------------------
 
 
 def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:

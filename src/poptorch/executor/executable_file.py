@@ -25,7 +25,7 @@ from ..ops.host import calls_host
 from ..options import Options
 from ..version import __version__
 from .device_lease import KeptState
-from .wrapped_model import WrappedModel
+from .marked_model import WrappedModel
 
 _MARK = b"pando-sha256:"  # before the checksum at the end of a file
 _END = len(_MARK) + hashlib.sha256().digest_size

@@ -39,11 +39,10 @@ from ..reporting.reporter import reporter_for
 from . import executable_file, marked_model
 from .device_lease import DeviceLease, LoadedPlan
 from .latest_call import LatestCall, joined, latest_call
+from .marked_model import WrappedModel
 from .optimizer_link import OptimizerLink
-from .public_names import PublicNames
-from .torch_modes import methods_with_torch_modes
+from .public_names import PublicNames, methods_with_torch_modes
 from .weight_sync import WeightSync
-from .wrapped_model import WrappedModel
 
 
 class _Function(nn.Module):

@@ -26,7 +26,7 @@ from ..optim.optimizer_state import (
     torch_state,
 )
 from .device_lease import DeviceLease
-from .wrapped_model import WrappedModel
+from .marked_model import WrappedModel
 
 _SCALING = "loss_scaling"
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state

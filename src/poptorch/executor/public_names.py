@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import torch
 from torch import nn
 
 from popengine.errors import Error
@@ -21,13 +23,41 @@ from ..reporting.overview import Overview, overview
 from . import marked_model
 from .device_lease import DeviceLease
 from .latest_call import LatestCall
+from .marked_model import WrappedModel
 from .optimizer_link import OptimizerLink
-from .torch_modes import methods_with_torch_modes
 from .weight_sync import WeightSync
-from .wrapped_model import WrappedModel
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+
+def with_torch_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs outside inference mode, and after Ctrl-C leaves gradients on or off as they were."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            # Tensors made in it take no gradient, and are not writable after it, as a model's have to be.
+            with torch.inference_mode(False):
+                return call(*args, **kwargs)
+        takes_gradients = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            # Just before the end of a `with torch.no_grad()`, an interrupt keeps it from restoring the mode.
+            torch.set_grad_enabled(takes_gradients)
+            raise
+
+    return call
+
+
+def methods_with_torch_modes(kind: type[T]) -> type[T]:
+    """Wrap all public methods of a class by `with_torch_modes`."""
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
+            setattr(kind, name, with_torch_modes(member))
+    return kind
 
 
 def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -17,7 +17,7 @@ from popengine.errors import Error
 from ..logs import logger
 from ..reporting.reporter import noting
 from .device_lease import DeviceLease
-from .wrapped_model import WrappedModel
+from .marked_model import WrappedModel
 
 # Of a weight on the host: its count of writes, its memory, whether it requires a gradient.
 Mark = tuple[int, int, bool]

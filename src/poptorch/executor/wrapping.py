@@ -15,7 +15,7 @@ from ..options import Options
 from ..reporting.overview import Overview
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
-from .torch_modes import with_torch_modes
+from .public_names import with_torch_modes
 
 if TYPE_CHECKING:
     from popvision.plan import Estimates
