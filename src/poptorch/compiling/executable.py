@@ -227,13 +227,13 @@ class _Tracing:
     """A model's forward as capture calls it: from tensors to tensors. Its attributes describe the outputs.
 
     Args:
-        asked: the names of inputs and losses that become outputs
+        wanted: the names of inputs and losses that become outputs
     """
 
     def __init__(
-        self, model: nn.Module, call: BoundCall, options: Options, training: bool, asked: set[str]
+        self, model: nn.Module, call: BoundCall, options: Options, training: bool, wanted: set[str]
     ) -> None:
-        self._model, self._call, self._options, self._asked = model, call, options, asked
+        self._model, self._call, self._options, self._wanted = model, call, options, wanted
         precision = options.Precision
         self._policy = precision.autocast_policy if precision.autocast_enabled else None
         self._training = training
@@ -257,8 +257,8 @@ class _Tracing:
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
         for name, value in named.items():
-            self.traced[name] = len(outputs) if name in self._asked else -1
-            outputs += [value] if name in self._asked else []
+            self.traced[name] = len(outputs) if name in self._wanted else -1
+            outputs += [value] if name in self._wanted else []
         self.notes.extend(notes_of(state.notes, outputs, where))
         return outputs
 

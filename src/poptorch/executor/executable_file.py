@@ -114,7 +114,7 @@ def leave_in_folder(
 
 
 def read(filename: str | os.PathLike[str]) -> Any:
-    """What `write` was given.
+    """Return what `write` has written.
 
     Raises:
         AssertionError: there is no such file, or another program or version wrote it
@@ -124,7 +124,7 @@ def read(filename: str | os.PathLike[str]) -> Any:
     try:
         content = torch.load(io.BytesIO(_whole(path.read_bytes())), weights_only=False)
         versions, saved = content["versions"], content["saved"]
-    except Exception as error:  # whatever a pickle of somebody else's runs into
+    except Exception as error:  # reading another program's pickle can raise any error
         raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
     assert versions == _VERSIONS, (
         f"Invalid file {path}: written by {_listed(versions)}, this is {_listed(_VERSIONS)}\n"
@@ -136,7 +136,7 @@ def read(filename: str | os.PathLike[str]) -> Any:
 
 
 def _whole(content: bytes) -> memoryview:
-    """What was written, without the checksum at its end. Raises ValueError, unless every bit is as it was."""
+    """Return the content without the checksum at its end. Raises: ValueError if they do not match"""
     body, end = memoryview(content)[:-_END], content[-_END:]
     if not end.startswith(_MARK):
         raise ValueError("this is no file of a compiled model, or its end is missing")
@@ -146,7 +146,7 @@ def _whole(content: bytes) -> memoryview:
 
 
 def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
-    """Raises Error, unless a file is of this kind of wrapper and of a model with these weights."""
+    """Check that a file is of this kind of wrapper and of a model with these weights. Raises: Error"""
     if not isinstance(saved, Saved):
         raise Error(
             f"Invalid file {filename}: it holds no compiled model; save() and compileAndExport() write one"

@@ -1,4 +1,4 @@
-"""What an executor keeps of its latest call, for whoever asks: its times, its anchors and its notes."""
+"""The results of an executor's latest call: outputs, times, anchors and notes."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """Without arguments: nothing has run yet. `counters` are of `getPerfCounters`, and measured by the workers."""
+    """The results of a call; without arguments, those before the first call. `counters`: of `getPerfCounters`."""
 
     counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
@@ -33,7 +33,7 @@ class LatestCall:
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def getPerfCounters(self) -> dict[str, Times]:
-        """When the latest call's micro-batches were staged and its outputs arrived.
+        """Return when the latest call's micro-batches were staged and its outputs arrived.
 
         Keys input, input_complete, output, output_complete; for each tensor a list of seconds (host clock,
         arbitrary zero): one for each micro-batch, and one for each output that the output mode keeps.
@@ -41,24 +41,25 @@ class LatestCall:
         return copy.deepcopy(self.counters)
 
     def getLatency(self) -> Latency:
-        """(min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
+        """Return (min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
         return self._latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
-        """(min, max, mean) seconds that it took to stage a micro-batch."""
+        """Return (min, max, mean) seconds that it took to stage a micro-batch."""
         return self._latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """(min, max, mean) seconds between the staging of a micro-batch and its first output."""
+        """Return (min, max, mean) seconds between the staging of a micro-batch and its first output."""
         return self._latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """(min, max, mean) seconds that it took outputs to arrive."""
+        """Return (min, max, mean) seconds that it took outputs to arrive."""
         return self._latency("output", min, "output_complete")
 
     def _latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Between two moments: the `first` of the tensors' starts, and the last of their ends; (0, 0, 0) where nothing
-        was measured. Where k times more micro-batches start than outputs end, k starts in a row lead to one end.
+        """Return the spans from the `first` of the tensors' starts to the last end; zeros if none was measured.
+
+        Where k times more micro-batches start than outputs end, k consecutive starts belong to one end.
         """
         begun = [first(row) for row in zip(*self.counters[start], strict=True)]
         ended = [max(row) for row in zip(*self.counters[end], strict=True)]
@@ -71,7 +72,7 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """The latest call's value of a tensor that `Options.anchorTensor(short_name, ...)` asked for."""
+        """Return the latest call's value of a tensor of `Options.anchorTensor(short_name, ...)`."""
         assert short_name in self.anchored, (
             f"No tensor with name {short_name} found. Known now: {', '.join(self.anchored) or 'none'}\n"
             "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
@@ -80,9 +81,9 @@ class LatestCall:
 
 
 def latest_call(executable: Executable, results: Results, synthetic_inputs: int | None) -> LatestCall:
-    """Of a call that has run.
+    """Return the results of a call that has run.
 
-    Args: synthetic_inputs: how many inputs were made up: none was staged then, and outputs mean nothing; or None
+    Args: synthetic_inputs: the number of synthetic inputs, none of which was staged; None: inputs are the user's
     """
     arrivals = results.arrivals()[: executable.outputs]
     started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))

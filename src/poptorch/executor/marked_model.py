@@ -1,7 +1,7 @@
-"""Marks a model that trains on devices, so that whoever looks at its weights on the host sees their values.
+"""Marked models: each read of a trained model's weights on the host first copies the newest values from the devices.
 
-The model's class becomes a subclass, and so do its parameters and buffers. Whatever reads one of them
-first asks the executor to copy the weights over, if they are stale. Copies and pickles are plain objects.
+The model's class becomes a subclass, and so do the classes of its parameters and buffers. A read calls the executor's
+`copyWeightsToHostIfNeeded`. Copies and pickles are plain objects.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from ..logs import logger
 from ..options import Options
 
 
-def _ask(owner: weakref.ref[Any] | None) -> Any:
-    """Have the weights copied if they are stale; the owner, if it still lives."""
+def _refresh(owner: weakref.ref[Any] | None) -> Any:
+    """Copy the weights to the host if they are stale; return the owner, if it still lives."""
     executor = owner() if owner is not None else None
     if executor is not None:
         executor.copyWeightsToHostIfNeeded()
@@ -43,15 +43,15 @@ class _Marked:
         for value in (*args, *(kwargs or {}).values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, _Marked):
-                    _ask(item.__dict__.get("_owner"))
+                    _refresh(item.__dict__.get("_owner"))
         if func in _HOOKS:
             _check_hook(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def _plain(self, change: Callable[[Tensor], Tensor] = lambda values: values) -> Any:
-        """As it was before the mark, with the newest values."""
-        _ask(self.__dict__.get("_owner"))
+        """Return the unmarked tensor, with the newest values."""
+        _refresh(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = change(self.detach())  # type: ignore[attr-defined]
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
@@ -68,8 +68,8 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 def _check_hook(value: Any) -> None:
-    """Raises Error for a hook that is set when the backward is compiled already."""
-    executor = _ask(value.__dict__.get("_owner"))
+    """Refuse a hook on a parameter of a compiled backward. Raises: Error"""
+    executor = _refresh(value.__dict__.get("_owner"))
     if executor is not None and executor.isCompiled():
         raise Error(
             "a hook is set on a parameter of a compiled model, and would never be called\n"
@@ -92,12 +92,12 @@ class PoptorchBuffer(_Marked, Tensor):
         return repr(self.detach())  # as the tensor that it is to the user
 
 
-def _after_asking(name: str) -> Callable[..., Any]:
-    """A model's own method, for which its weights are made the newest."""
+def _after_refresh(name: str) -> Callable[..., Any]:
+    """Return a method of nn.Module that copies the newest weights to the host first."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
+        _refresh(self.__dict__["_pando_owner"])
         return getattr(super(_MarkedModel, self), name)(*args, **kwargs)
 
     return method
@@ -107,11 +107,11 @@ class _MarkedModel:
     """Mixed into the class of a marked model."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(model)(...)` is a new model, which nobody has wrapped."""
+        """`type(model)(...)` makes an unmarked model."""
         return cls.__mro__[2](*args, **kwargs)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Bring the weights over if the devices have newer ones; whether they had."""
+        """Copy the weights to the host if the devices have newer ones; return whether they had."""
         owner = self.__dict__["_pando_owner"]()
         return owner.copyWeightsToHostIfNeeded() if owner is not None else False
 
@@ -124,11 +124,11 @@ class _MarkedModel:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, _Marked):
-            _ask(self.__dict__["_pando_owner"])
+            _refresh(self.__dict__["_pando_owner"])
         return value
 
     named_parameters, named_buffers, state_dict, __call__ = map(
-        _after_asking, ("named_parameters", "named_buffers", "state_dict", "__call__")
+        _after_refresh, ("named_parameters", "named_buffers", "state_dict", "__call__")
     )
 
     def __copy__(self) -> Any:
@@ -137,7 +137,7 @@ class _MarkedModel:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _ask(self.__dict__["_pando_owner"])
+        _refresh(self.__dict__["_pando_owner"])
         reduced: list[Any] = list(super().__reduce_ex__(protocol))
         plain = plain_class(self)
         if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -180,17 +180,17 @@ def is_marked(model: Any) -> bool:
 
 
 def plain_class(model: Any) -> type:
-    """The user's class of a model, marked or not."""
+    """Return the user's class of a model, marked or not."""
     return type(model).__mro__[2] if is_marked(model) else type(model)
 
 
 def owner_of(model: Any) -> Any:
-    """The training executor that a marked model belongs to, if it lives."""
+    """Return the training executor of a marked model, if it lives."""
     return model.__dict__["_pando_owner"]() if is_marked(model) else None
 
 
 def check_not_wrapped(model: Any) -> None:
-    """Raises RuntimeError, if a model is wrapped for training already."""
+    """Check that a model is not wrapped for training already. Raises: RuntimeError"""
     if owner_of(model) is not None:
         raise RuntimeError(
             "this model has already been wrapped in 'poptorch.trainingModel'\n"
@@ -199,7 +199,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raises Error, unless all buffers are plain tensors."""
+    """Check that all buffers are plain tensors. Raises: Error"""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -210,7 +210,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Mark a model, its parameters and its buffers as `owner`'s; the owner is not kept alive."""
+    """Mark a model, its parameters and its buffers as those of `owner`, which the marks do not keep alive."""
     unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)
     _watch_registrations()
@@ -222,7 +222,7 @@ def mark(model: nn.Module, owner: Any) -> None:
 
 
 def _warn_of_sharing(model: nn.Module, owner: Any) -> None:
-    """Warn of parameters that another executor trains, too."""
+    """Warn of parameters that another executor trains as well."""
     with torch._C.DisableTorchFunctionSubclass():
         owners = {n: vars(p).get("_owner") for n, p in model.named_parameters() if isinstance(p, _Marked)}
     names = [name for name, link in owners.items() if link is not None and link() not in (None, owner)]
@@ -258,13 +258,13 @@ _links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKey
 
 @functools.cache
 def _watch_registrations() -> None:
-    """A layer, parameter or buffer that takes another's place in a marked model is marked, too."""
+    """Mark each layer, parameter or buffer that replaces one of a marked model."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         link = _links.get(module)
         if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
             with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
-                _ask(link)
+                _refresh(link)
             _mark_parts(value, link)
 
     nn.modules.module.register_module_module_registration_hook(registered)
@@ -288,7 +288,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model's top level: its flags and attributes are its own, everything below is shared."""
+    """Return a copy of the model's top level, with flags and attributes of its own; everything below is shared."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     plain.__dict__.pop("_pando_owner", None)
@@ -300,7 +300,7 @@ def shallow_copy(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class WrappedModel:
-    """A model as an executor has it.
+    """What was wrapped: the model, its options, and whether it trains.
 
     Args:
         user:        the user's model
@@ -315,11 +315,11 @@ class WrappedModel:
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """The user's parameters and buffers, by canonical name, without asking for newer values."""
+        """Return the host's parameters and buffers, by canonical name, whether stale or not."""
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Of the weights, as a replica has them; `groups`: the names of those with a row for each group of replicas."""
+        """Return the shapes of a replica's weights; `groups`: names of those with a row for each group of replicas."""
         with torch._C.DisableTorchFunctionSubclass():
             return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
 
@@ -331,7 +331,7 @@ class WrappedModel:
         return {id(parameter): name for name, parameter in self.parameters()}
 
     def updatable_buffers(self) -> list[str]:
-        """Raises Error, where the options name a buffer that the model has not got."""
+        """Return the buffers of `updatableNamedBuffers`. Raises: Error if the model lacks one of them"""
         names = self.options._Popart.options.get("updatableNamedBuffers", [])
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]

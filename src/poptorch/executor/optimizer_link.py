@@ -84,7 +84,7 @@ class OptimizerLink:
         self._take_rates(hyper)
 
     def _pick_reduction_strategy(self, optimizer: Any) -> None:
-        """Sums of gradients that are kept in float16 are divided as they grow, lest they overflow."""
+        """Divide gradient sums in float16 while they grow, so that they do not overflow."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options
@@ -93,7 +93,7 @@ class OptimizerLink:
             options._freeze()
 
     def join(self, take: bool = True) -> None:
-        """An optimizer reads its state from the devices of the executor it belongs to; `take` its own to begin with."""
+        """Link the optimizer's state to the devices; `take`: begin with the state that the optimizer has."""
         if isinstance(self.optimizer, PoptorchOptimizer):
             if take and self.optimizer._state_reader is None:
                 self.optimizer._resume(self._model.parameter_names())
@@ -105,8 +105,8 @@ class OptimizerLink:
             self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)
 
     def release(self) -> None:
-        """Leave the optimizer with the state that the devices have; where it is shared out over instances, which may
-        not all be here, with an error for whoever reads it."""
+        """Copy the devices' state into the optimizer. A later read of a state that is sharded over instances is an
+        error, since the other instances may have ended."""
         lost = _lost if self._lease.shares_state else None
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._release(self._model.parameter_names(), lost)
@@ -156,7 +156,7 @@ class OptimizerLink:
         return entries, rate_entries(self.frozen, self.hyper)
 
     def upload(self) -> None:
-        """Take over what the user loaded into the optimizer."""
+        """Upload the states and rates that the user has loaded into the optimizer."""
         optimizer, engine = self.optimizer, self._lease.need_engine()
         if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_torch_state is not None:
             self.load_states(optimizer._pending_torch_state, self._model.parameter_names())

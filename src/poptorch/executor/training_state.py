@@ -1,4 +1,4 @@
-"""All that a training executor has to remember, as one value that `popdist.Checkpoint` writes and restores."""
+"""The whole state of a training, as one value that `popdist.Checkpoint` writes and restores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _PLAIN = (int, float, bool, str, tuple, list, type(None))
 
 
 def training_state(executor: PoplarExecutor) -> TrainingState:
-    """Copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
+    """Return copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
 
     "weights" and "optimizer" are equal in all instances but for parameters that belong to groups of replicas. Where
     instances share the optimizer's state out ("shares_state"), each has a part of that.
@@ -43,7 +43,7 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
 
 
 def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
-    """Go on from a state of the same model: now, where it is attached, else once it is."""
+    """Continue from a state of the same model: now if it is attached, else when it is."""
     _check_fits(executor, state)
     attached = executor.isAttachedToDevice()
     if attached:
@@ -63,16 +63,16 @@ def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
 
 
 def _check_fits(executor: PoplarExecutor, state: TrainingState) -> None:
-    """Raises Error, unless a state is of this model and an optimizer with as many groups."""
+    """Check that a state is of this model, and of an optimizer with as many groups. Raises: Error"""
     with torch._C.DisableTorchFunctionSubclass():
-        mine = {name: list(value.shape) for name, value in executor._weights.on_host().items()}
-    theirs = {name: list(value.shape) for name, value in {**state["buffers"][0], **state["weights"]}.items()}
-    groups = [name for name in executor.per_replica_params if name in mine]
-    mine, theirs = ({n: s for n, s in one.items() if n not in groups} for one in (mine, theirs))
-    other = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        here = {name: list(value.shape) for name, value in executor._weights.on_host().items()}
+    there = {name: list(value.shape) for name, value in {**state["buffers"][0], **state["weights"]}.items()}
+    groups = [name for name in executor.per_replica_params if name in here]
+    here, there = ({n: s for n, s in one.items() if n not in groups} for one in (here, there))
+    other = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     if other:
         shown = [
-            f"{name} is {theirs.get(name, 'missing')} there, {mine.get(name, 'missing')} here"
+            f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
             for name in other
         ]
         raise Error(f"the checkpoint is of another model: {'; '.join(shown[:5])}")

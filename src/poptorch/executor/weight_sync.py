@@ -43,7 +43,7 @@ class WeightSync:
         self._warned: set[str] = set()
 
     def on_host(self) -> dict[str, Tensor]:
-        """The user's parameters and buffers. Raises Error, if one has gone since compilation."""
+        """Return the user's parameters and buffers. Raises: Error if the model lacks one that it was compiled with"""
         found = self._model.weights()
         if self._lease.executable is not None:
             slots = self._lease.executable.plan.partition.signature.slots
@@ -61,7 +61,7 @@ class WeightSync:
 
     @property
     def stale(self) -> bool:
-        """Whether the devices have newer weights than the host."""
+        """Return whether the devices have newer weights than the host."""
         engine = self._lease.engine
         return engine is not None and engine.state.host_is_stale
 
@@ -74,7 +74,7 @@ class WeightSync:
         engine.state.host_is_stale = False
 
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy these into the user's model."""
+        """Copy values by canonical name into the user's model."""
         host = self.on_host()
         self._check_types(host)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -115,7 +115,7 @@ class WeightSync:
         self._lease.need_engine().average_buffers()
 
     def _check_types(self, host: Mapping[str, Tensor]) -> None:
-        """Raises Error, where the user has given a weight another shape or dtype since the compilation."""
+        """Check that all weights have the shapes and dtypes of the compilation. Raises: Error"""
         executable = self._lease.executable
         if executable is None:
             return
@@ -155,7 +155,8 @@ class WeightSync:
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Ours*: were weights written to since host and devices were equal? Writes into `weight.data` are not seen."""
+        """*Ours*: return whether weights were written to on the host since the last copy. Writes into `weight.data` do
+        not count."""
         return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
 
     def check_host(self) -> None:
@@ -209,12 +210,12 @@ class WeightSync:
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
     def _written(self, host: Mapping[str, Tensor]) -> list[str]:
-        """The names of weights that are not the tensors, or do not have the values, of the last upload or download."""
+        """Return the names of weights that were replaced or written since the last upload or download."""
         now = _marks(host)
         return [n for n, w in host.items() if self._equal.get(n) is not w or self._marks[n][:2] != now[n][:2]]
 
     def _note_equal(self, host: dict[str, Tensor]) -> None:
-        """Remember the host's weights as those of the devices."""
+        """Note that the host's weights are equal to those of the devices."""
         self._equal, self._marks = host, _marks(host)
         self._checked, self._is_behind = self._marks, False
 
@@ -253,9 +254,10 @@ class WeightSync:
                 executor.copyWeightsToHostIfNeeded()
 
     def _tell_others(self) -> None:
-        """Let executors for inference that share a layer upload what the host has before they next run.
+        """Note in other executors that share a layer that the host has new weights.
 
-        Executors for training keep what they trained, and have been warned at wrapping: they are not warned once more.
+        Those for inference upload them before they next run. Those for training keep what they trained: the user was
+        warned when the model was wrapped.
         """
         for other in self._others():
             if other._model.training:
@@ -264,7 +266,7 @@ class WeightSync:
                 other._is_behind = True
 
     def _others(self) -> set["WeightSync"]:
-        """Those of other executors that share a layer with this one."""
+        """Return the `WeightSync` of each other executor that shares a layer with this one."""
         return {other for module in self._model.user.modules() for other in _users.get(module, ())} - {self}
 
 

@@ -107,7 +107,7 @@ def describe(
     >>> print(poptorch.describe(model, options, (images, labels)))
 
     Args:
-        model:    a module, or an executor, which knows whether it trains
+        model:    a module, or an executor (which trains or not)
         options:  by default those of the executor, if the model is wrapped already
         batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
         training: for a module: compile what `trainingModel` would, else what `inferenceModel` would

@@ -162,12 +162,13 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
     return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
-def reporter_for(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a reporter if the options ask for a profile. It saves when the executor is garbage-collected, too.
+def reporter_for(executor: Any, options: Options, directory: Path | None, number: int) -> Reporter | None:
+    """Return a reporter. It saves when the executor is garbage-collected, too.
 
-    Args: number: of the plan, from 1: each plan of a model has a profile in a folder of its own
+    Args:
+        directory: of the first plan's profile; None: no profile is asked for
+        number:    of the plan, from 1: each plan of a model has a profile in a folder of its own
     """
-    directory = options._profile_directory(training)
     if directory is None:
         return None
     if number > 1:
