@@ -199,9 +199,14 @@ class PoplarExecutor(PublicNames):
         if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
-        for run in self._runs(arguments.bind(self._signature, args, kwargs)):
-            if run.key not in self._lease.plans:
-                self._compile(run)
+        call = arguments.bind(self._signature, args, kwargs)
+        with self._turn:
+            whole = self._lease.current
+            for run in self._runs(call):
+                if run.key not in self._lease.plans:
+                    self._compile(run)
+            if whole is not None:
+                self._lease.use(whole, {})
 
     def _compile(self, run: Run) -> LoadedPlan:
         """Compile a plan, load the weights if this is the first one, and make it the current plan."""

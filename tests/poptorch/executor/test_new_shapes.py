@@ -201,6 +201,18 @@ def test_weights_and_optimizer_state_move_with_the_plans():
     assert torch.equal(states[0][0]["exp_avg"], states[1][0]["exp_avg"])
 
 
+def test_a_plan_can_be_compiled_ahead_of_its_first_call():
+    calls = []
+    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+    executor = poptorch.inferenceModel(nn.Linear(3, 2), options(deviceIterations=2))
+    for rows in (4, 3):
+        executor.compile(torch.ones(rows, 3))
+    compiled = len(calls)
+    assert [len(executor(torch.ones(rows, 3))) for rows in (3, 4)] == [3, 4]
+    handle.remove()
+    assert len(calls) == compiled == 2, "of two rows and of one"
+
+
 def test_saved_plans_are_loaded_again(tmp_path):
     trainer = poptorch.inferenceModel(nn.Linear(3, 2), options())
     found = [trainer(torch.ones(rows, 3)) for rows in (4, 2)]
