@@ -210,9 +210,9 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
     if chips > machine.chips:
         problems.append(f"needs {chips} chips, and has {machine.chips}")
     problems += [
-        f"ipu {ipu} needs {size(total(kinds))}, and has {size(machine.memory)}"
-        for ipu, kinds in memory.items()
-        if total(kinds) > machine.memory
+        f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
+        for ipu, needed in _at_the_most(profile, memory).items()
+        if needed > machine.memory
     ]
     items, bubble = _items(profile, replicas, micro_batches) / taken, virtual.bubble_apart(step)
     return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
@@ -246,6 +246,15 @@ def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
         sizes = (row.weights + row.buffers, row.gradients, row.optimizer, *waiting, 0)
         found[row.ipu] = dict(zip(KINDS, sizes, strict=True))
     return found
+
+
+def _at_the_most(profile: Profile, memory: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
+    """Return the bytes of each ipu, however long values wait for it."""
+    most = profile.facts.get("between_most") or [kinds["between"] for kinds in memory.values()]
+    return {
+        ipu: total({**kinds, "between": waiting})
+        for (ipu, kinds), waiting in zip(memory.items(), most, strict=False)
+    }
 
 
 def _unknown(memory: Mapping[int, Mapping[str, int | None]]) -> list[str]:
