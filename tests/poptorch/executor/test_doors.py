@@ -25,13 +25,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def documented():
+def documented(by_labels=False):
     """Return the Trainer that the guide shows."""
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
-    assert len([line for line in code.partition("class ")[2].splitlines() if line.strip()]) <= 10
-    names = {}
-    exec(code, names)
-    return names["PoptorchTrainer"]
+    classes = re.findall(r"^class .*?(?=\n\n\n|\n```)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert max(len(code.splitlines()) for code in classes) <= 10
+    names = {"poptorch": poptorch, "math": math, "Trainer": transformers.Trainer}
+    exec("\n".join(classes), names)
+    kind = names["TrainerByLabels" if by_labels else "PoptorchTrainer"]
+    kind.poptorch_options = options()
+    if by_labels:
+        sums = poptorch.ReductionType.Sum
+        kind.poptorch_options.Training.accumulationAndReplicationReductionType(sums)
+    return kind
 
 
 def language_model():
@@ -65,9 +70,8 @@ def arguments(folder, **more):
     )
 
 
-def trainer(folder, model=None, data=64, **more):
-    kind = documented()
-    kind.poptorch_options = options()
+def trainer(folder, model=None, data=64, by_labels=False, **more):
+    kind = documented(by_labels)
     given = arguments(folder, per_device_train_batch_size=ACCUMULATION * ROWS, **more)
     return kind(
         model=language_model() if model is None else model,
@@ -85,8 +89,11 @@ def equal(some, others):
     return some.keys() == others.keys() and all(torch.equal(some[n], others[n]) for n in some)
 
 
-@pytest.mark.parametrize(("layout", "data"), [("unsplit", 64), ("pipelined", 64), ("unsplit", 12)])
-def test_the_trainer_trains_with_the_bits_of_a_plain_trainer(tmp_path, layout, data):
+@pytest.mark.parametrize(
+    ("layout", "data", "by_labels"),
+    [("unsplit", 64, False), ("pipelined", 64, False), ("unsplit", 12, False), ("pipelined", 64, True)],
+)
+def test_the_trainer_trains_with_the_bits_of_a_plain_trainer(tmp_path, layout, data, by_labels):
     """With 12 rows the second batch of an epoch has two micro-batches in place of four."""
     plain = transformers.Trainer(
         model=language_model(),
@@ -98,12 +105,12 @@ def test_the_trainer_trains_with_the_bits_of_a_plain_trainer(tmp_path, layout, d
         ),
         train_dataset=rows(data),
     )
-    plain.model_accepts_loss_kwargs = False  # the mean of each micro-batch, not weighed by labels
+    plain.model_accepts_loss_kwargs = by_labels
     expected = plain.train()
     model = language_model()
     if layout == "pipelined":
         poptorch.annotate(model, {"transformer.h.1": 1})
-    here = trainer(tmp_path / "here", model, data, max_grad_norm=0)
+    here = trainer(tmp_path / "here", model, data, by_labels, max_grad_norm=0)
     found = here.train()
     assert equal(weights(here.model), weights(plain.model))
     assert found.training_loss == pytest.approx(expected.training_loss, rel=1e-6)
