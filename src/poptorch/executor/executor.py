@@ -35,7 +35,7 @@ from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..planning import exit_if_only_planning, profiles
 from ..reporting.overview import Overview, overview
-from ..reporting.reporter import reporter_for
+from ..reporting.reporter import Reporter, reporter_for
 from . import executable_file, marked_model
 from .device_lease import DeviceLease, LoadedPlan
 from .latest_call import LatestCall, joined, latest_call
@@ -74,6 +74,8 @@ class PoplarExecutor(PublicNames):
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         self._profile_directory = options._profile_directory(training)
+        # Exists before the first plan: waits for a loader count from now on.
+        self._next_reporter = reporter_for(self, options, self._profile_directory, 1)
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
@@ -219,7 +221,7 @@ class PoplarExecutor(PublicNames):
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
             self._compiled_flags = Flags.of(model)
-        reporter = reporter_for(self, options, self._profile_directory, number)
+        reporter = self._reporter_of(number)
         with progress(options._show_progress_bar, reporter and reporter.passed) as done:
             with arguments.noting_row_counts(run.call), with_flags(model, self._compiled_flags):
                 earlier = [plan.executable for plan in lease.plans.values()]
@@ -244,6 +246,14 @@ class PoplarExecutor(PublicNames):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in run.call.tensors)
             logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
         return plan
+
+    def _reporter_of(self, number: int) -> Reporter | None:
+        """Return a reporter for the plan with this number; None if no profile is asked for."""
+        reporter, self._next_reporter = self._next_reporter, None
+        if reporter is None:
+            return reporter_for(self, self.options, self._profile_directory, number)
+        reporter.compiling()
+        return reporter
 
     def _settings_for(self, run: Run, options: Options) -> Settings:
         """Return the settings of a whole call.
@@ -419,7 +429,7 @@ class PoplarExecutor(PublicNames):
             marked_model.mark(self._user_model, self)
         self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            reporter = reporter_for(self, self.options, self._profile_directory, number)
+            reporter = self._reporter_of(number)
             self._lease.add(executable.key, LoadedPlan(executable, reporter))
         self._lease.kept = saved.kept
         self.per_replica_params.clear()
