@@ -74,7 +74,9 @@ class Checkpoint:
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         atexit.register(self.wait, _AT_EXIT)
         (self._run,) = self._from_first(lambda: [secrets.token_hex(4)])
-        for folder in map(Path, self._from_first(lambda: list(map(str, files.complete(self._directory))))):
+        for folder in map(
+            Path, self._from_first(lambda: list(map(str, files.complete_checkpoints(self._directory))))
+        ):
             faults = self._of_all(files.faults(folder, self._launch.instance, self._launch.instances))
             if not faults:
                 self._load(folder)

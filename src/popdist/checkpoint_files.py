@@ -110,7 +110,7 @@ class Writing(threading.Thread):
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        for path in complete(self.place.directory)[self._keep :]:
+        for path in complete_checkpoints(self.place.directory)[self._keep :]:
             shutil.rmtree(path, ignore_errors=True)
         for path in self.place.directory.glob(f"call-*{_UNFINISHED}"):
             if self.place.run not in path.name:  # of a killed run
@@ -136,7 +136,7 @@ class Writing(threading.Thread):
         return sums
 
 
-def complete(directory: Path) -> list[Path]:
+def complete_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, newest first."""
     return sorted(
         (path for path in directory.glob("call-*") if path.name[5:].isdecimal()), key=call_of, reverse=True

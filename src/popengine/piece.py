@@ -83,7 +83,7 @@ class Piece:
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """The name in the source of each operation, by the operation and whether it draws random numbers."""
+        """Function names in the source, by (operation, whether it draws random numbers)."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:

@@ -89,7 +89,12 @@ class Optimizer:
     flags: dict[str, bool] = field(default_factory=dict)
 
     def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
-        """Return the dtype of a weight's state, or of its gradient sums (None); float64 for float64 weights."""
+        """Return the dtype of an optimizer state, or of the gradient sums.
+
+        Args:
+            weight: dtype of the weight; float64 has states and sums in float64
+            state:  name of the state, such as "exp_avg"; None: the gradient sums
+        """
         if weight == torch.float64:
             return weight
         return self.accumulator_type if state is None else self.state_types.get(state, torch.float32)

@@ -18,7 +18,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from popdist.checkpoint_files import call_of, complete
+from popdist.checkpoint_files import call_of, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError, is_loopback, own_address
 from popengine.environment import SECRET
 
@@ -96,7 +96,7 @@ class Election:
 
     def newest_call(self) -> int:
         """Return the calls before the newest checkpoint; -1 without a checkpoint."""
-        return max(map(call_of, complete(self._checkpoints)), default=-1)
+        return max(map(call_of, complete_checkpoints(self._checkpoints)), default=-1)
 
     def _connected(self, host: str, port: int, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to a leader's store, None if the leader is gone."""

@@ -82,7 +82,7 @@ class Hangs:
         self._next = now + min(1.0, self._limit / 4)
         with suppress(StoreError):  # `Nodes` notices that
             texts = self._store.read([f"{self._folder}/waits/{i}" for i in range(self._instances)])
-            waits = self._fresh(texts, now)
+            waits = self._recent_waits(texts, now)
             for instance, pid in self._processes.items():
                 peers = [str(i) for i, wait in waits.items() if wait["for"] == instance]
                 if instance in waits or not (peers or self._ends_idle):
@@ -93,8 +93,13 @@ class Hangs:
                 why = f", and {verb.format(', '.join(peers))} for it at {places[0]}" if peers else ""
                 self._judge(instance, pid, why, now)
 
-    def _fresh(self, texts: list[str | None], now: float) -> dict[int, dict[str, str | int]]:
-        """Return the waits of the instances that have lately renewed them."""
+    def _recent_waits(self, texts: list[str | None], now: float) -> dict[int, dict[str, str | int]]:
+        """Return the wait records that changed within the last `_STALE` seconds, by instance.
+
+        Args:
+            texts: the record of each instance as JSON; None or "": the instance waits for no peer
+            now:   seconds of the monotonic clock
+        """
         for instance, text in enumerate(texts):
             if (text or "") != self._waits[instance].text:
                 self._waits[instance] = _Wait(text or "", now)

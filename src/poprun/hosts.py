@@ -55,19 +55,19 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
                     log.error(
                         f"host {request.hosts[rank]} failed first, with exit code {exit_code(ended)}{_hint(ended)}"
                     )
-                    _end(running)
+                    _close_stdin(running)
                 if ended and code in (0, CONSEQUENCE):
                     code = exit_code(ended)
             time.sleep(0.05)
     finally:
-        _end(running)
+        _close_stdin(running)
         for process in running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE)
     return 1 if code == CONSEQUENCE else code
 
 
-def _end(running: dict[int, subprocess.Popen[bytes]]) -> None:
+def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
     """Close standard input of each process, since ssh forwards no signals."""
     for process in running.values():
         assert process.stdin is not None

@@ -75,7 +75,7 @@ def compare(
     *,
     update: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
 ) -> Comparison:
-    """Run one weight update in this layout and in plain PyTorch, each on a copy of the model, and compare. (Ours.)
+    """Run one weight update in this layout and in plain PyTorch, each on a copy of the model, and compare. (Pando.)
 
     Plain PyTorch runs the micro-batches one after another, adds their gradients and divides them by the number of
     micro-batches and replicas. Random numbers are not the same: set dropout to 0.

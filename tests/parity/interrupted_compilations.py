@@ -63,6 +63,7 @@ def interrupted(model, batch, interrupt):
 
 
 def main(count):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     torch.manual_seed(0)
     plain, batch = Net(), torch.randn(6, 3)
     expected = trainer(copy.deepcopy(plain))(batch)

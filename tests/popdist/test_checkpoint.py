@@ -81,7 +81,7 @@ def test_resumable_yields_the_batches_that_are_left_and_saves_after_the_last(tmp
 
     assert list(batches(Training(options(), tmp_path / "unused"), stop=6)) == [0, 1, 2, 3, 4, 5]
     assert list(batches(Training(options(), tmp_path / "unused", seed=99))) == [5, 6, 7, 8, 9, 10, 11]
-    assert [path.name for path in files.complete(tmp_path)] == ["call-12", "call-10"]
+    assert [path.name for path in files.complete_checkpoints(tmp_path)] == ["call-12", "call-10"]
     assert list(batches(Training(options(), tmp_path / "unused", seed=98))) == []
 
 

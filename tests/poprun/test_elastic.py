@@ -58,7 +58,12 @@ def test_nodes_are_lost_and_come_back_and_any_of_them_may_be_the_first(poprun, t
     assert first.nothing_left() and second.nothing_left() and third.nothing_left()
 
 
-@pytest.mark.parametrize("seed", range(10))
+QUICK = (0, 3, 9)
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(10)]
+)
 def test_a_random_script_of_kills_stops_and_returns_ends_in_the_undisturbed_state(
     poprun, tmp_path, undisturbed, seed
 ):

@@ -103,7 +103,7 @@ class Description:
         moved = sum(self._bytes([*dict.fromkeys(line.operands()), *results]))
         title = title or self._stage_name(piece)
         module = node.meta.get("module", "?")
-        flops, width = _flops(node), _width(node)
+        flops, width = _flops(node), _element_size(node)
         return Operation(piece, line.name, kind, title, line.where, 0, 0, flops, moved, live, width, module)
 
     def _stage_name(self, piece: int) -> str:
@@ -209,8 +209,8 @@ def _flops(node: fx.Node) -> int:
         return 0
 
 
-def _width(node: fx.Node) -> int:
-    """Return the bytes of a number of an operation's result."""
+def _element_size(node: fx.Node) -> int:
+    """Return the element size of a node's result, in bytes; 4 if unknown."""
     values = [node.meta.get("val"), *(user.meta.get("val") for user in node.users)]
     return next((value.element_size() for value in values if isinstance(value, torch.Tensor)), 4)
 

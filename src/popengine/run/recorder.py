@@ -332,10 +332,10 @@ class Recorder:
 
 
 class _Ticks(threading.local):
-    """The clock readings of the piece that a thread runs."""
+    """The clock readings of this thread's piece: one before its first line, and one after each line."""
 
     def __init__(self) -> None:
-        self.read: list[tuple[int, int]] = []  # clock, thread's time
+        self.read: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)
 
     def note(self) -> None:
         self.read.append((perf_counter_ns(), thread_time_ns()))

@@ -231,7 +231,7 @@ class State:
         self.seed, self.step = state
 
     def check(self) -> None:
-        """Raises Error, if the weights are lost."""
+        """Raise the stored error, if the weights are lost."""
         if self.lost is not None:
             raise self.lost
 

@@ -20,13 +20,13 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter that is updated, or some elements of it.
+    """One parameter, or a range of its elements, with all tensors that its update reads and writes.
 
     Args:
-        others:    the gradient sums of other replicas, to be added to the gradient in the order of a tree
-        generator: for stochastic rounding
-        step:      for rules that need norms: memory of what is measured, the gradient's where its dtype will do
-        norms:     of the weight and of its step, by the beginning of the chunk
+        others:    gradient sums of other replicas, added to `gradient` in the order of a binary tree
+        generator: for stochastic rounding; None: no stochastic rounding
+        step:      for rules with a trust ratio: a buffer for the unscaled step; the gradient itself if its dtype fits
+        norms:     (norm of the weight, norm of the step) of each chunk, by the index of its first element
     """
 
     parameter: Tensor

@@ -55,7 +55,11 @@ def _counts(states: list[State]) -> list[float]:
 
 
 def sgd(step: Step) -> None:
-    """v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v,  nesterov: w ← w − lr·(g + λ·w + μ·v)."""
+    """v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v,  nesterov: w ← w − lr·(g + λ·w + μ·v).
+
+    g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight decay. As in torch (flag `torch_dampening`) the first
+    step sets v to the gradient.
+    """
     optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
     signed(step)

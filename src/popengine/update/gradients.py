@@ -51,7 +51,7 @@ SHARE = 1e-7
 
 @dataclass(frozen=True)
 class Count:
-    """Of some gradients: how many elements, how many are large, and whether all are finite."""
+    """Statistics of gradients: the number of elements, of scaled ones above `LARGE`, and whether all are finite."""
 
     elements: int = 0
     large: int = 0

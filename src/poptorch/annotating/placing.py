@@ -26,7 +26,7 @@ _Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that be
 def annotate(
     model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
 ) -> M:
-    """Place modules of a model on ipus, and return the model. (Ours.)
+    """Place modules of a model on ipus, and return the model. (Pando.)
 
     >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
     >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
@@ -55,7 +55,7 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Have the default strategy balance the repeated layers of a model over ipus, and return the model. (Ours.)
+    """Have the default strategy balance the repeated layers of a model over ipus, and return the model. (Pando.)
 
     That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
 

@@ -133,7 +133,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
 
 
 def _is_triple(name: str, given: Any) -> bool:
-    """Return whether a grouping is a tuple of arguments. Raises Error for anything that is no grouping."""
+    """Return True for a tuple of arguments of `Grouping`, False for a `Grouping`. Raises: Error for other types."""
     if isinstance(given, tuple | list) and len(given) == 3:
         return True
     if not isinstance(given, Grouping):

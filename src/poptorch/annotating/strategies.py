@@ -135,7 +135,7 @@ class ExecutionStrategy:
 
 @dataclass(frozen=True)
 class AutoBalance:
-    """Place the blocks of a model on ipus so that the slowest ipu is as fast as possible. (Ours.)
+    """Place the blocks of a model on ipus so that the slowest ipu is as fast as possible. (Pando.)
 
     The first compilation runs one micro-batch and measures each block; the log shows the choice and the reason. Of a
     model without marks each repeated layer is a block.
@@ -181,7 +181,7 @@ class PipelinedExecution(ExecutionStrategy):
 
     def orSharded(self) -> Self:
         """Run the stages one after another, as `ShardedExecution` does, where a call has too few micro-batches to
-        fill the pipeline, instead of refusing. The results are the same. (Ours.)"""
+        fill the pipeline, instead of refusing. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self
 

@@ -270,7 +270,7 @@ class CompiledInputs:
         """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes.
 
         Args:
-            any_shape: let sizes differ, and let arguments, parts of containers and keys be left out or added
+            any_shape: accept other shapes, and arguments, parts of containers and keys that are left out or added
         """
         for index, ((name, compiled), (_, found)) in enumerate(
             zip(self.kind.specs, call.kind.specs, strict=True)

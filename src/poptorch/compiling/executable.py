@@ -35,7 +35,7 @@ from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample
 from .losses import choose_loss
 from .outputs import Anchors, requests_of, resolve, traced_outputs
 from .runs import Run
-from .traced_functions import Traced
+from .traced_functions import TracedFunctions
 from .tune import NO_HINTS, Hints, tune
 
 
@@ -243,7 +243,7 @@ class _Tracing:
         self.notes: list[Note] = []
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        with following(self._policy), Traced():
+        with following(self._policy), TracedFunctions():
             value = self._call.given_to(self._model, tensors)
         code = getattr(inspect.unwrap(self._model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
@@ -291,7 +291,7 @@ def _check_overlap(graph: Graph, options: Options) -> None:
     Raises: Error, if a mark is misplaced, or the options don't allow overlap
     """
     code: Any = graph.code
-    marks = [(node, name) for node in code.nodes if (name := _mark_of(node)) is not None]
+    marks = [(node, name) for node in code.nodes if (name := _overlap_function(node)) is not None]
     if not marks:
         return
     output = next(node for node in code.nodes if node.op == "output")
@@ -312,8 +312,8 @@ def _check_overlap(graph: Graph, options: Options) -> None:
     _check_options(options, any(name == _OUTPUT for _, name in marks))
 
 
-def _mark_of(node: fx.Node) -> str | None:
-    """Return the name of a node that requests overlap; None for other nodes."""
+def _overlap_function(node: fx.Node) -> str | None:
+    """Return the name of the set_overlap function that a node calls; None for other nodes and for NoOverlap."""
     if node.op != "call_function" or node.args[1:2] == (OverlapMode.NoOverlap.value,):
         return None
     name = str(node.target).removeprefix("poptorch.").removesuffix(".default")

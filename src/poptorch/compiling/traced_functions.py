@@ -21,8 +21,11 @@ from popengine.errors import CaptureError
 from ..ops.ctc import ctc_loss
 
 
-class Traced(TorchFunctionMode):
-    """On while a forward runs."""
+class TracedFunctions(TorchFunctionMode):
+    """A mode for the captured forward: replaces torch functions that can't be traced (`_REPLACEMENTS`).
+
+    The argument checks of torch.distributions are off meanwhile, and masks of nn.Transformer are not read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,9 +110,9 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """torch's, for values below `minlength`: a count for each of them is the shape that a graph can have.
+    """Return `torch.bincount` with exactly `minlength` elements, since a graph needs fixed shapes.
 
-    A value that isn't below fails when the graph runs.
+    A larger value raises an error when the graph runs. Values that are not traced, or no `minlength`: torch.bincount.
     """
     if minlength < 1 or not is_traced(input):
         return torch.bincount(input, weights, minlength)

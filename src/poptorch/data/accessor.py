@@ -131,7 +131,7 @@ class AsynchronousDataAccessor:
         return {**pickle.loads(self._state), **begun}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Have the worker go on from a loader's state."""
+        """Restart the worker process at the position of a loader's `state_dict`."""
         self._check_alive()
         self._generation += 1
         self._state, self._begun = pickle.dumps(state), None

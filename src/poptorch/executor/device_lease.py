@@ -219,7 +219,11 @@ class DeviceLease:
 
     @property
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
-        """The state of each parameter; None before there were devices."""
+        """The optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
+
+        On devices a copy of their state; else the state kept for the next devices, or None if there is none. With a
+        sharded optimizer only the part of this instance.
+        """
         return self.engine.state.read_optimizer() if self.engine is not None else self.kept.optimizer
 
     @property

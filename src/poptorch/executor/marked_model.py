@@ -288,7 +288,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model's top level, with flags and attributes of its own; everything below is shared."""
+    """Return a copy of the top-level module, of the user's class; parameters, buffers and submodules are shared."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     plain.__dict__.pop("_pando_owner", None)

@@ -70,7 +70,7 @@ class OptimizerLink:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._lease.kept = replace(self._lease.kept, optimizer=None)  # the states of another rule
             self.frozen = frozen
-            self._pick_reduction_strategy(optimizer)
+            self._set_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
                 trained = [name for name, parameter in self._model.parameters() if parameter.requires_grad]
             lost = [name for name in trained if name not in frozen.group_of]
@@ -83,8 +83,9 @@ class OptimizerLink:
             self.join(take=not compiled)  # else the state on the devices is the newer one
         self._take_rates(hyper)
 
-    def _pick_reduction_strategy(self, optimizer: Any) -> None:
-        """Divide gradient sums in float16 while they grow, so that they do not overflow."""
+    def _set_reduction_strategy(self, optimizer: Any) -> None:
+        """Set MeanReductionStrategy.Running for gradient sums in float16, which could overflow; not with
+        `use_combined_accum`."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options

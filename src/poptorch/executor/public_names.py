@@ -166,7 +166,7 @@ class PublicNames:
 
     @property
     def memory_format(self) -> str:
-        """*Ours*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
+        """*Pando*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
 
         Raises: Error, before compilation.
         """
@@ -209,8 +209,10 @@ class PublicNames:
 
     @property
     def finished_updates(self) -> int:
-        """*Ours*: the weight updates that the latest call has finished: fewer than `deviceIterations` after an error or
-        Ctrl-C. The weights are those after the last of them."""
+        """*Pando*: the weight updates that the latest call has finished.
+
+        After an error or Ctrl-C fewer than `deviceIterations`; the weights are those after the last of them.
+        """
         return self._updates if self._lease.engine is not None else 0
 
     @property

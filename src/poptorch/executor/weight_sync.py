@@ -86,14 +86,14 @@ class WeightSync:
         self.version += 1
         self._note_equal(host)
         if self._model.training:
-            self._tell_others()
+            self._mark_other_executors()
 
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         self.upload()
-        self._tell_others()
+        self._mark_other_executors()
 
     def upload(self) -> None:
         """Upload the user's weights to this executor's devices."""
@@ -105,10 +105,11 @@ class WeightSync:
         self._note_equal(weights)
 
     def averageRunningStatistics(self) -> None:
-        """*Ours*: give all replicas the mean of their running statistics, over the replicas of all instances.
+        """*Pando*: replace running statistics by their mean over the replicas of all instances.
 
-        Each replica sees other rows, and the host gets those of replica 0 of its instance: call it before a validation
-        or a checkpoint. All floating point buffers that forward changes are averaged. In several instances all call it.
+        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance: call this
+        method before a validation or a checkpoint, in all instances. Running statistics are all floating point buffers
+        that forward changes.
 
         Raises: Error, if the model is not attached to its devices
         """
@@ -150,20 +151,22 @@ class WeightSync:
             self._lease.need_engine().write(buffers)
         self._equal |= buffers
         self._marks |= _marks(buffers)
-        self._tell_others()
+        self._mark_other_executors()
 
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Ours*: return whether weights were written to on the host since the last copy. Writes into `weight.data` do
+        """*Pando*: return whether weights were written to on the host since the last copy. Writes into `weight.data` do
         not count."""
         return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
 
     def check_host(self) -> None:
-        """Warn, once for each kind of change, of changes on the host that a call does not use.
+        """Warn, once for each kind of change, of changes of the model since its compilation that calls ignore.
+
+        These are written or replaced weights, replaced layers and, in training, a changed `requires_grad`.
 
         Raises:
-            Error: a weight has another type or shape now than the model was compiled for
+            Error: the dtype or shape of a weight has changed since the compilation
         """
         marks = _marks(self._equal)
         if marks == self._checked and not self._is_replaced:
@@ -253,11 +256,11 @@ class WeightSync:
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
-    def _tell_others(self) -> None:
-        """Note in other executors that share a layer that the host has new weights.
+    def _mark_other_executors(self) -> None:
+        """Mark the executors that share a layer with this one: the host has new weights.
 
-        Those for inference upload them before they next run. Those for training keep what they trained: the user was
-        warned when the model was wrapped.
+        Inference executors upload the weights before their next run. Training executors keep their own weights; a
+        warning was given when the model was wrapped.
         """
         for other in self._others():
             if other._model.training:

@@ -13,7 +13,7 @@ _BUT_CHANNELS = (1, -1, 1, 1)
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """*Ours*: synchronized batch norm: the statistics are those of a group of neighbouring replicas.
+    """*Pando*: synchronized batch norm: the statistics are those of a group of neighbouring replicas.
 
     A group is a part of one process's replicas, or all replicas of several processes. In evaluation, outside a
     compiled model and in its `state_dict()` this is `nn.BatchNorm2d`.

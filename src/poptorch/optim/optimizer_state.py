@@ -119,7 +119,10 @@ def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, floa
 
 
 def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
-    """Return the "ipu_param" of one snapshot: scalars by parameter, in the order of the groups."""
+    """Return the hyperparameters of one update as the "ipu_param" of `Optimizer.state_dict()`.
+
+    Returns: the loss scaling, and for each parameter, in the order of the groups, its rates: tensors without dimensions
+    """
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in optimizer.group_of.items():
         for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
@@ -242,8 +245,8 @@ _LOST = (
 _PICKLED = "__getstate__"  # set on the optimizer itself: copies and pickles use it instead of the class's
 
 
-class OptimizerHolder(Protocol):
-    """The part of an executor that `TorchLink` calls."""
+class DeviceOptimizerState(Protocol):
+    """The methods of an executor by which `TorchLink` reads and writes the optimizer state on the devices."""
 
     frozen: settings.Optimizer
 
@@ -263,7 +266,7 @@ class TorchLink:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: OptimizerHolder, take: bool
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: DeviceOptimizerState, take: bool
     ) -> None:
         self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
         if (lost := vars(optimizer).pop(_LOST, None)) is not None:

@@ -51,12 +51,12 @@ class Setting(Generic[T]):
 
 
 def recorded(why: str) -> Callable[[F], F]:
-    """Mark a setter whose value is checked, stored and printed, but has no effect."""
+    """Return a decorator that prepends "Recorded: <why>." to the docstring of a setter whose value has no effect."""
     return _with_reason("Recorded", why)
 
 
 def refused(why: str) -> Callable[[F], F]:
-    """Mark a setter that raises an error."""
+    """Return a decorator that prepends "Refused: <why>." to a setter's docstring; the setter raises the error."""
     return _with_reason("Refused", why)
 
 

@@ -125,7 +125,7 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("syntheticDataMode", mode)
 
     def compiler(self, backend: str) -> Self:
-        """*Ours*: run the model's operations one by one ("eager") or compiled to fused kernels ("inductor").
+        """*Pando*: run the model's operations one by one ("eager") or compiled to fused kernels ("inductor").
 
         Takes precedence over the environment variable POPTORCH_BACKEND.
         """
@@ -133,7 +133,7 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(backend=backend)
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
-        """*Ours*: the layout of convolutional parts: the model's ("preserve"), "channels_last", or by a rule ("auto").
+        """*Pando*: the layout of convolutional parts: the model's ("preserve"), "channels_last", or by a rule ("auto").
 
         "auto" is "channels_last" if images of 8 channels or more are pooled or resized, which is 2 to 10 times as fast
         in that layout on CPUs; a profile measures the gain. "preserve" (default) gives the bits of plain PyTorch, the
@@ -145,7 +145,7 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(memory_format=memory_format)
 
     def allowNewShapes(self, plans: int = 8) -> Self:
-        """*Ours*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
+        """*Pando*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
 
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random state. The
         last `plans` are kept. The log says (INFO) what each has cost. See docs/guide/shapes.md.
@@ -156,7 +156,7 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(new_shapes=plans)
 
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
-        """*Ours*: name the loss: a key or an attribute of what forward returns ("total", "out.loss"), or a place (0).
+        """*Pando*: name the loss: a key or an attribute of what forward returns ("total", "out.loss"), or a place (0).
 
         By default the loss is what forward marks, else what it returns; see docs/guide/options.md. `marked=True` is
         PopTorch's rule: the loss is what `identity_loss` or a loss function of torch returns, and what forward computes
@@ -210,7 +210,7 @@ class DeviceOptions(OptionsDict):
     use_model: Setting[bool] = Setting()
 
     def device(self, kind: str) -> Self:
-        """*Ours*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
+        """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
 
         Takes precedence over the environment variable POPTORCH_DEVICE.
         """

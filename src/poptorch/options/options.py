@@ -74,7 +74,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     @property
     def TensorLocations(self) -> TensorLocations:
-        """The place of tensors, see `poptorch.options.TensorLocations`."""
+        """Options for the location of weights, activations, optimizer state and accumulators (`TensorLocations`)."""
         return self._tensor_locations
 
     @property

@@ -51,7 +51,7 @@ class Popart(Freezable):
         return self
 
     def merge(self, name: str, values: dict[str, Any]) -> Self:
-        """*Ours*: add entries to a setting that is a dictionary."""
+        """*Pando*: add entries to a setting that is a dictionary."""
         return self.set(name, {**self.options.get(name, {}), **values})
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
@@ -73,7 +73,7 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """*Ours*: check names and values, at compilation.
+        """*Pando*: check names and values, at compilation.
 
         Raises: Error for a mistyped name or a value that can't be recorded.
         """

@@ -106,7 +106,7 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
 
 
 def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
-    """Return the code with a check: inputs and loaded buffers of other strides than it was made for are copied."""
+    """Return a wrapper of the code that copies inputs with other strides into those of the traced inputs."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:

@@ -57,11 +57,11 @@ def join_threads(seconds: float) -> bool:
 
 
 class PeerFailed(Error):
-    """Another instance failed; in all of them the weights are those of the last finished update."""
+    """Raised when another instance failed; in all instances the weights are those of the last finished update."""
 
 
 class PeerLost(UnrecoverableError):
-    """Another instance is gone, so the training can't go on."""
+    """Raised when the connection to another instance is lost: the training can't continue."""
 
 
 @dataclass
