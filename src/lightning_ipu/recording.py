@@ -398,7 +398,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 class CounterWatch:
-    """Warns of reads of counters on a module and its trainer, whose classes are replaced by subclasses meanwhile."""
+    """Warns of reads of counters: the classes of a module and its trainer are replaced by subclasses meanwhile."""
 
     def __init__(self, module: Any) -> None:
         self._owners = [owner for owner in (module, module._trainer) if isinstance(type(owner), type)]

@@ -66,7 +66,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
 
     Args:
         values: a tensor, or a mapping such as `model.state_dict()`
-        root:   the instance whose values are sent
+        root:   the instance that sends its values
     Returns: `values`
     """
     group = _group()

@@ -72,7 +72,7 @@ class ExecutionOptions(OptionsDict):
         return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
-        """True (default) refuses models whose buffers would differ between replicas; False allows them."""
+        """True (default) refuses models with buffers that would differ between replicas; False allows them."""
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:

@@ -26,7 +26,7 @@ _BY_FIRST = {  # by the owner of functions, their names: all tensors are cast to
     Tensor: "matmul __matmul__ mm bmm mv dot",
 }
 _BY_SECOND = {torch: "addmm addmv baddbmm addbmm einsum", Tensor: "addmm addmv baddbmm addbmm"}
-# From a function to the position of the tensor whose type counts.
+# From a function to the position of the tensor that gives the dtype.
 _LAYERS: dict[Any, int] = {
     getattr(owner, name): position
     for position, names_of in enumerate((_BY_FIRST, _BY_SECOND))
