@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 from popengine.settings import Counts
 
+from .compiling.losses import loss_field
 from .enums import OutputMode
 from .executor.wrapping import trainingModel
 from .nested_values import tensors_of, with_tensors
@@ -139,7 +140,7 @@ def _called(model: Callable[..., Any], batch: Any) -> Any:
 
 def _place_of_loss(outputs: Any) -> int:
     """Return the place of the loss among the tensors that forward returned: "loss", or else the first scalar."""
-    named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    named = loss_field(outputs)
     for place, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
             return place

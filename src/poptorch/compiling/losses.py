@@ -43,13 +43,18 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
         return
     if capture.is_marked:
         return
-    field = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    field = loss_field(returned)
     if not isinstance(returned, Tensor) and isinstance(field, Tensor) and is_traced(field):
         capture.choose_loss(field, f'the output "loss" of forward, {where}')
         return
     chosen = _derived(returned, capture, where)
     if chosen is not None:
         capture.choose_loss(chosen, f"the return of forward, {where}")
+
+
+def loss_field(returned: Any) -> Any:
+    """Return the key or attribute "loss" of what forward returns; None without one."""
+    return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:

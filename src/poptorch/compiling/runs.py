@@ -42,7 +42,7 @@ class Run:
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan from those of a call of whole micro-batches."""
-        settings = replace(settings, counts=self.counts, part=self.part, several_plans=True)
+        settings = replace(settings, counts=self.counts, part=self.part)
         if not self.is_ragged:
             return settings
         # A short step does not fill a pipeline.

@@ -87,6 +87,7 @@ def freeze(
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=device_of(options, training),
         backend=_chosen(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
+        several_plans=options.exists("new_shapes"),
     )
 
 
