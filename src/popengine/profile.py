@@ -40,6 +40,9 @@ class Piece(NamedTuple):
     enters: int = 0  # bytes it is handed for good: they die while it runs
 
 
+CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # a second of a core, roughly: estimates that need no measurement
+
+
 class Operation(NamedTuple):
     """One operation of a piece; times are of replica 0 in the step that `facts["detailed_step"]` names."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from popengine.profile import PLAN_WISH, Profile, ProfileError, load
+from popengine.profile import CORE_BYTES, CORE_FLOPS, PLAN_WISH, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
@@ -270,8 +270,8 @@ def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int)
     cores = facts.get("threads", 1)
     spent = Spent(float)
     for operation in profile.operations:  # which of both a core needs more time for
-        spent["compute"] += operation.flops / 50e9
-        spent["memory bandwidth"] += operation.bytes / 10e9
+        spent["compute"] += operation.flops / CORE_FLOPS
+        spent["memory bandwidth"] += operation.bytes / CORE_BYTES
     if "steps" in measured:
         taken, bubble = _line(measured["steps"], micro_batches * replicas), 0.0
     else:

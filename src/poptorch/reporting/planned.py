@@ -73,25 +73,27 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
 
 def _waiting(plan: Plan, found: profile.Profile) -> dict[int, int]:
     """Return for each ipu the most bytes that wait for it, if a core needs as long for an action as its FLOPs or bytes
-    take at 50 GFLOP/s and 10 GB/s."""
+    take at the rates of a core."""
     spent: dict[tuple[str, int], float] = {}
     for row in found.operations:
         group = found.pieces[row.piece].phase, found.pieces[row.piece].stage
-        spent[group] = spent.get(group, 1e-5) + max(row.flops / 50e9, row.bytes / 10e9)
+        spent[group] = spent.get(group, 1e-5) + max(
+            row.flops / profile.CORE_FLOPS, row.bytes / profile.CORE_BYTES
+        )
     rows, _ = actions(plan)
     costs = [spent.get((row.phase, row.stage), 1e-5) for row in rows]
-    tasks, times = timeline(rows, plan.micro_batches, ORDERS[plan.order][0], costs=costs, keeps_order=True)
+    # More micro-batches hold no more memory: the pipeline is full.
+    micro_batches = min(plan.micro_batches, 3 * plan.partition.stages + 8)
+    tasks, times = timeline(rows, micro_batches, ORDERS[plan.order][0], costs=costs, keeps_order=True)
     when = {
         (rows[row].phase, rows[row].stage, m): (start, end)
         for (row, m), start, end in zip(tasks, times.starts, times.ends, strict=True)
     }
-    sent = {(part.channel, part.peer): part for part in found.parts if part.kind == "send"}
     most = {}
     for ipu in found.devices:
         changes: list[tuple[float, int]] = []
-        for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
-            sender = sent[part.channel, ipu]
-            for m in range(plan.micro_batches if sender.phase else 1):
+        for part, sender in _received(found, ipu):
+            for m in range(micro_batches if sender.phase else 1):
                 begin = when[sender.phase, sender.stage, m][1] if sender.phase else 0.0
                 changes += [(begin, part.bytes)]
                 changes += [(when[part.phase, part.stage, m][0], -part.bytes)] if sender.phase else []
@@ -100,13 +102,19 @@ def _waiting(plan: Plan, found: profile.Profile) -> dict[int, int]:
     return most
 
 
+def _received(found: profile.Profile, ipu: int) -> list[tuple[profile.Part, profile.Part]]:
+    """Return each value that an ipu receives, as its receive and its send."""
+    sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
+    received = {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}
+    return [(part, sent[part.channel]) for part in received]
+
+
 def _between(found: profile.Profile, ipu: int) -> int:
     """Return the most bytes that other ipus can have sent to an ipu before it receives them."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
-    sent = {(part.channel, part.peer): part for part in found.parts if part.kind == "send"}
     total = 0
-    for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
-        sender, count = sent[part.channel, ipu], 1
+    for part, sender in _received(found, ipu):
+        count = 1
         if sender.phase and found.facts["mode"] == "pipelined":
             # A stage begins so many micro-batches before it ends the first of them.
             ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
