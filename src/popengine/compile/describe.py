@@ -20,7 +20,7 @@ from .. import ir
 from ..ir import Graph, Partition, Plan
 from ..order import ORDERS, length, timeline
 from ..profile import Block, Operation, Part, Piece, Tick
-from ..programs import actions, programs
+from ..programs import Program, actions, programs
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds
 
@@ -242,8 +242,8 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     return tuple(held)
 
 
-def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) -> int | None:
-    """Return the most bytes that an ipu holds for its micro-batches while it runs its program in order.
+def peak_bytes(graph: Graph, plan: Plan, program: Program, inside: Mapping[int, int]) -> int | None:
+    """Return the most bytes that an ipu holds for its micro-batches while it runs its program (of `programs`) in order.
 
     Values that share memory count once; of inputs each view counts, since rows of a batch share the batch's memory.
 
@@ -271,7 +271,7 @@ def peak_bytes(graph: Graph, plan: Plan, ipu: int, inside: Mapping[int, int]) ->
 
     names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
     held = most = 0
-    for instruction, micro_batch in programs(plan)[ipu].instructions:
+    for instruction, micro_batch in program.instructions:
         kind, new, gone = instruction.kind, instruction.names, ()
         if kind not in ("compute", "free", "load", "receive") or micro_batch < 0:
             continue

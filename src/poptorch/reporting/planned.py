@@ -10,7 +10,7 @@ from popengine import profile
 from popengine.compile.describe import Description, peak_bytes
 from popengine.ir import Graph, Plan
 from popengine.order import ORDERS, timeline
-from popengine.programs import actions
+from popengine.programs import actions, programs
 from popengine.settings import Settings
 from popengine.update.group_update import init_state
 
@@ -64,7 +64,8 @@ def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Prof
         for operation in found.operations:
             row = operation.piece
             alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
-        facts["activations"] = [peak_bytes(graph, plan, ipu, alive) for ipu in ipus]
+        own = programs(plan)
+        facts["activations"] = [peak_bytes(graph, plan, own[ipu], alive) for ipu in ipus]
         waiting = _waiting(plan, found)
         facts["between"] = [waiting[ipu] for ipu in ipus]
         facts["between_most"] = [_between(found, ipu) for ipu in ipus]
