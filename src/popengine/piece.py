@@ -38,7 +38,6 @@ class Line(NamedTuple):
     call: str  # as torch prints an overload: "aten.add.Tensor"; or GETITEM
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...] = ()
-    dies: tuple[str, ...] = ()  # values whose last use this is
     where: str = "?"  # file:line of the user's code
     draw: int | None = None  # the place in the model of the random numbers that it draws
 
@@ -82,6 +81,22 @@ class Piece:
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
+    def dying(self) -> tuple[tuple[str, ...], ...]:
+        """For each line, the values whose last use it is."""
+        last = {
+            name: place for place, line in enumerate(self.lines) for name in (line.name, *line.operands())
+        }
+        kept = set(self.writes)
+        return tuple(
+            tuple(
+                name
+                for name in dict.fromkeys((line.name, *line.operands()))
+                if last[name] == place and name not in kept
+            )
+            for place, line in enumerate(self.lines)
+        )
+
+    @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
         """Function names in the source, by (operation, whether it draws random numbers)."""
         found: dict[tuple[str, bool], str] = {}
@@ -106,7 +121,9 @@ class Piece:
     def written(self, after: Mapping[int, str] = MappingProxyType({})) -> str:
         """Return the source with statements `after` lines of the body, by their numbers (-1: before the first)."""
         head = self._head()
-        body = [self._written(line) for line in self.lines]
+        body = [
+            self._written(line) + forgotten(dying) for line, dying in zip(self.lines, self.dying, strict=True)
+        ]
         lines = [
             *head[:-1],
             *(line + after.get(place, "") for place, line in enumerate([head[-1], *body], -1)),
@@ -120,7 +137,7 @@ class Piece:
 
     def _head(self) -> list[str]:
         taken = [*self.reads, "key"] if self.draws else self.reads
-        used = {*self.writes, *(name for line in self.lines for name in (*line.operands(), *line.dies))}
+        used = {*self.writes, *(name for line in self.lines for name in line.operands())}
         unread = [name for name in self.reads if name not in used]
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
         return [*head, "    values.clear()" + forgotten(unread)]
@@ -135,7 +152,7 @@ class Piece:
             if line.draw is not None:
                 call, given = "draw", [call, "key", str(line.draw), *given]
             value = f"{call}({', '.join(given)})"
-        return f"    {line.name} = {value}{forgotten(line.dies)}"
+        return f"    {line.name} = {value}"
 
 
 def forgotten(names: Any) -> str:

@@ -107,7 +107,7 @@ class _SingleOperation:
 
     def __init__(self, piece: Piece, line: Line, values: dict[str, Any]) -> None:
         reads = tuple(dict.fromkeys(line.operands()))
-        self._run = build(Piece(piece.phase, piece.stage, reads, (line.name,), (line._replace(dies=()),)))
+        self._run = build(Piece(piece.phase, piece.stage, reads, (line.name,), (line,)))
         self._given = [
             torch.empty_strided(v.size(), v.stride(), dtype=v.dtype).fill_(v.dtype.is_floating_point / 2)
             for v in map(values.__getitem__, reads)

@@ -82,10 +82,10 @@ class Description:
             enters = sum(alive.values())
             read = {name for line in piece.lines for name in line.operands()}
             self._die(set(piece.reads) - read - set(piece.writes), alive, holders)
-            for number, line in enumerate(piece.lines):
+            for number, (line, dying) in enumerate(zip(piece.lines, piece.dying, strict=True)):
                 self._born([line.name], alive, holders)
                 live = sum(alive.values())
-                self._die(line.dies, alive, holders)
+                self._die(dying, alive, holders)
                 found.append((number, self._operation(index, line, live)))
             first = piece.lines[0].where if piece.lines else "?"
             pieces.append(Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, enters))

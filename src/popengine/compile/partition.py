@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -267,48 +267,37 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def emit(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
-    """Return the piece that computes `nodes`, in their order, from `reads`, and returns `writes`."""
-    last_use = {
-        name: i
-        for i, node in enumerate(nodes)
-        for name in [node.name, *(operand.name for operand in node.all_input_nodes)]
-    }
-    dying: dict[int, list[str]] = {}
-    for name, i in last_use.items():
-        if name not in writes:
-            dying.setdefault(i, []).append(name)
-    lines = (_line(node, tuple(dying.get(i, ()))) for i, node in enumerate(nodes))
+    """Return the piece that computes `nodes`, in their order, from `reads`, and returns `writes`.
+
+    Values of the forward that a backward computes again have names of their own: parts of a backward hand them on
+    beside the forward's.
+    """
+    again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Value(name_of(value))
+        if value is None or isinstance(value, _PLAIN):
+            return value
+        raise CaptureError(
+            f"a {type(value).__name__} can't be an argument of an operation in a compiled graph"
+        )
+
+    def name_of(node: fx.Node) -> str:
+        return f"{node.name}_again" if node in again else node.name
+
+    lines = []
+    for node in nodes:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)  # type: ignore[misc]
+        where, draw = node.meta.get("where", "?"), node.meta.get("draw")
+        lines.append(Line(name_of(node), _call(node.target), args, tuple(kwargs.items()), where, draw))
     return Piece(phase, stage, tuple(reads), tuple(writes), tuple(lines))
 
 
-def _line(node: fx.Node, dies: tuple[str, ...]) -> Line:
-    target: Any = node.target
-    return Line(
-        node.name,
-        GETITEM if target is operator.getitem else _name_of(target),
-        tuple(map(_argument, node.args)),
-        tuple((name, _argument(value)) for name, value in node.kwargs.items()),
-        dies,
-        node.meta.get("where", "?"),
-        node.meta.get("draw"),
-    )
-
-
-def _name_of(target: Callable[..., Any]) -> str:
+def _call(target: Any) -> str:
     """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor."""
+    if target is operator.getitem:
+        return GETITEM
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     raise CaptureError(f"{target} can't be a part of a compiled graph")
-
-
-def _argument(value: Any) -> Any:
-    """Return an argument of an operation, with `Value`s in place of nodes."""
-    if isinstance(value, fx.Node):
-        return Value(value.name)
-    if isinstance(value, list):
-        return [_argument(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_argument(item) for item in value)
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    raise CaptureError(f"a {type(value).__name__} can't be an argument of an operation in a compiled graph")

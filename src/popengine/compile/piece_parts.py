@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from ..ir import Partition, Piece, Signature
-from ..piece import GATHER, Line, Value
+from ..piece import GATHER
 from ..settings import Settings
 
 BUCKET = 4 << 20  # bytes of gradients that processes exchange together, about
@@ -31,14 +30,11 @@ def cut(partition: Partition, settings: Settings) -> Partition:
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and is_eager and not settings.finite_checks else frozenset()
     sizes = _gradient_sizes(partition.signature, settings) if is_eager else {}
-    forwards = {line.name for piece in partition.pieces if piece.phase == "F" for line in piece.lines}
     pieces: list[Piece] = []
     for piece in partition.pieces:
         places = {*_around_gathers(piece), *_after_buckets(piece, sizes)}
         if piece.phase == "F":
             places |= set(_before_buffers(piece, chained))
-        else:
-            piece = _renamed(piece, forwards)
         pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
 
@@ -47,31 +43,6 @@ def changed_buffers(signature: Signature) -> frozenset[str]:
     """Return the slots of buffers that the forward changes."""
     keys = {result.key for result in signature.results if result.kind == "buffer"}
     return frozenset(slot.name for slot in signature.slots if slot.role == "buffer" and slot.key in keys)
-
-
-def _renamed(piece: Piece, taken: set[str]) -> Piece:
-    """Return a backward with other names for its recomputed values: its parts hand them on beside the forward's."""
-    names = {line.name: f"{line.name}_again" for line in piece.lines if line.name in taken}
-    if not names:
-        return piece
-
-    def new(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return Value(names.get(argument.name, argument.name))
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(map(new, argument))
-        return argument
-
-    lines = (
-        line._replace(
-            name=names.get(line.name, line.name),
-            arguments=new(line.arguments),
-            named=tuple((key, new(value)) for key, value in line.named),
-            dies=tuple(names.get(name, name) for name in line.dies),
-        )
-        for line in piece.lines
-    )
-    return replace(piece, lines=tuple(lines))
 
 
 def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
@@ -131,14 +102,4 @@ def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iter
         reads = dict.fromkeys([*(n for n in piece.reads if n in used[number] or n in through)])
         reads |= dict.fromkeys(name for line in lines for name in line.operands() if name not in made)
         writes = [line.name for line in lines if line.name in later or line.name in piece.writes] + through
-        yield Piece(
-            piece.phase, piece.stage, tuple(reads), tuple(writes), tuple(_dying(lines, writes)), number
-        )
-
-
-def _dying(lines: Sequence[Line], writes: Sequence[str]) -> Iterator[Line]:
-    """Yield the lines, each with the values that nothing in the part needs afterwards."""
-    last = {name: place for place, line in enumerate(lines) for name in (line.name, *line.operands())}
-    for place, line in enumerate(lines):
-        names = dict.fromkeys((line.name, *line.operands()))
-        yield line._replace(dies=tuple(n for n in names if last[n] == place and n not in writes))
+        yield Piece(piece.phase, piece.stage, tuple(reads), tuple(writes), lines, number)
