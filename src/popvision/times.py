@@ -129,7 +129,6 @@ class StageTime:
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     """Return what each stage costs for one micro-batch. A step's update is shared among the stages of an ipu."""
-    recording = _recording(profile)[0]
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
@@ -144,7 +143,7 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         forward, backward = computed["F", stage], computed["B", stage]
         runs = max(len(forward), len(backward)) or 1
-        surroundings = sum(_cost(same, recording) * len(same) for same in around[stage].values()) / runs
+        surroundings = sum(_cost(same) * len(same) for same in around[stage].values()) / runs
         update = _cost(updates[ipu]) / profile.ipus.count(ipu)
         found.append(StageTime(stage, ipu, blocks, _cost(forward), _cost(backward), surroundings, update))
     return found
@@ -184,17 +183,13 @@ def spread_of(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _cost(events: Sequence[Event], recording: float = 0.0) -> float:
+def _cost(events: Sequence[Event]) -> float:
     """Return the ns that an instruction with these runs costs: the median over steps of each step's mean, because the
-    first micro-batch of every step finds colder caches. At least its fastest run, which may wait by itself.
-
-    Args:
-        recording: ns that the recorder took within what was not measured as computed
-    """
+    first micro-batch of every step finds colder caches. At least its fastest run, which may wait by itself."""
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
-    return max(0.0, max(_of_steps((event, event.cost) for event in events), fastest) - recording)
+    return max(_of_steps((event, event.cost) for event in events), fastest)
 
 
 def _of_steps(values: Iterable[tuple[Event, float]]) -> float:
@@ -260,7 +255,7 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         profile.counts.get("replicas", 1),
         profile.facts.get("mode") != "pipelined",
         frozenset(event.stage for event in events if event.kind == "keep"),
-        _between(events, _recording(profile)[1]),
+        _between(events, _recording(profile)[0]),
         _fixed(profile),
         {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
     )
@@ -301,9 +296,12 @@ def _fixed(profile: Profile) -> float:
         own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
         if call.steps and len(own) == call.steps:
             found.append((call.end - call.start - sum(own)) / call.steps)
-    return max(0.0, _median(found) - _recording(profile)[2])
+    return max(0.0, _median(found) - _recording(profile)[1])
 
 
-def _recording(profile: Profile) -> tuple[float, float, float]:
-    """Return the ns that recording took: for an instruction, a task and a step."""
-    return tuple(profile.facts.get("recording", (0.0, 0.0, 0.0)))
+def _recording(profile: Profile) -> tuple[float, float]:
+    """Return the ns that recording took: for a task, and more for a step."""
+    *_, of_task, of_step = profile.facts.get(
+        "recording", (0.0, 0.0)
+    )  # older profiles: a third value before these
+    return of_task, of_step

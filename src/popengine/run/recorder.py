@@ -352,10 +352,9 @@ def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
 _TASKS, _ROUNDS = 64, 30  # of the rounds the fastest counts
 
 
-def recording_costs(recorder: Recorder) -> tuple[float, float, float]:
-    """ns that this recorder takes for an instruction that isn't a computation (none: they are not timed one by one),
-    for each task, and more for each step."""
-    return 0.0, _of_a_task(), float(median(recorder.ns_of_steps or [0]))
+def recording_costs(recorder: Recorder) -> tuple[float, float]:
+    """Return the ns that this recorder takes for each task, and more for each step."""
+    return _of_a_task(), float(median(recorder.ns_of_steps or [0]))
 
 
 @cache
