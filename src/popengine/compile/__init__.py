@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..piece import GATHER
 from ..settings import Settings
-from .partition import partition, used_visits
+from .partition import partition
 from .piece_parts import cut
-from .placement import check_work, work
 from .tasks import tasks
-
-logger = logging.getLogger("poptorch::python")
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
@@ -26,7 +21,6 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     Raises:
         PartitionError: see `partition`
     """
-    check_work(graph.visits, used_visits(graph), settings.strategy, settings.counts, settings.training)
     parts = partition(graph, settings.strategy, settings.recompute)
     _check_groups(parts, settings)
     parts = cut(parts, settings)
@@ -34,24 +28,6 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     plan = tasks(parts, settings)
     done("tasks")
     return plan
-
-
-def with_work_enough(graph: Graph, settings: Settings) -> Settings:
-    """Return settings with a sharded strategy, if a pipeline has too few micro-batches and its user allows that."""
-    strategy, counts, training = settings.strategy, settings.counts, settings.training
-    if not strategy.or_sharded:
-        return settings
-    _, needed, given = work(graph.visits, used_visits(graph), strategy, counts, training)
-    if given >= needed:
-        return settings
-    option = "gradient accumulation" if training else "device iterations"
-    logger.info(
-        "the stages run one after another: with %s of %d they are a pipeline, and it is %d",
-        option,
-        needed,
-        given,
-    )
-    return replace(settings, strategy=replace(strategy, mode="sharded"))
 
 
 def _check_groups(partition: Partition, settings: Settings) -> None:

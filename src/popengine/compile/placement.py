@@ -6,12 +6,16 @@ their order: so it cuts the list of blocks into consecutive parts, by dynamic pr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
-from ..settings import Counts, Strategy
+from ..settings import Settings, Strategy
+
+logger = logging.getLogger("poptorch::python")
 
 
 class BlockError(PartitionError, AssertionError):
@@ -132,17 +136,31 @@ def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> di
     return {number: found[number][0] if number in found else number for number in numbers}
 
 
-def check_work(
-    visits: Sequence[Visit], used: set[int], strategy: Strategy, counts: Counts, training: bool
-) -> None:
-    """Refuse a pipeline that has too few micro-batches to fill it.
+def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
+    """Return the settings, sharded if a pipeline has too few micro-batches to fill it and the strategy allows that.
+
+    A pipeline needs 2n - 1 micro-batches in training and n device iterations in inference, of n forward stages: 1 + the
+    changes of the active ipu during the forward, which starts on ipu 0.
 
     Raises:
         PartitionError: gradient accumulation (inference: device iterations) is below what fills the pipeline
     """
-    forward, needed, given = work(visits, used, strategy, counts, training)
-    if given >= needed:
-        return
+    strategy, training = settings.strategy, settings.training
+    if strategy.mode != "pipelined":
+        return settings
+    numbers = _numbers(visits, used, strategy)
+    ipu_of = _ipus(visits, numbers, strategy)
+    active = [0, *(ipu_of[number] for number in numbers[1:])]
+    forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
+    needed = 2 * forward - 1 if training else forward
+    given = settings.counts.accumulation if training else settings.counts.iterations
+    if forward == 1 or given >= needed:
+        return settings
+    if strategy.or_sharded:
+        logger.info(
+            "the stages run one after another: %d micro-batches don't fill a pipeline of %d", given, needed
+        )
+        return replace(settings, strategy=replace(strategy, mode="sharded"))
     option = "Training.gradientAccumulation" if training else "deviceIterations"
     more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
     raise PartitionError(
@@ -151,27 +169,6 @@ def check_work(
         "  why: with fewer micro-batches the pipeline is never full\n"
         f"  fix: options.{option}({needed}), or poptorch.ShardedExecution, which has no such rule"
     )
-
-
-def work(
-    visits: Sequence[Visit], used: set[int], strategy: Strategy, counts: Counts, training: bool
-) -> tuple[int, int, int]:
-    """Return the forward stages of a pipeline, the micro-batches that fill it, and those that it has.
-
-    Forward stages = 1 + the changes of the active ipu during the forward, which starts on ipu 0. Other strategies need
-    no minimum of micro-batches (0).
-    """
-    given = counts.accumulation if training else counts.iterations
-    if strategy.mode != "pipelined":
-        return 1, 0, given
-    numbers = _numbers(visits, used, strategy)
-    ipu_of = _ipus(visits, numbers, strategy)
-    here, forward = 0, 1
-    for number in numbers[1:]:
-        forward, here = forward + (ipu_of[number] != here), ipu_of[number]
-    if forward == 1:
-        return 1, 0, given
-    return forward, 2 * forward - 1 if training else forward, given
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,23 +225,10 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
     )
 
 
-def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Describe the load of each ipu, and the effect of moving a block from the slowest ipu to a neighbour."""
+def loads_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
+    """Return a line for each ipu: the time of its blocks, and their names."""
     of = {cost.name: cost.seconds for cost in costs}
-    loads = [sum(of[name] for name in names) for names in cut]
-    slowest = max(range(len(loads)), key=loads.__getitem__)
-    lines = [
-        f"  ipu {ipu}: {load * 1e3:.3f} ms: {', '.join(names)}"
-        for ipu, (names, load) in enumerate(zip(cut, loads, strict=True))
-    ]
-    for neighbour, name in ((slowest - 1, cut[slowest][0]), (slowest + 1, cut[slowest][-1])):
-        if 0 <= neighbour < len(cut) and len(cut[slowest]) > 1:
-            moved = max(
-                load - of[name] if ipu == slowest else load + of[name] if ipu == neighbour else load
-                for ipu, load in enumerate(loads)
-            )
-            lines.append(
-                f"  moving {name!r} to ipu {neighbour} would make the slowest {moved * 1e3:.3f} ms instead of"
-                f" {loads[slowest] * 1e3:.3f} ms"
-            )
-    return "\n".join(lines)
+    return "\n".join(
+        f"  ipu {ipu}: {sum(of[name] for name in names) * 1e3:.3f} ms: {', '.join(names)}"
+        for ipu, names in enumerate(cut)
+    )

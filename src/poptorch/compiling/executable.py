@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from popengine.compile import compile_graph, with_work_enough
+from popengine.compile import compile_graph
 from popengine.compile.capture import capture
+from popengine.compile.partition import used_visits
+from popengine.compile.placement import with_work_enough
 from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.channels_last import with_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
@@ -114,7 +116,7 @@ def compile_model(
     if like is None and (not plans or settings.strategy.auto == "balance"):
         settings, hints = tune(graph, settings, options, new.memory_format, model, samples, together)
         new = replace(new, hints=hints)
-    settings = with_work_enough(graph, settings)
+    settings = with_work_enough(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     return replace(

@@ -8,10 +8,10 @@ from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
 from popengine.compile.partition import partition, used_visits
-from popengine.compile.placement import BlockError, check_work, place
+from popengine.compile.placement import BlockError, place, with_work_enough
 from popengine.errors import PartitionError
 from popengine.ir import Visit
-from popengine.settings import Counts, StagePlan, Strategy
+from popengine.settings import Counts, Settings, StagePlan, Strategy
 
 
 def piece(partition, name):
@@ -156,7 +156,7 @@ def test_the_least_work_counts_changes_of_ipu_from_ipu_0(ipus, forward):
     def refused(accumulation, iterations, training):
         counts = Counts(iterations=iterations, accumulation=accumulation)
         try:
-            check_work(blocks, used, AUTO_INCREMENT, counts, training)
+            with_work_enough(blocks, used, Settings(training, counts, AUTO_INCREMENT))
         except PartitionError as error:
             return error.message
         return None
