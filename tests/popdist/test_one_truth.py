@@ -398,7 +398,6 @@ def stopped_with_the_store(folder):
     popdist.init()
     popdist.synchronize()
     connections.WARN_AFTER = 0.3
-    connections.STALE = 1.0
 
     def warn(text, *values):
         # Appended: the end of the process may cut a later warning off.

@@ -28,7 +28,7 @@ from .instances.process_group import ProcessGroup, group_of
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
-from .state import SharedState, State
+from .state import State
 
 logger = logging.getLogger("popengine")
 _BUFFERS_TAG = 10  # of messages
@@ -72,8 +72,10 @@ class Engine:
             self.state.random_state = seed, 0
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
-        group = self._group if self.state.owner else None
-        self._shared_state = SharedState(self.state, group) if group is not None else None
+        # The name by which processes read the optimizer's state that they share out; "": each has all of it.
+        self._sharded = (
+            self._group.publish(self.state) if self._group is not None and self.state.owner else ""
+        )
         self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of gradients that overflow
         self._latest: EngineCall | None = None  # that threads may still work on
@@ -93,8 +95,8 @@ class Engine:
 
     def close(self) -> None:
         """End the threads."""
-        if self._shared_state is not None:
-            self._shared_state.keep()
+        if self._group is not None and self._sharded:
+            self._group.keep_until_barrier(self._sharded)
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
@@ -223,7 +225,12 @@ class Engine:
         Raises:
             Error: another process is gone, or has freed its part
         """
-        return self.state.read_optimizer() if self._shared_state is None else self._shared_state.read()
+        if self._group is None or not self._sharded:
+            return self.state.read_optimizer()
+        parts = self._group.read_parts(self._sharded)
+        # Of groups of replicas each instance has its own state.
+        whole = {key: state for part in [*parts, parts[self._group.rank]] for key, state in part.items()}
+        return {key: whole[key] for key in dict.fromkeys(self.state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica, all or none. Processes compare them at their next call."""

@@ -27,7 +27,6 @@ from ...errors import Error, UnrecoverableError
 logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer, until a warning
-STALE = 5.0  # seconds without news from a peer that waits, after which it counts as stopped
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
@@ -97,18 +96,17 @@ class Connections:
         self._is_watched = False
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
-        # Until when to wait in the barrier at a call's end; None outside it.
         self._waits: dict[int, _PeerWait] = {}  # by thread
 
     # ---- messages ----------------------------------------------------------------------------------------
 
     def send(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
         """Begin to send a value, which may change after `wait`. Returns: the work, and the peer."""
-        return self._started(self._connected_group().send, [value], peer, tag), peer
+        return self._started("send", value, peer, tag), peer
 
     def receive(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
         """Begin to receive into a value, which is complete after `wait`. Returns: the work, and the peer."""
-        return self._started(self._connected_group().recv, [value], peer, tag), peer
+        return self._started("recv", value, peer, tag), peer
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
         """Wait until a message is sent or received; `what` names the purpose in warnings."""
@@ -121,12 +119,13 @@ class Connections:
         finally:
             self._waits.pop(thread, None)
 
-    def _started(
-        self, begin: Callable[..., dist.Work], values: list[Tensor], peer: int, tag: int
-    ) -> dist.Work:
-        generation = self._generation
+    def _started(self, operation: str, value: Tensor, peer: int, tag: int) -> dist.Work:
+        with self._lock:
+            group, generation = self._group, self._generation
+            if group is None:
+                raise self._error()
         try:
-            return begin(values, peer, tag)
+            return getattr(group, operation)([value], peer, tag)
         except RuntimeError as error:
             raise self._closed_by(error, peer, generation) from error
 
@@ -134,55 +133,26 @@ class Connections:
 
     def _watch(self) -> None:
         """Publish for which peer this instance waits, and warn when it has waited long."""
-        count, begun = 0, 0.0
-        publisher, warner = threading.Thread(), threading.Thread()  # the store may be in a stopped process
+        count = 0
+        publisher = threading.Thread()  # apart: the store may be in a stopped process
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
             waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
             if (waits or count) and not publisher.is_alive():
-                count, begun = count + 1 if waits else 0, now
+                count = count + 1 if waits else 0
                 news = {"for": waits[0].peer, "what": waits[0].what, "count": count} if waits else None
                 publisher = TorchThread(self._publish_wait, news)
                 publisher.start()
-            is_stuck = publisher.is_alive() and now - begun > STALE
             for wait in waits:
-                if now - wait.since > wait.warn_after and (is_stuck or not warner.is_alive()):
-                    arguments = wait.peer, wait.what, wait.warn_after, is_stuck
+                if now - wait.since > wait.warn_after:
+                    logger.warning(
+                        "instance %d has not arrived at %s for %.0f s", wait.peer, wait.what, wait.warn_after
+                    )
                     wait.warn_after += WARN_AFTER
-                    warner = TorchThread(self._warn, *arguments)
-                    warner.start()
 
     def _publish_wait(self, wait: dict[str, Any] | None) -> None:
         with suppress(RuntimeError):
             self._store.set(f"waits/{self.ranks[self.rank]}", json.dumps(wait) if wait else "")
-
-    def _warn(self, peer: int, what: str, seconds: float, is_stuck: bool) -> None:
-        last = peer if is_stuck else self._last_of_waits(peer)
-        logger.warning("instance %d has not arrived at %s for %.0f s", last, what, seconds)
-
-    def _last_of_waits(self, instance: int) -> int:
-        """Return the instance at the end of a chain of waits: the one that does not wait itself."""
-        seen = {self.ranks[self.rank]}
-        while instance not in seen:
-            seen.add(instance)
-            wait = self._wait_of(instance)
-            if wait is None:
-                break
-            instance = wait["for"]
-        return instance
-
-    def _wait_of(self, instance: int) -> dict[str, Any] | None:
-        """Return what another instance waits for; None if it does not wait, or is stopped and so says nothing new."""
-        key, first, until = f"waits/{instance}", b"", time.monotonic() + STALE
-        with suppress(RuntimeError):
-            while self._store.check([key]) and (text := self._store.get(key)):
-                if first and text != first:
-                    return json.loads(text)
-                if time.monotonic() > until:
-                    break
-                first = text
-                time.sleep(0.1)
-        return None
 
     # ---- generations -------------------------------------------------------------------------------------
 
@@ -227,12 +197,6 @@ class Connections:
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
-
-    def _connected_group(self) -> _Gloo:
-        with self._lock:
-            if self._group is None:
-                raise self._error()
-            return self._group
 
     # ---- failures ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from ...settings import Hyper, Settings
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 
 HEADER = 256  # bytes
-_OF = " of piece "
 _SHOWN = 6  # differences
 _LISTED = 8  # elements of a constant that are shown instead of their hash
 _WIDTH = 120  # letters of a value
@@ -30,24 +29,16 @@ _FOLLOW = {
 }
 
 
-class Header(NamedTuple):
-    """What a header says: the size of the facts in bytes, and the place in the program."""
-
-    size: int
-    what: str
-
-
 def header(what: str, facts: Facts) -> Tensor:
-    """Return what an instance sends first: a digest of its facts, their size and its place, in HEADER bytes."""
-    text = json.dumps(facts).encode()
-    words = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little") + what.encode()[: HEADER - 40]
-    return torch.frombuffer(bytearray(words.ljust(HEADER, b"\0")), dtype=torch.uint8)
+    """Return what an instance sends first: a digest of its facts, and its place in the program, in HEADER bytes."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    text = f"{digest} {what}".encode()[:HEADER]
+    return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
-def read_header(value: Tensor) -> Header:
-    """Return what another instance's header says."""
-    words = bytes(value.numpy())
-    return Header(int.from_bytes(words[32:40], "little"), words[40:].rstrip(b"\0").decode(errors="replace"))
+def place_in(value: Tensor) -> str:
+    """Return the place in the program of the instance that sent a header."""
+    return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
 def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
@@ -65,20 +56,17 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
     found: dict[str, list[str]] = {}
-    pieces: set[str] = set()  # of which an operation differs: those after it follow
     for section in dict.fromkeys(section for one in facts for section in one):
         sections = [one.get(section, {}) for one in facts]
         for name in dict.fromkeys(name for one in sections for name in one):
             values = [one.get(name, "none") for one in sections]
-            later = section == "operation" and name.rpartition(_OF)[2] in pieces
-            if len(set(values)) > 1 and not later:
-                pieces.add(name.rpartition(_OF)[2])
+            if len(set(values)) > 1:
                 found.setdefault(section, []).append(f"{_called(section, name)}: {_where(values, names)}")
     lines = [
         line
         for section, lines in found.items()
         if not any(earlier in found for earlier in _FOLLOW.get(section, ()))
-        for line in lines
+        for line in (lines[:1] if section == "operation" else lines)  # others follow from the first
     ]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
@@ -114,8 +102,6 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
     counts = dataclasses.replace(settings.counts, instance=0)
     options = _flat(dataclasses.replace(settings, counts=counts))
     slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
-    programs = {f"task {row}": _hashed(repr(task)) for row, task in enumerate(plan.tasks)}
-    pieces = {f"piece {piece}": _hashed(piece.source) for piece in plan.partition.pieces}
     parameters = {slot.key for slot in slots if slot.role == "parameter"}
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
@@ -124,7 +110,9 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
         "input": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role == "input"},
         "constant": _constants(plan),
         "operation": _operations(plan),
-        "plan": programs | pieces,
+        "plan": {
+            "the step": _hashed(repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces))
+        },
         "seed": {"random seed": str(seed)},
         "first value": hashes_of({key: value for key, value in weights.items() if key in parameters}),
     }
@@ -133,7 +121,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
 def _operations(plan: Plan) -> dict[str, str]:
     """Return the code of each operation, by the user's line and its place in the plan."""
     return {
-        f"{piece.where(number)}, line {number}{_OF}{place}": line.partition("; ")[0].strip()
+        f"{piece.where(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
         for place, piece in enumerate(plan.partition.pieces)
         for number, line in enumerate(piece.source.splitlines(), 1)
         if piece.where(number) != "?"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import sys
 import threading
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ...errors import Error
 from .connections import Connections, TorchThread, join_threads
-from .consistency import HEADER, Facts, differences, header, read_header
+from .consistency import HEADER, Facts, differences, header, place_in
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
@@ -46,11 +47,14 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
     return outcome
 
 
-class Shard(Protocol):
-    """A part of some state, of which each instance has another part."""
+OptimizerStates = dict[str, dict[str, Tensor]]  # of each parameter
 
-    def part(self) -> Tensor:
-        """Return this instance's part, as bytes. It is called between the calls of a training."""
+
+class ShardedState(Protocol):
+    """A training's state, of whose optimizer each instance has another part."""
+
+    def read_optimizer(self) -> OptimizerStates:
+        """Return this instance's part. It is called between the calls of the training."""
         ...
 
 
@@ -63,9 +67,11 @@ class ProcessGroup(Connections):
         super().__init__(store, rank, size, name, ranks)
         self._one_at_a_time = threading.Lock()
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._shards: weakref.WeakValueDictionary[str, Shard] = weakref.WeakValueDictionary()  # by name
         self._published = 0
-        self._kept: list[Shard] = []  # kept alive until the next barrier
+        self._states: weakref.WeakValueDictionary[str, ShardedState] = weakref.WeakValueDictionary()
+        self._kept: dict[
+            str, OptimizerStates
+        ] = {}  # parts of trainings that have ended, until the next barrier
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
@@ -125,62 +131,63 @@ class ProcessGroup(Connections):
                 if not what.startswith(_READING):
                     self._kept.clear()
                 return
-            places = (read_header(one).what for one in headers)
-            reading = min((place for place in places if place.startswith(_READING)), default="")
-            if reading == what:
-                return  # the others send their parts first, wherever they are
-            if not reading:
+            readings = [place for place in map(place_in, headers) if place.startswith(_READING)]
+            if not readings:
                 break
-            self._gather_parts(reading)
-        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        sizes = [read_header(other).size for other in headers]
-        texts = self._all_gather(text, sizes, _FACTS, what)
-        raise Error(
-            differences(
-                [read_header(other).what for other in headers],
-                [json.loads(bytes(text.numpy())) for text in texts],
-                self.ranks,
-            )
-        )
+            if min(readings) == what:
+                return  # the others send their parts first, wherever they are
+            self._gather_parts(min(readings))
+        texts = self._all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
+        whats, others = zip(*map(json.loads, texts), strict=True)
+        raise Error(differences(whats, others, self.ranks))
 
     # ---- state of which each instance has a part ---------------------------------------------------------
 
-    def publish(self, what: str, shard: Shard) -> str:
-        """Let other instances read this one's part of some state, as all do in the same order; it is not kept alive.
+    def publish(self, state: ShardedState) -> str:
+        """Let other instances read this one's part of a training's state; all instances publish in the same order.
 
-        Returns: the name to read it by
+        The state is not kept alive. Returns: the name to read it by
         """
         self._published += 1
-        name = f"{_READING}{what} (number {self._published})"
-        self._shards[name] = shard
+        name = f"{_READING}the optimizer's state (number {self._published})"
+        self._states[name] = state
         return name
 
-    def read_parts(self, name: str) -> list[Tensor]:
-        """Return the parts of all instances, as bytes.
+    def keep_until_barrier(self, name: str) -> None:
+        """Keep a copy of this instance's part until the next barrier: an instance that is not as far may read it."""
+        state = self._states.pop(name, None)
+        if state is not None and not self._ended:
+            self._kept[name] = state.read_optimizer()
+
+    def has_parts(self) -> bool:
+        """Return whether another instance may want to read a part of this one."""
+        return bool(self._states or self._kept)
+
+    def read_parts(self, name: str) -> list[OptimizerStates]:
+        """Return the parts of all instances.
 
         An instance that does not read sends its part when it comes to its next barrier, and goes on to that.
         """
         return self.after_barrier(name, {}, lambda: self._gather_parts(name))
 
-    def keep_until_barrier(self, shard: Shard) -> None:
-        """Keep a part alive until the next barrier: an instance that is not as far in the program may read it."""
-        if not self._ended:
-            self._kept.append(shard)
-
-    def has_shards(self) -> bool:
-        """Return whether another instance may want to read a part of this one."""
-        return bool(self._shards)
-
-    def _gather_parts(self, name: str) -> list[Tensor]:
+    def _gather_parts(self, name: str) -> list[OptimizerStates]:
+        file = io.BytesIO()
         try:
-            mine = self._shards[name].part()
+            torch.save(self._kept.get(name) or self._states[name].read_optimizer(), file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
             raise self._error() from error
-        size = torch.tensor([mine.numel()]).view(torch.uint8)
-        sizes = self._all_gather(size, [size.numel()] * self.size, _READ, name)
-        return self._all_gather(mine, [int(one.view(torch.int64)) for one in sizes], _READ, name)
+        parts = self._all_gather_bytes(file.getvalue(), _READ, name)
+        return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+
+    def _all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
+        """Return the bytes of all instances."""
+        size = torch.tensor([len(mine)]).view(torch.uint8)
+        sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
+        numbers = [int(one.view(torch.int64)) for one in sizes]
+        value = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return [one.numpy().tobytes() for one in self._all_gather(value, numbers, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
         """Return the bytes of all instances, whose numbers are known."""
@@ -239,7 +246,7 @@ def group_of(instances: int) -> ProcessGroup:
 def leave() -> None:
     """Let peers know that this process ends. If they may read its part of some state, wait for them first."""
     if _current is not None:
-        if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
+        if _current.has_parts() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")
         store, rank = _current._store, _current.rank
