@@ -45,7 +45,13 @@ MAY_IMPORT = {
     "poprun.aliases": {"popdist", "popdist.collectives"},
     "poprun": {"popdist", "popengine.environment", "popdist.signed_store", "popdist.checkpoint_files"},
     "ipujob": {"popdist", "popengine.environment"},
-    "popvision": {"popengine", "popengine.order", "popengine.profile", "popengine.virtual_time"},
+    "popvision": {
+        "popengine",
+        "popengine.environment",
+        "popengine.order",
+        "popengine.profile",
+        "popengine.virtual_time",
+    },
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES
     | ENGINE

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from popengine.environment import pando_version
+
 from . import local, pods, skipped_programs
 from .render import named, placed
 from .render import render as make_objects
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster."
     )
-    parser.add_argument("--version", action="version", version=f"ipujob of Pando {_version()}")
+    parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, run: Command, says: str, more: str | None = None) -> argparse.ArgumentParser:
@@ -129,15 +131,6 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     added.add_argument("--namespace", default="ipujob-system", help="of the operator")
     added.add_argument("--image", default="pando:latest", help="with Pando in it")
     added.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pando-torch")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

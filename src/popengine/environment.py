@@ -80,6 +80,16 @@ class Launch:
         }
 
 
+def pando_version() -> str:
+    """Return the version of the installed package."""
+    from importlib import metadata  # slow to import
+
+    try:
+        return metadata.version("pando-torch")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher started this process."""
     return TOTAL in environment or _other_launcher(environment) is not None

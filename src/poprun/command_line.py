@@ -13,11 +13,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from popengine.environment import CHECKPOINTS
+from popengine.environment import CHECKPOINTS, pando_version
 
 YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n", "f")
 
@@ -148,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
         add("--export-config", metavar="FILE", help="write the options to a file")
         add("-v", "--verbose", dest="verbosity", action="count", default=0, help="say more; -vv: say all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
-        add("--version", action="version", version=f"poprun of Pando {_version()}")
+        add("--version", action="version", version=f"poprun of Pando {pando_version()}")
         for name in _RECORDED:
             spellings = [f"--{name}"] + ["--update-partitions"] * (name == "update-partition")
             if name in _SWITCHES:
@@ -267,10 +266,3 @@ def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str
         if equals or name in environment:
             variables[name] = value if equals else environment[name]
     return variables
-
-
-def _version() -> str:
-    try:
-        return version("pando-torch")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -9,6 +9,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from popengine.environment import pando_version
 from popengine.profile import ProfileError, load
 
 from . import chrome, compare, html
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("popvision", usage=_USAGE, description="Shows profiles of Pando's runs.")
-    parser.add_argument("--version", action="version", version=f"popvision of Pando {_version()}")
+    parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="popvision")
     for name, text in (("open", "open in a browser"), ("summary", "print the headline")):
         command = commands.add_parser(name, help=text)
@@ -100,15 +101,6 @@ def _plan_flags_first(given: list[str]) -> list[str]:
     return ["plan", *own, *behind]
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pando-torch")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def _open(args: argparse.Namespace) -> None:
     found = profiles_at(args.report)
     for path in found:
@@ -116,7 +108,6 @@ def _open(args: argparse.Namespace) -> None:
     inner = found[0].parent
     folder = args.report if args.report.is_dir() and args.report != inner else inner.parent
     target = html.write_report(folder)
-    assert target is not None
     print(target)
     if not args.no_browser:
         webbrowser.open(target.resolve().as_uri())
