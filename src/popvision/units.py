@@ -5,8 +5,10 @@ from __future__ import annotations
 from popengine.profile import Profile
 
 
-def size(count: float) -> str:
+def size(count: float | None) -> str:
     """Return bytes with their unit."""
+    if count is None:
+        return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -25,10 +27,12 @@ def seconds(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
+    """Return samples a second."""
     return "–" if value is None else f"{value:,.0f} samples/s"
 
 
 def share(value: float | None) -> str:
+    """Return a fraction in percent."""
     return "–" if value is None else f"{value:.1%}"
 
 
