@@ -12,6 +12,11 @@ from .units import cores_in_words, size
 _WORTH = 1.05  # least speedup of an option that was measured at compilation
 _UNEVEN = 1.2  # least cost of the slowest stage, in average stages
 _FREE = 0.95  # least share of the computations' time with a core on a machine that is called free
+_CAUSES = {
+    "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
+    "pipeline": "The stages work one after another",
+    "replicas": "One replica leaves cores idle",
+}
 
 
 def sentences(profile: Profile, figures: Figures) -> list[str]:
@@ -64,22 +69,13 @@ def _failed(profile: Profile) -> str:
 
 def _change(change: Change, figures: Figures) -> str:
     """Return what a change gives, on which machine, and what else it changes."""
-    causes = {
-        "micro-batches": f"Filling and draining the pipeline and the update take their share of a step: {change.what}",
-        "pipeline": f"The stages work one after another: {change.what}",
-        "replicas": f"One replica leaves cores idle: {change.what}",
-    }
-    machines = [
-        ("on separate devices", promised(change.apart, figures.spread)),
-        (figures.here_is, promised(change.here, figures.spread)),
-    ]
-    gains = [f"at least {gain:.2f} times as fast {where}" for where, gain in machines if gain is not None]
-    text = f"{causes[change.kind]} would make it {', and '.join(gains)}"
-    if change.here is None:  # no such host, or how well its cores share was not measured
-        machines.pop()
-    nothing = [where for where, gain in machines if gain is None]
-    text += f"; nothing is promised {nothing[0]}" if nothing else ""
-    return f"{text}. Then {change.also}." if change.also else f"{text}."
+    machines = {"on separate devices": change.apart, figures.here_is: change.here}
+    # None: no such host, or how well its cores share was not measured.
+    gains = {where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None}
+    sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
+    unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
+    said = f"{change.what} would make it {', and '.join(sure)}{''.join(unsure)}"
+    return f"{_CAUSES[change.kind]}: {said}. Then {change.also}."
 
 
 def _uneven(profile: Profile, figures: Figures) -> str:

@@ -69,6 +69,7 @@ def figures(profile: Profile) -> Figures:
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
+    apart = virtual.apart(step) if computed else None
     needs = memory.needs(profile)
     limit, limit_of, is_shared = memory.capacity(profile)
     fits = memory.fits(profile, needs)
@@ -79,14 +80,16 @@ def figures(profile: Profile) -> Figures:
         calls=profile.facts.get("calls", 0),
         steps=profile.facts.get("steps", 0),
         step_seconds=_step_seconds(profile),
-        step_spread=_step_spread(profile),
-        step_apart=virtual.apart(step) / 1e9 if computed else None,
+        step_spread=times.spread_of(
+            [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
+        ),
+        step_apart=None if apart is None else apart / 1e9,
         step_here=None if here is None else here / 1e9,
         here_is=f"here, where {cores_in_words(profile)} all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=times.ideal_bubble(profile),
         bubble_measured=times.measured_bubble(usages),
-        bubble_apart=virtual.bubble_apart(step) if computed else None,
+        bubble_apart=None if apart is None else step.bubble(apart),
         core_share=times.core_share(events),
         usages=usages,
         stages=stages,
@@ -105,12 +108,14 @@ def figures(profile: Profile) -> Figures:
 
 
 def samples_per_call(profile: Profile) -> int:
+    """Return the rows of a call, of all instances."""
     counts = profile.counts
     per_step = counts.get("micro_batch_size", 1) * counts.get("accumulation", 1) * counts.get("groups", 1)
     return per_step * counts.get("iterations", 1) * counts.get("instances", 1)
 
 
 def _rate(profile: Profile, between: bool) -> float | None:
+    """Return samples a second while calls run, or with the time between them; None: no call was recorded."""
     facts, calls = profile.facts, profile.calls
     count, ns = facts.get("calls", 0), facts.get("ns_in_calls", 0)
     if not calls or not count:
@@ -124,14 +129,11 @@ def _rate(profile: Profile, between: bool) -> float | None:
 
 
 def _step_seconds(profile: Profile) -> float | None:
+    """Return the seconds of a step; None: no step was recorded."""
     steps, ns, calls = profile.facts.get("steps", 0), profile.facts.get("ns_in_calls", 0), profile.calls
     if len(calls) > 1 and steps > calls[0].steps:  # the first call pays for cold memory
         steps, ns = steps - calls[0].steps, ns - (calls[0].end - calls[0].start)
     return ns / steps / 1e9 if steps else None
-
-
-def _step_spread(profile: Profile) -> float:
-    return times.spread_of([(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps])
 
 
 def host_times(profile: Profile) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,88 +35,74 @@ class Change:
         return max(self.apart, self.here or 0.0)
 
 
-def least_speedup(spread: float) -> float:
-    """Return how many times as fast a change must be to be worth saying, above the measured spread."""
-    return 1 + max(_LEAST, spread)
-
-
 def promised(speedup: float | None, spread: float) -> float | None:
-    """Return the part of a simulated speedup that is promised; None if it is too small."""
+    """Return the part of a simulated speedup that is promised; None if that is below 5 % or the measured spread."""
     sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
-    return sure if sure > least_speedup(spread) else None
+    return sure if sure > 1 + max(_LEAST, spread) else None
 
 
 def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
     """Return the changes that would give more than the measured spread, the best first; of each kind the best one."""
     if not sum(step.costs):
         return []
-    machines, found = _Machines(profile, step), list[Change]()
-    for kind in (_more_micro_batches, _pipeline, _replicas):
-        found += [change for change in kind(machines) if promised(change.best, spread) is not None]
-    return sorted(found, key=lambda change: -change.best)
+    facts = profile.facts
+    # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
+    is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
+    cores = facts.get("threads", 0) if is_host else 0
+    length = virtual.apart(step)
+
+    def change(kind: str, changed: StepModel, what: str, also: str, **setting: Any) -> Change:
+        here = virtual.speedup_here(step, changed, cores) if cores else None
+        apart = length / virtual.apart(changed) * changed.micro_batches / step.micro_batches
+        # On separate devices more replicas take more devices.
+        return Change(kind, what, apart if changed.replicas == step.replicas else 1.0, here, also, setting)
+
+    found = [
+        *_more_micro_batches(step, change),
+        *_pipeline(profile, step, change),
+        *_replicas(profile, step, cores, change),
+    ]
+    return sorted((one for one in found if promised(one.best, spread) is not None), key=lambda one: -one.best)
 
 
-class _Machines:
-    """Separate devices and this host, for speedups over the step as it is."""
-
-    def __init__(self, profile: Profile, step: StepModel) -> None:
-        self.profile, self.step = profile, step
-        facts = profile.facts
-        # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
-        is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
-        self.cores = facts.get("threads", 0) if is_host else 0
-
-    def change(self, kind: str, step: StepModel, what: str, also: str = "", **setting: Any) -> Change:
-        here = virtual.speedup_here(self.step, step, self.cores) if self.cores else None
-        # On separate devices replicas run side by side.
-        before, after = virtual.apart(self.step), virtual.apart(step)
-        apart = before / after * step.micro_batches / self.step.micro_batches if after else 1.0
-        return Change(kind, what, apart, here, also, setting)
-
-
-def _more_micro_batches(machines: _Machines) -> Iterator[Change]:
-    """Yield the smallest number of micro-batches a step that gives nearly the most."""
-    step = machines.step
-    option = "options.Training.gradientAccumulation" if step.backward else "options.deviceIterations"
+def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[Change]:
+    """Return the smallest number of micro-batches a step that gives nearly the most."""
     found = []
     for factor in (2, 4, 8, 16):
         count = factor * step.micro_batches
-        also = (
-            f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
-            if step.backward
-            else f"a call takes {factor} times the rows"
-        )
+        if step.backward:
+            option, setting = "options.Training.gradientAccumulation", {"accumulation": count}
+            also = f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
+        else:
+            option, setting = "options.deviceIterations", {"iterations": count}
+            also = f"a call takes {factor} times the rows"
         more = replace(step, micro_batches=count)
-        setting = {"accumulation" if step.backward else "iterations": count}
-        found.append(machines.change("micro-batches", more, f"{option}({count})", also, **setting))
-    most = max(change.best for change in found)
-    yield from [change for change in found if change.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
+        found.append(change("micro-batches", more, f"{option}({count})", also, **setting))
+    most = max(one.best for one in found)
+    return [one for one in found if one.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
 
 
-def _pipeline(machines: _Machines) -> Iterator[Change]:
-    """Yield a pipeline for stages that work in turns."""
-    step, stages = machines.step, len(machines.step.ipus)
+def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
+    """Return a pipeline for stages that work in turns."""
+    stages = len(step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
-    in_order = list(step.ipus) == sorted(step.ipus)
-    if machines.profile.facts.get("mode") == "sharded" and in_order and step.micro_batches >= enough > 1:
-        also = "up to as many micro-batches as there are stages are held at the same time"
-        pipelined = replace(step, in_turns=False)
-        yield machines.change("pipeline", pipelined, "poptorch.PipelinedExecution", also, pipelined=True)
+    is_in_order = list(step.ipus) == sorted(step.ipus)
+    if profile.facts.get("mode") != "sharded" or not is_in_order or not step.micro_batches >= enough > 1:
+        return []
+    also = "up to as many micro-batches as there are stages are held at the same time"
+    pipelined = replace(step, mode="pipelined")
+    return [change("pipeline", pipelined, "poptorch.PipelinedExecution", also, pipelined=True)]
 
 
-def _replicas(machines: _Machines) -> Iterator[Change]:
-    """Yield replicas for cores that a single replica leaves idle."""
-    step, profile = machines.step, machines.profile
-    count = machines.cores // step.replicas * step.replicas
-    factor = count // step.replicas
+def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
+    """Return replicas for cores that a single replica leaves idle."""
+    factor = cores // step.replicas
     limit, _, is_shared = memory.capacity(profile)
-    too_large = limit and is_shared and factor * memory.wanted(profile, memory.needs(profile)) > limit
-    if factor > 1 and profile.counts.get("instances", 1) == 1 and not too_large:
-        also = f"a call takes {factor} times the rows" + (
-            ", and the effective batch becomes as many times as large" if step.backward else ""
-        )
-        more = replace(step, replicas=count)
-        change = machines.change(
-            "replicas", more, f"options.replicationFactor({count})", also, replicas=count
-        )
-        yield replace(change, apart=1.0)  # on separate devices it takes that many times more of them
+    is_too_large = limit and is_shared and factor * memory.wanted(profile, memory.needs(profile)) > limit
+    if factor < 2 or profile.counts.get("instances", 1) > 1 or is_too_large:
+        return []
+    count = factor * step.replicas
+    also = f"a call takes {factor} times the rows"
+    also += ", and the effective batch becomes as many times as large" if step.backward else ""
+    more = replace(step, replicas=count)
+    return [change("replicas", more, f"options.replicationFactor({count})", also, replicas=count)]

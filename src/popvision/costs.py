@@ -82,7 +82,6 @@ class Costs:
 
     phases: dict[tuple[str, int], Spent]
     updates: dict[int, Spent]
-    operations: dict[tuple[str, int], list[Spent]]
 
     def step(self, profile: Profile, micro_batches: int) -> StepModel:
         """Return the step of one replica for virtual time, in ns."""
@@ -96,7 +95,7 @@ class Costs:
             row("B") if profile.training else (),
             {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()},
             micro_batches,
-            in_turns=profile.facts.get("mode") != "pipelined",
+            mode=profile.facts["mode"],
             keeps_order=False,
         )
 
@@ -112,17 +111,14 @@ class Costs:
 def costs_on(profile: Profile, machine: Machine, replicas: int) -> Costs:
     """Return what a plan's stages and updates cost, with so many replicas."""
     phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
-    operations: dict[tuple[str, int], list[Spent]] = {key: [] for key in phases}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
-        spent = operation_seconds(operation, machine)
-        operations[piece.phase, piece.stage].append(spent)
-        add(phases[piece.phase, piece.stage], spent)
+        add(phases[piece.phase, piece.stage], operation_seconds(operation, machine))
     for part in profile.parts:
         if part.phase:
             add(phases[part.phase, part.stage], _moved(part.kind, part.bytes, machine))
     updates = dict(_updates(profile, machine, replicas)) if profile.training else {}
-    return Costs(phases, updates, operations)
+    return Costs(phases, updates)
 
 
 def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from .machine import machine as bow
 from .units import seconds, share, size
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
-_HEAD = (
+_HEAD = [
     *("machine", "replicas", "micro-batches", "items/s"),
     *("an update", "bubble", "bound by", "largest ipu", ""),
-)
+]
 
 
 def total(kinds: Mapping[str, int | None]) -> int:
@@ -59,6 +60,7 @@ class Estimate:
         return [total(kinds) for kinds in self.memory.values()]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return an entry of `popvision plan --json`."""
         return {
             "machine": self.machine.name,
             "items_per_second": self.items_per_second,
@@ -67,6 +69,20 @@ class Estimate:
             "fits": not self.problems,
             "bound_by": self.bound_by,
         }
+
+    def in_words(self) -> list[str]:
+        """Return the cells of `Estimates.table`."""
+        return [
+            self.machine.name,
+            str(self.replicas),
+            str(self.accumulation),
+            f"{self.items_per_second:,.1f}",
+            seconds(self.seconds_per_update),
+            share(self.bubble),
+            self.bound_by,
+            size(max(self.memory_per_ipu, default=0)),
+            "DOES NOT FIT: " + "; ".join(self.problems) if self.problems else "fits",
+        ]
 
 
 @dataclass(frozen=True)
@@ -104,8 +120,9 @@ class Estimates:
 
         Path(path).write_text(page(self))
 
+    @cached_property
     def drawn(self) -> tuple[Machine, Profile, Costs]:
-        """Return the first machine of chips, or a Bow Pod; the profile of a step there; and its costs."""
+        """The first machine of chips, or a Bow Pod; the profile of a step there; and its costs."""
         machine = next(
             (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
         )
@@ -114,46 +131,28 @@ class Estimates:
 
     def advice(self) -> list[str]:
         """Return sentences: what bounds a step on the machine that is drawn, and what would make it faster."""
-        machine, profile, costs = self.drawn()
+        machine, profile, costs = self.drawn
         micro_batches = profile.facts["schedule_micro_batches"]
         loads = {ipu: sum(costs.of_ipu(profile, ipu, micro_batches).values()) for ipu in profile.devices}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
         step = costs.step(profile, micro_batches)
-        found = [
+        return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
-            f" On {machine.name} ipus wait {virtual.bubble_apart(step):.0%} of the time."
-        ]
-        return found + [
-            f"{change.what} would make it {change.apart:.2f} times as fast there."
-            + (f" Then {change.also}." if change.also else "")
+            f" On {machine.name} ipus wait {step.bubble(virtual.apart(step)):.0%} of the time."
+        ] + [
+            f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
             for change in changes(profile, step, 0.0)
             if change.apart > 1.03
         ]
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def table(self) -> list[list[str]]:
         """Return the names of columns, and the estimates in words."""
-        return _HEAD, [
-            (
-                one.machine.name,
-                str(one.replicas),
-                str(one.accumulation),
-                f"{one.items_per_second:,.1f}",
-                seconds(one.seconds_per_update),
-                share(one.bubble),
-                one.bound_by,
-                size(max(one.memory_per_ipu, default=0)),
-                "fits" if not one.problems else "DOES NOT FIT: " + "; ".join(one.problems),
-            )
-            for one in self.estimates
-        ]
+        return [_HEAD, *(one.in_words() for one in self.estimates)]
 
     def __str__(self) -> str:
-        rows = [_HEAD, *self.table()[1]]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)] + [0]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        rows = self.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     __repr__ = __str__
 
@@ -198,24 +197,33 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
     step = costs.step(profile, micro_batches)
     loads = [costs.of_ipu(profile, ipu, micro_batches) for ipu in profile.devices]
     spent = max(loads, key=lambda load: sum(load.values()))
-    taken = virtual.apart(step) / 1e9
+    length = virtual.apart(step)
+    taken = length / 1e9
     from_host = (
         micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load") / machine.host
     )
     if from_host > taken:  # a replica's rows reach its first ipu
         taken, spent["host input"] = from_host, from_host
-    memory = _memory_apart(profile, machine, replicas)
+    facts, memory = profile.facts, memory_of(profile)
     problems = _unknown(memory)
     chips = len(profile.devices) * replicas
     if chips > machine.chips:
         problems.append(f"needs {chips} chips, and has {machine.chips}")
-    problems += [
-        f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
-        for ipu, needed in _at_the_most(profile, memory).items()
-        if needed > machine.memory
-    ]
-    items, bubble = _items(profile, replicas, micro_batches) / taken, virtual.bubble_apart(step)
-    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
+    for number, (ipu, kinds) in enumerate(memory.items()):
+        if facts.get("shards_optimizer"):
+            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
+        if facts.get("optimizer_off_chip"):
+            kinds["optimizer"] = 0
+        kinds["code"] = round(machine.code)
+        # However long values wait for it.
+        most = facts["between_most"][number] if "between_most" in facts else kinds["between"]
+        needed = total({**kinds, "between": most})
+        if needed > machine.memory:
+            problems.append(f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}")
+    items = _items(profile, replicas, micro_batches) / taken
+    return Estimate(
+        machine, replicas, micro_batches, taken, items, step.bubble(length), spent, memory, tuple(problems)
+    )
 
 
 def _items(profile: Profile, replicas: int, micro_batches: int) -> int:
@@ -223,18 +231,6 @@ def _items(profile: Profile, replicas: int, micro_batches: int) -> int:
     counts = profile.counts
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
     return counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
-
-
-def _memory_apart(profile: Profile, machine: Machine, replicas: int) -> dict[int, dict[str, int]]:
-    """Return the bytes of each ipu by kind on chips with memory of their own."""
-    found = memory_of(profile)
-    for kinds in found.values():
-        if profile.facts.get("shards_optimizer"):
-            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
-        if profile.facts.get("optimizer_off_chip"):
-            kinds["optimizer"] = 0
-        kinds["code"] = round(machine.code)
-    return found
 
 
 def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
@@ -248,18 +244,10 @@ def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _at_the_most(profile: Profile, memory: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
-    """Return the bytes of each ipu, however long values wait for it."""
-    most = profile.facts.get("between_most") or [kinds["between"] for kinds in memory.values()]
-    return {
-        ipu: total({**kinds, "between": waiting})
-        for (ipu, kinds), waiting in zip(memory.items(), most, strict=False)
-    }
-
-
 def _unknown(memory: Mapping[int, Mapping[str, int | None]]) -> list[str]:
-    some = any(count is None for kinds in memory.values() for count in kinds.values())
-    return ["a kernel needs memory of a size that only it knows"] if some else []
+    """Return the problem that memory of a size that is not known makes."""
+    is_unknown = any(None in kinds.values() for kinds in memory.values())
+    return ["a kernel needs memory of a size that only it knows"] if is_unknown else []
 
 
 # ---- this machine ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 
 def page(plan: Any) -> str:
     """Return the HTML of the page of an `Estimates`; it needs no other file."""
-    machine, profile, costs = plan.drawn()
+    machine, profile, costs = plan.drawn
     flops = {(phase, stage): 0 for stage in range(len(profile.ipus)) for phase in "FB"}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -33,7 +33,7 @@ def page(plan: Any) -> str:
         for stage, ipu in enumerate(profile.ipus)
     ]
     memory = [
-        (one.machine.name, ipu, *("–" if n is None else size(n) for n in kinds.values()), size(whole))
+        (one.machine.name, ipu, *map(size, kinds.values()), size(whole))
         for one in plan.estimates
         for (ipu, kinds), whole in zip(one.memory.items(), one.memory_per_ipu, strict=True)
     ]
@@ -50,18 +50,18 @@ def page(plan: Any) -> str:
     head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        _table(*plan.table()),
+        _table(plan.table()),
         *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
         f"<h2>One step on {html.escape(machine.name)}</h2>",
         timeline(profile, costs),
         f"<p>{html.escape(machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
         "<h2>Stages, and their times for a micro-batch</h2>",
-        _table(head, stages),
+        _table([head, *stages]),
         "<h2>Memory of an ipu at the most</h2>",
-        _table(("machine", "ipu", *kinds, "in all"), memory),
-        "<h2>Between ipus</h2>" if sends else "",
-        _table(("from ipu", "to ipu", "bytes", "each", "when"), sends) if sends else "",
+        _table([("machine", "ipu", *kinds, "in all"), *memory]),
     ]
+    if sends:
+        parts += ["<h2>Between ipus</h2>", _table([("from ipu", "to ipu", "bytes", "each", "when"), *sends])]
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 
@@ -93,9 +93,9 @@ def timeline(profile: Profile, costs: Costs) -> str:
     )
 
 
-def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [(head, "th"), *((row, "td") for row in rows)]
-    cells = ("".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) for row, tag in lines)
+def _table(rows: Iterable[Iterable[Any]]) -> str:
+    """Return a table, of which the first row is the head."""
+    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"
 
 
@@ -109,7 +109,8 @@ h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }}
 svg {{ width: 100%; }} svg text {{ font-size: 12px; fill: currentColor; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
+td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
+tr:first-child {{ font-weight: bold; }}
 .say {{ border-left: 4px solid #e69f00; padding-left: 12px; }}
 </style>
 {body}

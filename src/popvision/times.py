@@ -126,6 +126,11 @@ class StageTime:
     def total(self) -> float:
         return self.forward + self.backward + self.around
 
+    @property
+    def stretch(self) -> float:
+        """The factor that spreads `around` over both phases."""
+        return 1 + self.around / (self.forward + self.backward or 1.0)
+
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     """Return what each stage costs for one micro-batch. A step's update is shared among the stages of an ipu."""
@@ -211,18 +216,19 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
     changes = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
-    times, areas, busy = [0], [0], 0  # until each time, the sum of the cores' time in computations
+    times, areas, busy = (
+        [0],
+        [0],
+        [0],
+    )  # until each time the sum of the cores' time in computations; cores from then on
     for time, change in changes:
-        areas.append(areas[-1] + busy * (time - times[-1]))
+        areas.append(areas[-1] + busy[-1] * (time - times[-1]))
         times.append(time)
-        busy += change
+        busy.append(busy[-1] + change)
 
     def area(time: int) -> float:
         place = bisect_right(times, time) - 1
-        if place + 1 == len(times):
-            return areas[-1]
-        span = times[place + 1] - times[place] or 1
-        return areas[place] + (areas[place + 1] - areas[place]) * (time - times[place]) / span
+        return areas[place] + busy[place] * (time - times[place])
 
     for event in events:
         if slower > 1 and event.computed:
@@ -237,23 +243,18 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
 
 
 def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
-    """Return the measured step for virtual time; what surrounds a computation is spread over both phases."""
-    forward, backward = [], []
-    for time in times:
-        factor = 1 + time.around / (time.forward + time.backward or 1.0)
-        forward.append(time.forward * factor)
-        backward.append(time.backward * factor)
+    """Return the measured step for virtual time."""
     updates: dict[int, float] = defaultdict(float)
     for time in times:
         updates[time.ipu] += time.update
     return StepModel(
         profile.ipus,
-        tuple(forward),
-        tuple(backward) if profile.training else (),
+        tuple(time.forward * time.stretch for time in times),
+        tuple(time.backward * time.stretch for time in times) if profile.training else (),
         dict(updates),
         profile.facts.get("schedule_micro_batches", 1),
         profile.counts.get("replicas", 1),
-        profile.facts.get("mode") != "pipelined",
+        profile.facts.get("mode", "sharded"),
         frozenset(event.stage for event in events if event.kind == "keep"),
         _between(events, _recording(profile)[0]),
         _fixed(profile),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from popengine.order import ORDERS, Action, After, Order, length, timeline
+from popengine.order import ORDERS, Action, After, length, timeline
 from popengine.virtual_time import Timeline
 
 WORTH_SHARING = 1e5  # ns of an average task; shorter ones are all run by one core, as the driver does
@@ -35,7 +35,7 @@ class StepModel:
     updates: dict[int, float]
     micro_batches: int  # of a replica
     replicas: int = 1
-    in_turns: bool = False
+    mode: str = "pipelined"  # see `popengine.order.ORDERS`
     ordered: frozenset[int] = frozenset()
     between: float = 0.0
     fixed: float = 0.0
@@ -68,16 +68,14 @@ class StepModel:
         """The ns of an average task."""
         return self.work / (sum(self.tasks) * self.micro_batches + len(set(self.ipus)))
 
+    def bubble(self, length: float) -> float:
+        """Return the share of the ipus' time in which they wait, in a step of so many ns on separate devices."""
+        return 1 - self.work / (length * len(set(self.ipus))) if length else 0.0
+
 
 def apart(step: StepModel) -> float:
     """Return the ns of a step on separate devices."""
     return _length(step, lambda shorter: on_devices(shorter)[1].length)
-
-
-def bubble_apart(step: StepModel) -> float:
-    """Return the share of separate devices' time in which they wait."""
-    length = apart(step)
-    return 1 - step.work / (length * len(set(step.ipus))) if length else 0.0
 
 
 def here(step: StepModel, cores: int) -> float | None:
@@ -143,17 +141,15 @@ def _actions(step: StepModel) -> list[Action]:
     return found
 
 
-def _orders(step: StepModel) -> tuple[Order, Order]:
-    """Return the order of separate devices, and that of cores which share all ipus."""
-    return ORDERS["sharded" if step.in_turns else "pipelined"]
-
-
 def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     """Simulate a step on separate devices. Returns: as `timeline`; the action is a place in `step.phases`."""
-    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
-    order, keeps = _orders(step)[0], step.keeps_order
     return timeline(
-        _actions(step), step.micro_batches, order, costs=step.costs, updates=updates, keeps_order=keeps
+        _actions(step),
+        step.micro_batches,
+        ORDERS[step.mode][0],
+        costs=step.costs,
+        updates={ipu: cost for ipu, cost in step.updates.items() if cost},
+        keeps_order=step.keeps_order,
     )
 
 
@@ -161,5 +157,5 @@ def _here(step: StepModel, cores: int) -> Timeline:
     """Simulate a step on cores that share all ipus of all replicas; these hold their weights once."""
     costs = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
     updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
-    order = _orders(step)[1]
+    order = ORDERS[step.mode][1]
     return timeline(_actions(step), step.micro_batches, order, cores, costs, step.replicas, updates)[1]
