@@ -74,13 +74,12 @@ def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
 
 def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the operations of the detailed step's computations, each as long as its share of the average run."""
-    place = profile.facts.get("detailed_step")
     inside: dict[tuple[str, int], list[Operation]] = {}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
         inside.setdefault((piece.phase, piece.stage), []).append(operation)
     for event in events:
-        if place is None or event.kind != "compute" or [event.call, event.step] != list(place):
+        if event.kind != "compute" or not memory.is_detailed(profile, event):
             continue
         operations = inside.get((event.phase, event.stage), [])
         whole, at = sum(operation.ns for operation in operations) or 1, float(event.start)
@@ -94,12 +93,9 @@ def _operations(profile: Profile, events: list[Event], process: int) -> Iterator
 
 def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
     """Yield the bytes held in all steps that were kept; in the detailed step within computations, too."""
-    detailed = memory.detailed(profile)
     for track in profile.tracks:
         if track.replica == 0:
-            is_detailed = detailed.get(track.ipu) is track
-            points = memory.curve(profile, track.ipu) if is_detailed else memory.curve_of(profile, track)
-            for ns, size in points:
+            for ns, size in memory.curve(profile, track):
                 yield _row("C", f"held on ipu {track.ipu}", process, track.ipu, ns, args={"bytes": size})
 
 

@@ -21,18 +21,9 @@ from .memory import curve, detailed
 from .times import on_the_stages_clock
 
 PROFILE, REPORT = "profile.pop", "report.html"
-# In this order.
-SCRIPTS = [
-    "base",
-    "lanes",
-    "trace",
-    "steer",
-    "inspect",
-    "memory",
-    "operations",
-    "diagram",
-    "panels",
-    "viewer",
+SCRIPTS = [  # in this order
+    *("base", "lanes", "trace", "steer", "inspect"),
+    *("memory", "operations", "diagram", "panels", "viewer"),
 ]
 
 
@@ -45,7 +36,8 @@ def profiles_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     here = path / PROFILE
-    found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"), key=_training_first)
+    found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
+    found.sort(key=lambda one: one.parent.name != "training")
     if not found:
         raise ProfileError(
             f"no {PROFILE} in {path}, nor in a folder there\n"
@@ -55,20 +47,15 @@ def profiles_at(path: Path) -> list[Path]:
     return found
 
 
-def _training_first(path: Path) -> tuple[int, str]:
-    order = ("training", "inference")
-    name = path.parent.name
-    return order.index(name) if name in order else len(order), name
+def write_report(directory: Path) -> Path:
+    """Write `report.html` beside the profiles' folders, and return its path.
 
-
-def write_report(directory: Path) -> Path | None:
-    """Write `report.html` beside the profiles' folders, and return its path; None if there is no profile."""
-    try:
-        found = profiles_at(directory)
-    except ProfileError:
-        return None
+    Raises:
+        ProfileError: there is no profile
+    """
     target = directory / REPORT
-    target.write_text(page([entry(path) for path in found], f"Profile of {directory.resolve().name}"))
+    entries = [entry(path) for path in profiles_at(directory)]
+    target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
     return target
 
 
@@ -116,8 +103,8 @@ def page_data(profile: Profile) -> dict[str, Any]:
         },
         "groups": {by: grouped_rows(profile, by) for by in ("block", "module", "where", "kind")},
         "curves": {
-            str(ipu): [number for point in curve(profile, ipu) for number in point]
-            for ipu in detailed(profile)
+            str(ipu): [number for point in curve(profile, track) for number in point]
+            for ipu, track in detailed(profile).items()
         },
     }
 

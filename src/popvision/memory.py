@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from popengine.profile import Memory, Profile, Tensor, Track
+from popengine.profile import Event, Memory, Profile, Tensor, Track
 
 MOST_POINTS = 20_000  # of one curve
 
@@ -37,9 +38,10 @@ def needs(profile: Profile) -> list[Need]:
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     waiting = between(profile)
     found = []
+    tracks = detailed(profile)
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
-        peak = max((size for _, size in curve(profile, ipu)), default=0)
+        peak = max(size for _, size in curve(profile, tracks[ipu])) if ipu in tracks else 0
         kept = row.weights, row.buffers, row.gradients, row.optimizer
         found.append(Need(ipu, *kept, peak, waiting.get(ipu, 0)))
     return found
@@ -60,20 +62,19 @@ def wanted(profile: Profile, needs: Sequence[Need]) -> int:
 
 
 def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
+    """Return whether the profile's ipus fit into the capacity; None: not known."""
     limit = capacity(profile)[0]
     return wanted(profile, needs) <= limit if limit and needs else None
 
 
 def detailed(profile: Profile) -> dict[int, Track]:
     """Return the tracks of the step in which single operations were measured, by ipu."""
-    place = profile.facts.get("detailed_step")
-    if place is None:
-        return {}
-    return {
-        track.ipu: track
-        for track in profile.tracks
-        if (track.call, track.step) == tuple(place) and track.replica == 0
-    }
+    return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
+
+
+def is_detailed(profile: Profile, row: Track | Event) -> bool:
+    """Return whether a track or an event is of the step in which single operations were measured, on replica 0."""
+    return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
 
 def held(tensors: list[Tensor], instructions: int) -> list[int]:
@@ -83,22 +84,16 @@ def held(tensors: list[Tensor], instructions: int) -> list[int]:
         change[min(row.born, instructions)] += row.bytes
         if row.died >= 0:
             change[min(row.died, instructions)] -= row.bytes
-    total, found = 0, []
-    for difference in change[:instructions]:
-        total += difference
-        found.append(total)
-    return found
+    return list(accumulate(change[:instructions]))
 
 
-def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
-    """Return points (ns since the profile's origin, bytes held for micro-batches) of the detailed step: after each
-    instruction, and within pieces after each operation. Times inside a piece are those of its average run."""
-    track = detailed(profile).get(ipu)
-    if track is None:
-        return []
-    program = profile.programs[ipu]
-    after = held([row for row in profile.tensors if row.ipu == ipu], len(track.durations))
-    inside = _inside(profile) if len(after) < MOST_POINTS // 4 else {}
+def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
+    """Return points (ns since the profile's origin, bytes held for micro-batches) of a step, after each instruction:
+    every step holds the same tensors at the same instructions. In the detailed step there are points within pieces
+    after each operation, too, at the times of the piece's average run."""
+    program = profile.programs[track.ipu]
+    after = held([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
+    inside = _inside(profile) if is_detailed(profile, track) and len(after) < MOST_POINTS // 4 else {}
     piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
     before = 0
     points = [(track.start, 0)]
@@ -109,18 +104,8 @@ def curve(profile: Profile, ipu: int) -> list[tuple[int, int]]:
             points += [(at + round((end - at) * share), base + live) for share, live in inside[piece]]
         before = after[index]
         points.append((end, before))
-    return points if len(points) <= MOST_POINTS else _thinned(points)
-
-
-def curve_of(profile: Profile, track: Track) -> list[tuple[int, int]]:
-    """Return points (ns since the profile's origin, bytes held for micro-batches) of any step, after each instruction
-    that changes them: every step holds the same tensors at the same instructions."""
-    rows = [row for row in profile.tensors if row.ipu == track.ipu]
-    points = [(track.start, 0)]
-    for (_, end), size in zip(track.spans(), held(rows, len(track.durations)), strict=True):
-        if size != points[-1][1]:
-            points.append((end, size))
-    return points
+    size = -(-len(points) // MOST_POINTS)  # of each group of neighbours the highest: no peak is lost
+    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
 def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
@@ -130,19 +115,10 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
         rows[operation.piece].append(operation)
     found = {}
     for piece, operations in rows.items():
-        whole = sum(operation.ns for operation in operations) or 1
-        spent, points = 0, []
-        for operation in operations:
-            spent += operation.ns
-            points.append((spent / whole, operation.live))
-        found[piece] = points
+        ends = list(accumulate(operation.ns for operation in operations))
+        lives = (operation.live for operation in operations)
+        found[piece] = [(end / (ends[-1] or 1), live) for end, live in zip(ends, lives, strict=True)]
     return found
-
-
-def _thinned(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return fewer points: of each group of neighbours the highest, so that no peak is lost."""
-    size = -(-len(points) // MOST_POINTS)
-    return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
 def between(profile: Profile) -> dict[int, int]:
@@ -161,11 +137,4 @@ def between(profile: Profile) -> dict[int, int]:
     for key, (time, size) in sent.items():
         if key in received and received[key] > time:
             changes[key[1]] += [(time, size), (received[key], -size)]
-    most = {}
-    for ipu, rows in changes.items():
-        total = peak = 0
-        for _, difference in sorted(rows):
-            total += difference
-            peak = max(peak, total)
-        most[ipu] = peak
-    return most
+    return {ipu: max(accumulate(size for _, size in sorted(rows))) for ipu, rows in changes.items()}

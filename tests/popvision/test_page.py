@@ -43,9 +43,7 @@ FIRST_BACKWARD = """(() => {
 
 def write(folder: Path, profile: Profile) -> Path:
     profile.save(folder / "training" / "profile.pop")
-    target = html.write_report(folder)
-    assert target is not None
-    return target
+    return html.write_report(folder)
 
 
 def wide(chromium, width: int) -> None:
