@@ -1,12 +1,10 @@
 """How `accelerator="ipu"` gets into Lightning without an import: torch calls `install` at the end of `import torch`.
 
-A finder waits for a few of Lightning's modules and adds our names to each after it has run: it registers the
-accelerator and the strategy, answers for classes that Lightning no longer has, and wraps the one method that picks
-strategies. Nothing is loaded until it is used; only the standard library is imported here. Where Lightning has IPU
-classes of its own (1.x, 2.0) nothing is done. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches the call off.
-
-Cost, measured: about 1.3 ms at the end of `import torch` (13 ms the first time, without bytecode), and 0.05
-microseconds for each module that is imported later.
+A finder calls `install` again when Lightning has imported the module that picks strategies, and with it those of
+accelerators, strategies and plugins. Then the accelerator and the strategy are registered, the classes that Lightning
+no longer has are added, and the one method that picks strategies is wrapped. The classes are built at their first use;
+only the standard library is imported here. Where Lightning has IPU classes of its own (1.x, 2.0) nothing is done.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches the call off.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_CONNECTORS = {f"{package}.trainer.connectors.accelerator_connector": package for package in PACKAGES}
 _CLASSES = {
     "strategies": ("IPUStrategy",),
     "accelerators": ("IPUAccelerator",),
     "plugins": ("IPUPrecision", "IPUPrecisionPlugin"),
     "plugins.precision": ("IPUPrecision", "IPUPrecisionPlugin"),
 }
-_OLD_MODULES = ("strategies.ipu", "accelerators.ipu", "plugins.precision.ipu")
-_CONNECTOR = "trainer.connectors.accelerator_connector"
 
 
 def install() -> None:
@@ -35,37 +32,60 @@ def install() -> None:
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
-        for name in _PATCHED:
+        for name, package in _CONNECTORS.items():
             if name in sys.modules:
-                _patch(sys.modules[name])
+                _patch(package, sys.modules[name])
     except Exception as error:
         warnings.warn(f"Pando can't add ipus to Lightning: {error}", stacklevel=2)
 
 
-def _patch(module: types.ModuleType) -> None:
-    """Add Pando's names to a module of Lightning, once."""
-    if module.__dict__.get("_pando_patched"):
-        return
-    module.__dict__["_pando_patched"] = True
-    package, part = _PATCHED[module.__name__]
-    if part == _CONNECTOR:
-        _wrap_connector(package, module)
-        return
-    names = _CLASSES[part]
-    if any(name in module.__dict__ for name in names):
-        return  # an older Lightning, which has its own
-    _add_lazy_classes(package, module, names)
-    if part == "strategies":
-        module.StrategyRegistry.register(
-            "ipu_strategy", functools.partial(_build, package, "IPUStrategy"), description="Pando's ipus"
-        )
-    elif part == "accelerators":
-        module.AcceleratorRegistry.register("ipu", _LazyAccelerator(package), description="Pando's ipus")
+class _Finder:
+    """A meta path finder that calls `install` after a module that picks strategies has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _CONNECTORS:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_install(module: types.ModuleType) -> None:
+                execute(module)
+                install()
+
+            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def _patch(package: str, connector: types.ModuleType) -> None:
+    """Add Pando's names to a Lightning package, once."""
+    registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
+    if registry is None or "ipu" in registry:
+        return  # an older Lightning, which has its own, or patched before
+    for part, names in _CLASSES.items():
+        module = sys.modules[f"{package}.{part}"]
+        _add_lazy_classes(package, module, names)
+        if part != "plugins":  # older releases had a module for each kind of class
+            old = types.ModuleType(f"{module.__name__}.ipu")
+            _add_lazy_classes(package, old, names)
+            sys.modules[old.__name__] = vars(module)["ipu"] = old
+
+    def build(name: str, **arguments: Any) -> Any:
+        return _classes(package)[name](**arguments)
+
+    accelerator: Any = functools.partial(build, "IPUAccelerator")
+    accelerator.is_available = lambda: True  # an error of Lightning lists the accelerators that are available
+    registry.register("ipu", accelerator, description="Pando's ipus")
+    strategy = functools.partial(build, "IPUStrategy")
+    strategies = sys.modules[f"{package}.strategies"]
+    strategies.StrategyRegistry.register("ipu_strategy", strategy, description="Pando's ipus")
+    _wrap_connector(package, connector)
 
 
 def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
     """Add classes to a module through its `__getattr__` (PEP 562); they are built at their first use."""
-    before = module.__dict__.get("__getattr__")
+    before = vars(module).get("__getattr__")
 
     def get_class(name: str) -> Any:
         if name in names:
@@ -74,37 +94,15 @@ def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, 
             return before(name)
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-    module.__dict__["__getattr__"] = get_class
+    vars(module)["__getattr__"] = get_class
 
 
 def _classes(package: str) -> dict[str, type]:
     return importlib.import_module("lightning_ipu.family").classes(package)
 
 
-def _build(package: str, name: str, **arguments: Any) -> Any:
-    return _classes(package)[name](**arguments)
-
-
-class _LazyAccelerator:
-    """The registry's entry for the accelerator: builds the class at its first use."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def __call__(self, **arguments: Any) -> Any:
-        return _build(self._package, "IPUAccelerator", **arguments)
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
     """Wrap the method that picks strategies: Pando's accelerator or strategy alone selects both, and the precision."""
-    if f"{package}.strategies.ipu" in sys.modules and "IPUStrategy" in vars(
-        sys.modules[f"{package}.strategies"]
-    ):
-        return  # an older Lightning chooses by itself
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:
@@ -139,64 +137,3 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
 def _is_pandos(flag: Any, name: str = "") -> bool:
     """Return whether a Trainer's argument is an object of Pando's classes, or the registered `name` of one."""
     return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)
-
-
-# ---- the finder ------------------------------------------------------------------------------------------
-
-_PATCHED = {
-    f"{package}.{part}": (package, part)
-    for package in PACKAGES
-    for part in (*_CLASSES, *_OLD_MODULES, _CONNECTOR)
-}
-
-
-class _Finder:
-    """A meta path finder that has the modules of `_PATCHED` loaded by a `_PatchingLoader`."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _PATCHED:
-            return None
-        spec = None
-        for finder in sys.meta_path:
-            if finder is not self and spec is None and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-        package, part = _PATCHED[name]
-        if spec is None and part in _OLD_MODULES:
-            return ModuleSpec(name, _OldModule(package, _CLASSES[part.removesuffix(".ipu")]))  # pyright: ignore
-        if spec is not None and spec.loader is not None and part not in _OLD_MODULES:
-            spec.loader = _PatchingLoader(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
-        return spec
-
-
-class _PatchingLoader:
-    """Loads a module with its own loader, then patches the module."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader
-        assert module.__spec__ is not None
-        module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        try:
-            _patch(module)
-        except Exception as error:
-            warnings.warn(f"Pando can't add ipus to {module.__name__}: {error}", stacklevel=2)
-
-
-class _OldModule:
-    """Loads `strategies.ipu`, `accelerators.ipu` and `plugins.precision.ipu`, which Lightning no longer has."""
-
-    def __init__(self, package: str, names: tuple[str, ...]) -> None:
-        self._package, self._names = package, names
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__doc__ = "Pando's classes, under the module name of older Lightning releases."
-        _add_lazy_classes(self._package, module, self._names)

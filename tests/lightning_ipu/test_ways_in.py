@@ -108,7 +108,7 @@ def test_what_fails_inside_is_a_warning(monkeypatch):
 
     from lightning_ipu import autoload
 
-    monkeypatch.setattr(autoload, "_patch", lambda module: 1 / 0)
+    monkeypatch.setattr(autoload, "_patch", lambda package, module: 1 / 0)
     with pytest.warns(UserWarning, match="Pando can't add ipus to Lightning"):
         autoload.install()
 
@@ -180,11 +180,11 @@ def test_a_strategy_of_the_other_package_is_refused_by_its_name(pl):
         pl.Trainer(strategy=strategy, logger=False)
 
 
-def test_a_lightning_that_chooses_in_another_way_is_told_of(monkeypatch):
+def test_a_lightning_that_chooses_in_another_way_is_told_of():
     import types
 
     from lightning_ipu import autoload
 
     module = types.ModuleType("lightning.pytorch.trainer.connectors.accelerator_connector")
     with pytest.warns(UserWarning, match="plugins=IPUPrecision"):
-        autoload._patch(module)
+        autoload._wrap_connector("lightning.pytorch", module)
