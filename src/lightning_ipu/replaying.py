@@ -10,14 +10,6 @@ from torch import Tensor
 
 from poptorch.nested_values import tensors_of, with_tensors
 
-_NAMES = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", "avg": "mean"}
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "min": torch.min,
-    "max": torch.max,
-}
-
 
 class Replay:
     """Repeats the notes of a recorded step, in their order.
@@ -28,7 +20,6 @@ class Replay:
 
     def __init__(self, module: Any, over_instances: Callable[[Tensor, str], Tensor]) -> None:
         self._module, self._over_instances = module, over_instances
-        self._parts: dict[str, Any] = {}  # the module's, by path
         self._values: dict[int, Any] = {}  # of the metrics, by the number of their call
 
     def run(self, notes: Sequence[tuple[Any, Any]]) -> None:
@@ -36,8 +27,6 @@ class Replay:
 
         Args: notes: (kind and details, value) pairs; each tensor of a value has [n, ...], n micro-batches
         """
-        if any("metric" in what[0] for what, _ in notes):
-            self._parts = dict(torch.nn.Module.named_modules(self._module))
         appended: dict[str, list[Any]] = {}
         for (kind, *details), value in notes:
             if kind == "append":
@@ -50,30 +39,28 @@ class Replay:
 
     def _log(self, value: Any, name: str, options: dict[str, Any]) -> None:
         if isinstance(value, Tensor):
-            reduction = options.get("reduce_fx") or "mean"
-            word: Any = _NAMES.get(reduction, reduction)
-            reduce: Any = _REDUCTIONS.get(word, reduction)
+            reduce: Any = options.get("reduce_fx", "mean")
+            if isinstance(reduce, str):
+                reduce = getattr(torch, "mean" if reduce == "avg" else reduce)
             value = reduce(value.float())
             if options.get("sync_dist"):
-                value = self._over_instances(value, word)
+                value = self._over_instances(value, reduce.__name__)
         self._module.log(name, value, **{**options, "sync_dist": False})
 
-    def _log_metric(self, _: Any, name: str, path: str, options: dict[str, Any]) -> None:
-        self._module.log(name, self._parts[path], **options)
+    def _log_metric(self, _: Any, name: str, metric: str | int, options: dict[str, Any]) -> None:
+        self._module.log(name, self._metric_or_value(metric), **options)
 
-    def _log_metric_value(self, _: Any, name: str, event: int, options: dict[str, Any]) -> None:
-        self._module.log(name, self._values[event], **options)
+    def _log_metrics(self, _: Any, metric: str | int, args: Any, kwargs: Any) -> None:
+        self._module.log_dict(self._metric_or_value(metric), *args, **kwargs)
 
-    def _log_dict_metric(self, _: Any, path: str, options: dict[str, Any]) -> None:
-        self._module.log_dict(self._parts[path], **options)
+    def _metric_or_value(self, metric: str | int) -> Any:
+        """Return a metric by its path, or a metric's value by the number of the call that made it."""
+        return self._values[metric] if isinstance(metric, int) else self._module.get_submodule(metric)
 
-    def _log_dict_metric_value(self, _: Any, event: int, options: dict[str, Any]) -> None:
-        self._module.log_dict(self._values[event], **options)
-
-    def _metric(self, value: Any, path: str, method: str, event: int) -> None:
-        arguments = with_tensors(value, iter([_rows(tensor) for tensor in tensors_of(value)]))
-        args, kwargs = arguments
-        self._values[event] = getattr(self._parts[path], method)(*args, **kwargs)
+    def _metric(self, arguments: Any, path: str, method: str, call: int) -> None:
+        rows = (t.flatten(0, 1) if t.dim() > 1 else t for t in tensors_of(arguments))
+        args, kwargs = with_tensors(arguments, rows)
+        self._values[call] = getattr(self._module.get_submodule(path), method)(*args, **kwargs)
 
     def _key(self, value: Any, name: str, key: Any) -> None:
         getattr(self._module, name)[key] = _of_micro_batch(value, -1)
@@ -85,11 +72,6 @@ class Replay:
         (optimizer,) = self._module.trainer.strategy._lightning_optimizers
         optimizer._on_before_step()
         optimizer._on_after_step()
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Join micro-batches: [n, rows, ...] becomes [n * rows, ...]."""
-    return values.flatten(0, 1) if values.dim() > 1 else values
 
 
 def _of_micro_batch(value: Any, place: int) -> Any:
