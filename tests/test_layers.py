@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES
     | ENGINE
-    | {"poptorch", "popdist", "popengine.environment", "popdist.poptorch", "lightning_ipu.autoload"},
+    | {"poptorch", "popdist", "popengine.environment", "popdist.poptorch", "popdist.collectives"}
+    | {"lightning_ipu.autoload"},
     "lightning_graphcore": {"lightning_ipu"},
 }
 

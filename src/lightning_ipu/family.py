@@ -71,8 +71,6 @@ _ALIASES = {"32": "32-true", "16": "16-mixed"}
 class PrecisionPart:
     """Lightning's precision for ipus: "32-true"; "16-mixed": batches in half; "16-true": weights too."""
 
-    lightning: Lightning
-
     def __init__(self, precision: Any = "32-true") -> None:
         precision = _ALIASES.get(str(precision), precision)
         if precision not in SUPPORTED:
@@ -101,11 +99,6 @@ class PrecisionPart:
         """Run the step, which also updates the weights; the optimizer itself gets no gradients."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        if result is None and model.automatic_optimization:
-            raise self.lightning.Misconfiguration(
-                "Skipping backward by returning `None` from your `training_step` is not possible with IPUs: the step"
-                " is compiled, and trains at each call. Return the loss."
-            )
         optimizer._opt_called = True  # schedulers warn of optimizers that have never stepped
         return result
 

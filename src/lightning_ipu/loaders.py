@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -169,14 +171,9 @@ class JoinedIndices:
         self.sampler = getattr(sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for place, indices in enumerate(self._sampler, 1):
-            batch += list(indices)
-            if place % self._n == 0:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
+        batches = iter(self._sampler)
+        while group := list(islice(batches, self._n)):
+            yield list(chain.from_iterable(group))
 
     def __len__(self) -> int:
         return -(-len(self._sampler) // self._n)
@@ -184,14 +181,7 @@ class JoinedIndices:
 
 def spread(value: Any, n: int) -> Any:
     """Return the value with each number replaced by a tensor of n equal elements."""
-    if isinstance(value, (int, float)):
-        return torch.tensor(value).repeat(n)
-    if isinstance(value, (list, tuple)):
-        parts = [spread(part, n) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict:
-        return {key: spread(part, n) for key, part in value.items()}
-    return value
+    return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), value)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Preparation of a run: the Lightning package, options, processes, a profile, and checks of the configuration."""
+"""Preparation of a run: the Lightning package, options, a profile, and checks of the configuration."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import popdist
 import poptorch
@@ -64,58 +61,6 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     if trainer is not None and trainer._detect_anomaly:
         options.Precision.enableFloatingPointExceptions(True)
     return options
-
-
-@dataclass(frozen=True)
-class Instances:
-    """The number of processes and the index of this one, with collectives over them."""
-
-    count: int = 1
-    index: int = 0
-    local_index: int = 0
-
-    @classmethod
-    def of(cls, options: poptorch.Options) -> Instances:
-        """Return the processes that the options name, connected if a launcher started them."""
-        distributed = options.Distributed
-        if distributed.numProcesses == 1:
-            return cls()
-        if popdist.isPopdistEnvSet():
-            popdist.init()
-        local = popdist.getLocalInstanceIndex() if popdist.isPopdistEnvSet() else distributed.processId
-        return cls(distributed.numProcesses, distributed.processId, local)
-
-    def reduce(self, value: Any, operation: Any = "mean") -> Any:
-        """Return the mean (or sum, min, max) of a tensor or number over all processes."""
-        if self.count == 1:
-            return value
-        word = str(operation or "mean").rsplit(".", 1)[-1].lower()
-        operations = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
-        operations |= {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-        result = torch.as_tensor(value).clone()
-        is_mean = word in ("mean", "avg")
-        result = result.float() if is_mean and not result.is_floating_point() else result
-        dist.all_reduce(result, operations[word])
-        return result / self.count if is_mean else result
-
-    def barrier(self) -> None:
-        if self.count > 1:
-            dist.barrier()
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        if self.count == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, source)
-        return values[0]
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all processes, [count, *shape]; with one process the tensor itself."""
-        if self.count == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.count)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.stack(parts)
 
 
 _VARIABLE = "POPLAR_ENGINE_OPTIONS"

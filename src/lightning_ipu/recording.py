@@ -144,7 +144,7 @@ class Recording:
         if not isinstance(value, (Tensor, numbers.Number)):
             kind = type(value).__name__
             raise ValueError(f"`self.log({name}, {value})` was called, but `{kind}` values cannot be logged")
-        if not is_traced(value):
+        if not isinstance(value, Tensor) or not is_traced(value):
             logger.warning(
                 "self.log(%r, ...): the value was a number when the model was compiled, and is logged unchanged: log"
                 " what changes between calls in on_train_batch_end",

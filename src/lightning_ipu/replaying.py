@@ -15,10 +15,10 @@ class Replay:
     """Repeats the notes of a recorded step, in their order.
 
     Args:
-        over_instances: reduces a logged value ("mean", "sum", "min", "max") over processes, for `sync_dist=True`
+        over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
 
-    def __init__(self, module: Any, over_instances: Callable[[Tensor, str], Tensor]) -> None:
+    def __init__(self, module: Any, over_instances: Callable[..., Tensor]) -> None:
         self._module, self._over_instances = module, over_instances
         self._values: dict[int, Any] = {}  # of the metrics, by the number of their call
 
@@ -44,7 +44,7 @@ class Replay:
                 reduce = getattr(torch, "mean" if reduce == "avg" else reduce)
             value = reduce(value.float())
             if options.get("sync_dist"):
-                value = self._over_instances(value, reduce.__name__)
+                value = self._over_instances(value, reduce_op=reduce.__name__)
         self._module.log(name, value, **{**options, "sync_dist": False})
 
     def _log_metric(self, _: Any, name: str, metric: str | int, options: dict[str, Any]) -> None:

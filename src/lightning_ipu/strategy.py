@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
-A *call* of an executor is what Lightning calls a batch. A strategy is composed of its options and `Instances`
-(`prepare.py`), `Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay` of what
-the step does on the host, after each call (`replaying.py`).
+A *call* of an executor is what Lightning calls a batch. A strategy is composed of its options (`prepare.py`),
+`Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay` of what the step does
+on the host, after each call (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+import popdist
 import poptorch
+from popdist import collectives
 
 from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
-from .prepare import Instances, Lightning, check_before_setup, check_optimizers, make_options, reporting
+from .prepare import Lightning, check_before_setup, check_optimizers, make_options, reporting
 from .recording import StepModule, replace_until
 from .replaying import Replay
 
@@ -35,9 +37,10 @@ class StrategyPart:
 
     lightning: Lightning
     strategy_name = "ipu_strategy"
-    is_distributed = (
-        False  # else Lightning puts its own sampler into loaders; poptorch.DataLoader partitions rows itself
-    )
+    # If true, Lightning puts its own sampler into loaders; poptorch.DataLoader partitions rows itself.
+    is_distributed = False
+    global_rank = local_rank = node_rank = 0
+    world_size = 1  # processes
     handles_gradient_accumulation = True
     recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile anew when it has changed
 
@@ -73,17 +76,15 @@ class StrategyPart:
         self.device_iterations = device_iterations
         self.autoreport, self.autoreport_dir = autoreport or autoreport_dir is not None, autoreport_dir
         self._training_opts, self._inference_opts = training_opts, inference_opts
-        self._has_own = {"training": training_opts is None, "inference": inference_opts is None}
+        self._given_opts = (training_opts, inference_opts)
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._more: dict[
-            Any, poptorch.PoplarExecutor
-        ] = {}  # executors of further loaders, by stage and index
+        # Executors of further loaders, by stage and index.
+        self._more: dict[Any, poptorch.PoplarExecutor] = {}
         self._shapes: dict[Any, Any] = {}  # of the batches that an executor runs, by stage
         self._counters: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
         self._loaders = Loaders(self)
-        self._instances = Instances()
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
 
@@ -93,7 +94,10 @@ class StrategyPart:
         self._release()
         is_fit = trainer.state.fn == "fit"
         check_before_setup(self, trainer, is_fit)
-        self._instances = Instances.of(self.training_opts)
+        self.world_size = self.training_opts.Distributed.numProcesses
+        if self.world_size > 1:
+            popdist.init()
+            self.global_rank, self.local_rank = popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
             replace_until(self._undo, trainer, "accumulate_grad_batches", 1)
@@ -124,9 +128,8 @@ class StrategyPart:
                 if trainer.num_sanity_val_steps > 0:
                     self.poptorch_models[stages.SANITY_CHECKING] = validation
         for stage in self.poptorch_models:
-            kind = "training" if stage == stages.TRAINING else "inference"
-            if not self._has_own[kind] and stage != stages.SANITY_CHECKING:
-                options = self.poptorch_models[stage].options
+            options = self.options_for(stage)
+            if stage != stages.SANITY_CHECKING and any(options is given for given in self._given_opts):
                 logger.info(
                     "%s runs with the options given: device iterations %d, gradient accumulation %d, replicas %d",
                     stage.value,
@@ -148,7 +151,7 @@ class StrategyPart:
         for executor in {id(e): e for e in (*self.poptorch_models.values(), *self._more.values())}.values():
             executor.destroy()
             executor._unmark()
-        self._more, self._shapes, self._counters = {}, {}, {}
+        self._more, self._shapes, self._counters, self._loaders = {}, {}, {}, Loaders(self)
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -194,18 +197,16 @@ class StrategyPart:
         self._compile_anew(stage, executor)
         self._restore_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
-        Replay(self._lightning_module, self._instances.reduce).run(executor.notes)
+        Replay(self._lightning_module, self.reduce).run(executor.notes)
         return output
 
     def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
         """Return the stage's executor; a further loader with batches of other shapes has an executor of its own."""
-        first = self.poptorch_models[stage]
-        if stage == "train" or _loader_index(args) == 0:
-            self._shapes.setdefault(stage, shapes_of(prepared))
-            return first
-        if self._shapes.setdefault(stage, shapes_of(prepared)) == shapes_of(prepared):
-            return first
-        key = stage, _loader_index(args)
+        index = 0 if stage == "train" else _loader_index(args)
+        shapes = shapes_of(prepared)
+        if self._shapes.setdefault(stage, shapes) == shapes or index == 0:
+            return self.poptorch_models[stage]
+        key = stage, index
         if key not in self._more:
             self._more[key] = poptorch.inferenceModel(self.model, self.inference_opts)
         return self._more[key]
@@ -317,36 +318,29 @@ class StrategyPart:
     # ---- other processes ---------------------------------------------------------------------------------
 
     @property
-    def global_rank(self) -> int:
-        return self._instances.index
-
-    @property
-    def local_rank(self) -> int:
-        return self._instances.local_index
-
-    @property
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return self._instances.count
-
-    @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._instances.reduce(tensor, reduce_op)
+        """Return the mean (or sum, min, max) of a tensor or number over all processes."""
+        if self.world_size == 1:
+            return tensor
+        word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also of torch's ReduceOp.SUM
+        return collectives.all_reduce(tensor, "mean" if word == "avg" else word)
 
     def barrier(self, name: str | None = None) -> None:
-        self._instances.barrier()
+        if self.world_size > 1:
+            collectives.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._instances.broadcast(obj, src)
+        values = [obj]
+        if self.world_size > 1:
+            torch.distributed.broadcast_object_list(values, src)
+        return values[0]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return self._instances.all_gather(tensor)
+        """Return the tensors of all processes, [processes, *shape]; with one process the tensor itself."""
+        return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor
 
 
 def _loader_index(args: Any) -> int:
