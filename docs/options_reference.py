@@ -15,7 +15,7 @@ from poptorch.options import (
     TensorLocationSettings,
     Training,
 )
-from poptorch.options.option_base import NOTHING, Freezable, Setting, printed
+from poptorch.options.option_base import Freezable, printed
 
 _PLACES: dict[str, type[Freezable]] = {
     "poptorch.options.OptionsDict": OptionsDict,
@@ -45,12 +45,12 @@ def page() -> str:
 def _section(path: str, kind: type[Freezable]) -> str:
     base = kind is OptionsDict or not issubclass(kind, OptionsDict)
     inherited = set() if base else set(_members(OptionsDict))
-    members = {name: member for name, member in _members(kind).items() if name not in inherited}
-    rows = [_row(name, member) for name, member in sorted(members.items()) if not isinstance(member, Setting)]
+    declared = sorted(kind._declared()) if issubclass(kind, OptionsDict) else []
+    members = {name: member for name, member in _members(kind).items() if name not in {*inherited, *declared}}
+    rows = [_row(name, member) for name, member in sorted(members.items())]
     values = [
-        f"| {name} | {'-' if value.default is NOTHING else f'`{printed(value.default)}`'} |"
-        for name, value in sorted(members.items())
-        if isinstance(value, Setting)
+        f"| {name} | {f'`{printed(getattr(kind, name))}`' if hasattr(kind, name) else '-'} |"
+        for name in declared
     ]
     text = f"## `{path}`\n\n{_first_paragraph(kind)}.\n\n| name | answer | here |\n|---|---|---|\n"
     text += "\n".join(rows) + "\n"
@@ -58,7 +58,7 @@ def _section(path: str, kind: type[Freezable]) -> str:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """The public methods, properties and values of a class, those of its bases in this package too."""
+    """The public methods, properties and defaults of a class, those of its bases in this package too."""
     return {
         name: member
         for base in reversed(kind.__mro__)

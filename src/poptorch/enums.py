@@ -135,21 +135,4 @@ class OverlapMode(enum.Enum):
     OverlapDeviceIterationLoop = "overlap_device_iteration_loop"
 
 
-__all__ = [
-    "AnchorMode",
-    "AutoStage",
-    "CommGroupType",
-    "ConnectionType",
-    "DataLoaderMode",
-    "HalfFloatCastingBehavior",
-    "Liveness",
-    "MatMulSerializationMode",
-    "MeanReductionStrategy",
-    "MultiConvPlanType",
-    "OutputMode",
-    "OverlapMode",
-    "ReductionType",
-    "SharingStrategy",
-    "SyncPattern",
-    "VariableRetrievalMode",
-]
+__all__ = [name for name, kind in vars().items() if isinstance(kind, enum.EnumType)]

@@ -1,7 +1,5 @@
 """Optimizer state shared out over replicas: each keeps a part of it, and the results are the same."""
 
-import logging
-
 import pytest
 import torch
 from parity_models import Digits, annotated
@@ -67,7 +65,7 @@ def test_the_shared_state_is_saved_and_loaded_as_a_whole():
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 
 
-def test_state_off_the_device_is_noted_once_and_changes_no_result(caplog):
+def test_state_off_the_device_changes_no_result():
     def losses(on_chip):
         opts = options(accumulation=1)
         opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(on_chip))
@@ -75,7 +73,4 @@ def test_state_off_the_device_is_noted_once_and_changes_no_result(caplog):
         executor = poptorch.trainingModel(model, opts, torch.optim.Adam(model.parameters()))
         return torch.stack([executor(*rows)[1] for rows in batches(Digits, 2, 2)])
 
-    expected = losses(True)
-    with caplog.at_level(logging.INFO, "poptorch::python"):
-        assert torch.equal(losses(False), expected)
-    assert len([text for text in caplog.messages if "useOnChipStorage(False) for optimizer" in text]) == 1
+    assert torch.equal(losses(False), losses(True))

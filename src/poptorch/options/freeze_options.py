@@ -1,6 +1,5 @@
 """The engine's settings from the user's options; contradictory options are refused here."""
 
-import logging
 import os
 from typing import Any, Literal
 
@@ -14,8 +13,6 @@ from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
-
-logger = logging.getLogger("poptorch::python")
 
 OUTPUTS: dict[OutputMode, Outputs] = {
     OutputMode.Final: "final",
@@ -70,7 +67,6 @@ def freeze(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
-    _log_off_device(options)
     return Settings(
         training=training,
         counts=counts,
@@ -127,12 +123,3 @@ def _least_shared(options: Options) -> int | None:
     if not values.get("replicated_tensor_sharding", False):
         return None
     return values.get("min_elements_for_replicated_tensor_sharding", 0)
-
-
-def _log_off_device(options: Options) -> None:
-    """Log that tensors which the user allows to be kept in the host's memory stay where they are."""
-    kinds = ("activation", "weight", "optimizer", "accumulator")
-    locations = options.TensorLocations.toDict()
-    found = tuple(kind for kind in kinds if locations[f"location_{kind}"].get("on_chip_storage") is False)
-    if found:
-        logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", ", ".join(found))

@@ -1,72 +1,25 @@
 """Base classes of all option objects: named values with declared types, freezing, copying and printing.
 
-A public value is declared as a `Setting` of its class and read as an attribute (`opts.device_iterations`); private
+An option is a public annotation of its class: with a default, or without a value until a setter creates it. Private
 fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
 
-Setters of names without effect here are decorated with `recorded` or `refused`, which begin their docstrings with the
-reason. docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
+The docstring of a setter without effect begins with "Recorded: " or "Refused: " and the reason.
+docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Iterator
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from popengine.errors import did_you_mean
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-NOTHING: Any = object()
 _WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict: "a dictionary"}
-
-
-class Setting(Generic[T]):
-    """A public value of an `OptionsDict`. Without a default it exists only after a setter was called.
-
-    Args:
-        positive: refuse values below 1
-    """
-
-    def __init__(self, default: T = NOTHING, *, positive: bool = False) -> None:
-        self.default, self.positive = default, positive
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: OptionsDict, owner: type) -> T: ...
-    def __get__(self, instance: OptionsDict | None, owner: type) -> Self | T:
-        if instance is None:
-            return self
-        if self.name not in instance._values:
-            raise AttributeError(f"{self.name} has no value yet")  # Python calls `__getattr__` then
-        return instance._values[self.name]
-
-    def __set__(self, instance: OptionsDict, value: T) -> None:
-        instance.set(**{self.name: value})
-
-
-def recorded(why: str) -> Callable[[F], F]:
-    """Return a decorator that prepends "Recorded: <why>." to the docstring of a setter whose value has no effect."""
-    return _with_reason("Recorded", why)
-
-
-def refused(why: str) -> Callable[[F], F]:
-    """Return a decorator that prepends "Refused: <why>." to a setter's docstring; the setter raises the error."""
-    return _with_reason("Refused", why)
-
-
-def _with_reason(answer: str, why: str) -> Callable[[F], F]:
-    def mark(setter: F) -> F:
-        rest = f"\n\n{setter.__doc__}" if setter.__doc__ else ""
-        setter.__doc__ = f"{answer}: {why}.{rest}"
-        return setter
-
-    return mark
+_FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type, error: type[Exception] = AssertionError) -> T:
@@ -132,19 +85,27 @@ class Freezable:
 class OptionsDict(Freezable):
     """Named values: the base class of `Options` and its parts."""
 
-    _values: dict[str, Any]
     _popart: Any  # the `Popart` object, for setters that write to it
     _renamed: ClassVar[dict[str, str]] = {}  # old name of PopTorch -> new name
 
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
-        declared = self._declared().items()
-        values = {n: copy.copy(v.default) for n, v in declared if v.default is not NOTHING}
-        self._declare(_values=values, _popart=popart)
+        defaults = {
+            name: copy.copy(getattr(type(self), name))
+            for name in self._declared()
+            if hasattr(type(self), name)
+        }
+        self._declare(_popart=popart, **defaults)
 
     @classmethod
-    def _declared(cls) -> dict[str, Setting[Any]]:
-        return {n: v for base in cls.__mro__ for n, v in vars(base).items() if isinstance(v, Setting)}
+    def _declared(cls) -> list[str]:
+        """Return the names of all options, also of those without a default."""
+        annotated = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
+        return [name for name in annotated if not name.startswith("_")]
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def set(self, **values: Any) -> Self:
         """Change values by name.
@@ -160,7 +121,10 @@ class OptionsDict(Freezable):
         self.checkIsFrozen()
         for name, value in values.items():
             self._check(name, value)
-        self._values.update({name: self._stored(name, value) for name, value in values.items()})
+        for name, value in values.items():
+            # Integers for enum members of integer values, so that equal options print equally.
+            as_integer = type(vars(self).get(name)) is int and isinstance(value, IntEnum)
+            vars(self)[name] = int(value) if as_integer else value
         return self
 
     def exists(self, name: str) -> bool:
@@ -169,7 +133,8 @@ class OptionsDict(Freezable):
 
     def deleteIfExists(self, name: str) -> Self:
         """Delete a value. As in PopTorch, this is allowed for frozen options."""
-        self._values.pop(name, None)
+        if self.exists(name):
+            del vars(self)[name]
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
@@ -190,14 +155,11 @@ class OptionsDict(Freezable):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            values = self.__dict__.get("_values", {})  # absent while an object is being unpickled
-            if name in values:
-                return values[name]
             if name in self._renamed:
                 return getattr(self, self._renamed[name])
-            known = {name for name in dir(type(self)) if not name.startswith("_")} - self._declared().keys()
+            known = {name for name in (*dir(type(self)), *vars(self)) if not name.startswith("_")}
             raise AttributeError(
-                f"Invalid attribute {name!r} for {type(self).__name__}{did_you_mean(name, {*known, *values})}"
+                f"Invalid attribute {name!r} for {type(self).__name__}{did_you_mean(name, known)}"
             )
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -210,37 +172,26 @@ class OptionsDict(Freezable):
         return f"{type(self).__name__}({', '.join(self._printed())})"
 
     def _printed(self) -> list[str]:
-        return [f"{name}={printed(self._values[name])}" for name in sorted(self._values)]
+        return [f"{name}={printed(value)}" for name, value in sorted(self._values.items())]
 
     def _set_popart(self, name: str, value: Any) -> Self:
         self._popart.set(name, value)
         return self
 
     def _check_known(self, name: str) -> None:
-        assert name in self._values, (
+        assert self.exists(name), (
             f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
             f"{did_you_mean(name, self._values)}"
         )
 
     def _check(self, name: str, value: Any) -> None:
-        if name in self._values:
+        if self.exists(name):
             expected = type(self._values[name])
             assert isinstance(value, expected), (
                 f"Unexpected type {type(value).__name__} for option {name}: {value!r}. "
                 f"Expected {expected.__name__}"
             )
-        declared = self._declared().get(name)
-        assert declared is None or not declared.positive or value > 0, (
-            f"Option {name} must be 1 or more; found {value}"
-        )
-
-    def _stored(self, name: str, value: Any) -> Any:
-        """Return integers for enum members of integer values, so that equal options print equally."""
-        return int(value) if type(self._values.get(name)) is int and isinstance(value, IntEnum) else value
-
-    def _nested(self) -> Iterator[Freezable]:
-        yield from super()._nested()
-        yield from (value for value in self._values.values() if isinstance(value, Freezable))
+        assert name not in _FROM_1 or value > 0, f"Option {name} must be 1 or more; found {value}"
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, Setting, expect, recorded
+from poptorch.options.option_base import OptionsDict, expect
 
 BACKENDS = ("eager", "inductor")
 DEVICES = ("cpu", "cuda", "xpu")
@@ -25,20 +25,20 @@ class ExecutionOptions(OptionsDict):
 
     _execution_strategy: ExecutionStrategy
 
-    anchored_tensors: Setting[dict[str, list[Any]]] = Setting({})  # [long name, use default, mode, period]
-    backend: Setting[str] = Setting()
-    broadcast_buffers = Setting(True)
-    device_iterations = Setting(1, positive=True)
-    input_cgt = Setting(CommGroupType.Consecutive)
-    input_group_size = Setting(1)
-    loss_is_marked: Setting[bool] = Setting()
-    loss_output: Setting[str | int] = Setting()
-    memory_format: Setting[str] = Setting()
-    new_shapes: Setting[int] = Setting()
-    output_mode = Setting(OutputMode.Default.value)
-    output_return_period = Setting(1)
-    random_seed: Setting[int] = Setting()
-    replication_factor = Setting(1, positive=True)
+    anchored_tensors: dict[str, list[Any]] = {}  # [long name, use default, mode, period]
+    backend: str
+    broadcast_buffers: bool = True
+    device_iterations: int = 1
+    input_cgt: CommGroupType = CommGroupType.Consecutive
+    input_group_size: int = 1
+    loss_is_marked: bool
+    loss_output: str | int
+    memory_format: str
+    new_shapes: int
+    output_mode: int = OutputMode.Default.value
+    output_return_period: int = 1
+    random_seed: int
+    replication_factor: int = 1
 
     def deviceIterations(self, device_iterations: int) -> Self:
         """Weight updates in one call; in inference, micro-batches of each replica."""
@@ -168,8 +168,8 @@ class ExecutionOptions(OptionsDict):
         self.createOrSet(loss_is_marked=marked).deleteIfExists("loss_output")
         return self if output is None else self.createOrSet(loss_output=output)
 
-    @recorded("PyTorch's norms are stable")
     def enableStableNorm(self, enabled: bool) -> Self:
+        """Recorded: PyTorch's norms are stable."""
         return self._set_popart("enableStableNorm", expect("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
@@ -200,14 +200,14 @@ def _period(mode: OutputMode, period: int | None) -> int:
 class DeviceOptions(OptionsDict):
     """Which device a model runs on, and when the model is attached to it."""
 
-    auto_round_num_ipus = Setting(False)
-    available_memory_proportion: Setting[dict[int, float]] = Setting({})
-    connection_type = Setting(ConnectionType.Always.value)
-    device_kind: Setting[str] = Setting()
-    ipu_id: Setting[int] = Setting()
-    ipu_version: Setting[int] = Setting()
-    sync_pattern = Setting(SyncPattern.Full.value)
-    use_model: Setting[bool] = Setting()
+    auto_round_num_ipus: bool = False
+    available_memory_proportion: dict[int, float] = {}
+    connection_type: int = ConnectionType.Always.value
+    device_kind: str
+    ipu_id: int
+    ipu_version: int
+    sync_pattern: int = SyncPattern.Full.value
+    use_model: bool
 
     def device(self, kind: str) -> Self:
         """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
@@ -217,16 +217,16 @@ class DeviceOptions(OptionsDict):
         assert kind in DEVICES, f"device takes one of {', '.join(DEVICES)}; found {kind!r}"
         return self.createOrSet(device_kind=kind)
 
-    @recorded("any number of ipus can be had, see environment.md for the rule of real systems")
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
+        """Recorded: any number of ipus can be had, see environment.md for the rule of real systems."""
         return self.set(auto_round_num_ipus=auto_round_num_ipus)
 
-    @recorded("all ipus are models here")
     def useIpuModel(self, use_model: bool) -> Self:
+        """Recorded: all ipus are models here."""
         return self.createOrSet(use_model=expect("useIpuModel", use_model, bool))
 
-    @recorded("there are no devices to choose from")
     def useIpuId(self, ipu_id: int) -> Self:
+        """Recorded: there are no devices to choose from."""
         assert isinstance(ipu_id, int) and ipu_id >= 0, (
             f"useIpuId takes an int from 0; found ipu_id={ipu_id!r}"
         )
@@ -241,13 +241,15 @@ class DeviceOptions(OptionsDict):
         """`Never` compiles only; `Always` and `OnDemand` attach the device when the model is compiled."""
         return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
 
-    @recorded("workers wait for the values they need, and for nothing else")
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
+        """Recorded: workers wait for the values they need, and for nothing else."""
         return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
 
-    @recorded("memory is shared here")
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`"""
+        """Recorded: memory is shared here.
+
+        Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`
+        """
         assert isinstance(available_memory_proportion, dict), (
             f'setAvailableMemoryProportion takes a dictionary like {{"IPU0": 0.5}}; found '
             f"{available_memory_proportion!r}"
@@ -269,9 +271,9 @@ class ReportingOptions(OptionsDict):
 
     _source_location_excludes: list[str]
 
-    log_dir = Setting(".")
-    max_repeat_logs = Setting(4)
-    model_name: Setting[str] = Setting()
+    log_dir: str = "."
+    max_repeat_logs: int = 4
+    model_name: str
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Write each compiled model to a file in this folder, for `loadExecutable`. None: don't.
@@ -281,8 +283,8 @@ class ReportingOptions(OptionsDict):
         self._popart.set("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
-    @recorded("there are no log files but POPTORCH_LOG_DEST")
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
+        """Recorded: there are no log files but POPTORCH_LOG_DEST."""
         return self.set(log_dir=os.fspath(log_dir))
 
     def modelName(self, name: str) -> Self:
@@ -293,8 +295,8 @@ class ReportingOptions(OptionsDict):
         """Write the same line at most this many times in succession. None: no limit."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
-    @recorded("only an IPU counts cycles; `getPerfCounters` has seconds")
     def logCycleCount(self, log_cycle_count: bool) -> Self:
+        """Recorded: only an IPU counts cycles; `getPerfCounters` has seconds."""
         expect("logCycleCount", log_cycle_count, bool)
         return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
 
@@ -322,22 +324,24 @@ class ReportingOptions(OptionsDict):
         name = self.model_name if self.exists("model_name") else kind
         return Path(engine.get("autoReport.directory", ".")) / name
 
-    @recorded("operations have the names of `NameScope` only")
     def disableModuleNamescope(self) -> Self:
+        """Recorded: operations have the names of `NameScope` only."""
         self._module_namescope_enabled = False
         return self
 
-    @recorded("the lines shown are the innermost ones outside of torch and this package")
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Args: excludes: fragments of paths that are not to be shown"""
+        """Recorded: the lines shown are the innermost ones outside of torch and this package.
+
+        Args: excludes: fragments of paths that are not to be shown
+        """
         assert isinstance(excludes, list) and all(isinstance(fragment, str) for fragment in excludes), (
             f"sourceLocationExcludes takes a list of strings; found {excludes!r}"
         )
         self._source_location_excludes = list(excludes)
         return self
 
-    @recorded("see `sourceLocationExcludes`, to whose fragments it adds")
     def appendToLocationExcludes(self, *excludes: str) -> Self:
+        """Recorded: see `sourceLocationExcludes`, to whose fragments it adds."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:

@@ -9,7 +9,7 @@ from popengine.environment import is_set, read
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, Setting, expect, recorded, refused
+from poptorch.options.option_base import OptionsDict, expect
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -23,9 +23,9 @@ class Training(OptionsDict):
         "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
     }
 
-    accumulation_and_replication_reduction_type = Setting(ReductionType.Mean.value)
-    gradient_accumulation = Setting(1, positive=True)
-    mean_accumulation_and_replication_reduction_strategy = Setting(MeanReductionStrategy.Post.value)
+    accumulation_and_replication_reduction_type: int = ReductionType.Mean.value
+    gradient_accumulation: int = 1
+    mean_accumulation_and_replication_reduction_strategy: int = MeanReductionStrategy.Post.value
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
         """Micro-batches for each weight update, on each replica."""
@@ -56,8 +56,8 @@ class Training(OptionsDict):
         expect("setAutomaticLossScaling", enabled, bool)
         return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
-    @recorded("there are no tiles to spread convolutions over")
     def setConvolutionDithering(self, enabled: bool) -> Self:
+        """Recorded: there are no tiles to spread convolutions over."""
         expect("setConvolutionDithering", enabled, bool)
         self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
         return self
@@ -68,11 +68,11 @@ class Precision(OptionsDict):
 
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
 
-    autocast_enabled = Setting(True)
-    autocast_policy = Setting(autocasting.default)
-    half_kernels = Setting("auto")
-    half_float_casting: Setting[int] = Setting()
-    running_statistics_always_float: Setting[bool] = Setting()
+    autocast_enabled: bool = True
+    autocast_policy: autocasting.Policy = autocasting.default
+    half_kernels: str = "auto"
+    half_float_casting: int
+    running_statistics_always_float: bool
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
         """Whether `poptorch.autocast` casts in this model.
@@ -99,9 +99,11 @@ class Precision(OptionsDict):
         expect("enableFloatingPointExceptions", enabled, bool)
         return self._set_popart("enableFloatingPointChecks", enabled)
 
-    @recorded("products are summed as PyTorch sums them")
     def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Raises: ValueError if not torch.float or torch.half."""
+        """Recorded: products are summed as PyTorch sums them.
+
+        Raises: ValueError if not torch.float or torch.half.
+        """
         if dtype not in _PARTIALS:
             raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
         self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
@@ -124,14 +126,14 @@ class Precision(OptionsDict):
             )
         return self.set(half_kernels=kernels)
 
-    @recorded("deprecated: mixed operands follow PyTorch's own promotion")
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
+        """Recorded: deprecated: mixed operands follow PyTorch's own promotion."""
         expect("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
 
-    @recorded("deprecated: running statistics have the type that the model gives them")
     def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
+        """Recorded: deprecated: running statistics have the type that the model gives them."""
         expect("runningStatisticsAlwaysFloat", value, bool, ValueError)
         logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: leave it out")
         return self.createOrSet(running_statistics_always_float=value)
@@ -140,11 +142,13 @@ class Precision(OptionsDict):
 class Jit(OptionsDict):
     """Deprecated options of tracing."""
 
-    trace_model = Setting(False)
+    trace_model: bool = False
 
-    @refused("True asks for tracing with TorchScript, which is gone")
     def traceModel(self, trace_model: bool) -> Self:
-        """Raises: ValueError for True; False is deprecated."""
+        """Refused: True asks for tracing with TorchScript, which is gone.
+
+        Raises: ValueError for True; False is deprecated.
+        """
         logger.warning("Jit.traceModel is deprecated: leave it out")
         if trace_model:
             raise ValueError(
@@ -160,15 +164,15 @@ class TensorLocationSettings(OptionsDict):
     >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
 
-    io_tiles_to_load: Setting[bool] = Setting()
-    io_tiles_to_store: Setting[bool] = Setting()
-    min_elements_for_off_chip: Setting[int] = Setting()
-    min_elements_for_replicated_tensor_sharding: Setting[int] = Setting()
-    on_chip_storage: Setting[bool] = Setting()
-    replicated_tensor_sharding: Setting[bool] = Setting()
+    io_tiles_to_load: bool
+    io_tiles_to_store: bool
+    min_elements_for_off_chip: int
+    min_elements_for_replicated_tensor_sharding: int
+    on_chip_storage: bool
+    replicated_tensor_sharding: bool
 
-    @recorded("tensors stay where they are computed")
     def minElementsForOffChip(self, min_elements: int) -> Self:
+        """Recorded: tensors stay where they are computed."""
         return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
@@ -176,9 +180,11 @@ class TensorLocationSettings(OptionsDict):
         expect("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
-    @recorded("tensors stay where they are computed; a profile says what the moves would take")
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """None deletes the setting."""
+        """Recorded: tensors stay where they are computed; a profile says what the moves would take.
+
+        None deletes the setting.
+        """
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
@@ -191,42 +197,42 @@ class TensorLocationSettings(OptionsDict):
         """
         return self.createOrSet(replicated_tensor_sharding=expect("useReplicatedTensorSharding", use, bool))
 
-    @recorded("there are no tiles")
     def useIOTilesToLoad(self, use: bool = True) -> Self:
+        """Recorded: there are no tiles."""
         return self.createOrSet(io_tiles_to_load=expect("useIOTilesToLoad", use, bool))
 
-    @recorded("there are no tiles")
     def useIOTilesToStore(self, use: bool = True) -> Self:
+        """Recorded: there are no tiles."""
         return self.createOrSet(io_tiles_to_store=expect("useIOTilesToStore", use, bool))
 
 
 class TensorLocations(OptionsDict):
     """The location settings of each kind of tensor, read back as `location_weight` and so on."""
 
-    location_activation = Setting(TensorLocationSettings())
-    location_weight = Setting(TensorLocationSettings())
-    location_optimizer = Setting(TensorLocationSettings())
-    location_accumulator = Setting(TensorLocationSettings())
-    num_io_tiles: Setting[int] = Setting()
+    location_activation: TensorLocationSettings = TensorLocationSettings()
+    location_weight: TensorLocationSettings = TensorLocationSettings()
+    location_optimizer: TensorLocationSettings = TensorLocationSettings()
+    location_accumulator: TensorLocationSettings = TensorLocationSettings()
+    num_io_tiles: int
 
-    @recorded("activations stay where they are computed")
     def setActivationLocation(self, location: TensorLocationSettings) -> Self:
+        """Recorded: activations stay where they are computed."""
         return self.set(location_activation=location)
 
-    @recorded("weights stay where they are used")
     def setWeightLocation(self, location: TensorLocationSettings) -> Self:
+        """Recorded: weights stay where they are used."""
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
         """Choose whether the optimizer's state is divided among replicas."""
         return self.set(location_optimizer=location)
 
-    @recorded("sums of gradients stay where they are computed")
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
+        """Recorded: sums of gradients stay where they are computed."""
         return self.set(location_accumulator=location)
 
-    @recorded("there are no tiles; overlapped inputs and outputs ask for it")
     def numIOTiles(self, num_tiles: int) -> Self:
+        """Recorded: there are no tiles; overlapped inputs and outputs ask for it."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
         assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
         return self.createOrSet(num_io_tiles=num_tiles)
@@ -239,9 +245,9 @@ class Distributed(OptionsDict):
     that ignore them would each train alone without a warning.
     """
 
-    distributed_process_id = Setting(0)
-    num_distributed_processes = Setting(1)
-    rows_by_replica = Setting(False)
+    distributed_process_id: int = 0
+    num_distributed_processes: int = 1
+    rows_by_replica: bool = False
 
     def __init__(self) -> None:
         super().__init__()

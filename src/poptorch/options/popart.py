@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from popengine.errors import Error
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, merged, plain, printed, recorded
+from poptorch.options.option_base import Freezable, merged, plain, printed
 
 _NAMES = """
     autoRecomputation cachePath convolutionOptions decomposeGradSum defaultBufferingDepth
@@ -61,8 +61,8 @@ class Popart(Freezable):
         )
         return self.set("engineOptions", dict(engine_options))
 
-    @recorded("there are no patterns")
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
+        """Recorded: there are no patterns."""
         self.checkIsFrozen()
         assert isinstance(patterns, dict) and all(
             isinstance(name, str) and isinstance(on, bool | int) for name, on in patterns.items()
