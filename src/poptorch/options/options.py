@@ -105,14 +105,44 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file of settings, one a line, as they are written after `options.`.
 
-        Raises: ConfigFileError for a line that is no setting.
+        Raises: ConfigFileError for a line that is no setting; the setter's error for a bad value.
         """
-        load_file(self, os.fspath(filepath))
+        path = Path(filepath)
+        count = 0
+        for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            setting = line.strip()
+            if not setting or setting.startswith("#"):
+                continue
+            count += 1  # of PopTorch's message: lines without comments and blank ones
+            try:
+                _apply(self, f"options.{setting}")
+            except SyntaxError as error:
+                raise ConfigFileError(
+                    f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
+                    f"(line {line_number} of {path})"
+                ) from error
+            except Exception as error:
+                error.add_note(f"at line {line_number} of {path}: {setting}")
+                raise
         return self
 
     def from_json(self, string: str) -> Self:
-        """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`."""
-        load_json(self, string)
+        """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`.
+
+        A list is several positional arguments; a string that names an enum's member becomes that member.
+        Raises: AttributeError for an unknown setting; the setter's error for a bad value.
+        """
+        settings = json.loads(string)
+        if not isinstance(settings, dict):
+            raise ValueError(f"options are a JSON object, from setting to argument; found {string}")
+        for name, value in settings.items():
+            setter = self
+            for part in name.split("."):
+                _check_attribute(part)
+                setter = getattr(setter, part)
+            if not callable(setter):
+                raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
+            setter(*(value if isinstance(value, list) else [_enum_member(value)]))
         return self
 
     def toDict(self) -> dict[str, Any]:
@@ -191,49 +221,6 @@ _PRIVATE_BUT_USED = ("_Popart", "_popart")
 
 class ConfigFileError(Exception):
     """A line of an options file is no setting."""
-
-
-def load_file(options: Any, path: str | Path) -> None:
-    """Apply a file of settings, one a line, as they are written after `options.`.
-
-    Raises: ConfigFileError for a line that is no setting; the setter's error for a bad value.
-    """
-    path = Path(path)
-    count = 0
-    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        setting = line.strip()
-        if not setting or setting.startswith("#"):
-            continue
-        count += 1  # of PopTorch's message: lines without comments and blank ones
-        try:
-            _apply(options, f"options.{setting}")
-        except SyntaxError as error:
-            raise ConfigFileError(
-                f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
-                f"(line {line_number} of {path})"
-            ) from error
-        except Exception as error:
-            error.add_note(f"at line {line_number} of {path}: {setting}")
-            raise
-
-
-def load_json(options: Any, text: str) -> None:
-    """Apply a JSON object, such as `{"deviceIterations": 4, "outputMode": "OutputMode.All"}`.
-
-    A list is several positional arguments; a string that names an enum's member becomes that member.
-    Raises: AttributeError for an unknown setting; the setter's error for a bad value.
-    """
-    settings = json.loads(text)
-    if not isinstance(settings, dict):
-        raise ValueError(f"options are a JSON object, from setting to argument; found {text}")
-    for name, value in settings.items():
-        setter = options
-        for part in name.split("."):
-            _check_attribute(part)
-            setter = getattr(setter, part)
-        if not callable(setter):
-            raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
-        setter(*(value if isinstance(value, list) else [_enum_member(value)]))
 
 
 def _enum_member(value: Any) -> Any:
