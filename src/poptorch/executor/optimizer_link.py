@@ -20,11 +20,11 @@ from ..optim.optimizer_state import (
     TorchLink,
     check_states,
     engine_state,
-    rate_entries,
     state_entries,
     states_of,
     torch_state,
 )
+from ..optim.rates import hyperparameter_entries
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 
@@ -154,7 +154,7 @@ class OptimizerLink:
         entries = state_entries(self.frozen.kind, states)
         if executable is not None and executable.settings.automatic_loss_scaling:
             entries[_LOSS_FACTOR] = torch.tensor(self._lease.loss_factor)
-        return entries, rate_entries(self.frozen, self.hyper)
+        return entries, hyperparameter_entries(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
         """Upload the states and rates that the user has loaded into the optimizer."""

@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES, Rule
-from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer
+from poptorch.optim.optimizer_base import Optimizer
+from poptorch.optim.rates import number, rates_of
 
 logger = logging.getLogger("poptorch::python")
 
@@ -80,19 +81,6 @@ def freeze_optimizer(
         flags=flags,
     )
     return frozen, hyper
-
-
-def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> settings.Hyper:
-    """Return the rates of parameter groups as numbers. Raises AssertionError for a value that is not in range."""
-    scaling = _number(loss_scaling, "loss_scaling", "the optimizer")
-    if not 0 < scaling < math.inf:
-        raise AssertionError(
-            f"loss_scaling has to be a positive, finite number, and is {loss_scaling!r}\n"
-            "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
-            "  fix: loss_scaling=1.0, or a power of two for half precision"
-        )
-    rates = tuple(_rates(RULES[kind], group, index) for index, group in enumerate(groups))
-    return settings.Hyper(groups=rates, loss_scaling=scaling)
 
 
 def _torch_kinds() -> dict[type, str]:
@@ -164,35 +152,9 @@ def _equal_in_groups(optimizer: Any, name: str) -> bool:
     return values == {True}
 
 
-def _rates(rule: Rule, group: dict[str, Any], index: int) -> dict[str, float]:
-    where = f"parameter group {index}"
-    rates = {}
-    for name in (*rule.rates, "maximize"):
-        if name == "betas":
-            rates["beta1"], rates["beta2"] = _betas(group["betas"], where)
-        elif name == "max_weight_norm" and group[name] is None:
-            rates[name] = MAX_WEIGHT_NORM
-        else:
-            rates[name] = _number(group.get(name, False), name, where)
-    if rule.fused is not None and group.get("fused"):
-        rates["fused"] = 1.0
-    return rates
-
-
-def _number(value: Any, name: str, where: str) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    try:
-        if isinstance(value, (str, bytes, Tensor)) or math.isnan(value):
-            raise TypeError
-        return float(value)
-    except TypeError:
-        raise AssertionError(f"Expected a number for {name} in {where}, but found {value!r}") from None
-
-
 def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
     """Return a bound on gradients, which any optimizer may have as an attribute."""
-    limit = _number(getattr(optimizer, name, math.inf), name, "the optimizer")
+    limit = number(getattr(optimizer, name, math.inf), name, "the optimizer")
     if limit < 0:
         raise AssertionError(
             f"{name} has to be 0 or more, and is {limit:g}\n"
@@ -200,14 +162,6 @@ def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
             f"  fix: a positive {name}; or leave it out for no clipping"
         )
     return limit
-
-
-def _betas(betas: Any, where: str) -> tuple[float, float]:
-    if not isinstance(betas, tuple) or len(betas) != 2:
-        raise AssertionError(
-            f"Expected a pair of numbers, a tuple, for betas in {where}, but found {betas!r}"
-        )
-    return _number(betas[0], "betas[0]", where), _number(betas[1], "betas[1]", where)
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:

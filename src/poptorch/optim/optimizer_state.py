@@ -6,33 +6,28 @@ ipu_state   Accl1___<parameter>   first state of the rule: velocity, first momen
             Accl2___<parameter>   second moment, or RMSprop's momentum buffer
             Accl3___<parameter>   mean of the gradients (centered RMSprop)
             Step___<parameter>    number of updates
-ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
+ipu_param   the rates, see `rates.py`
 
 torch's optimizers keep torch's own format, so a checkpoint can be loaded in plain PyTorch, and the other way round.
 """
 
 import copy
 import functools
-import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from popengine import settings
 from popengine.update.optimizer_rules import RULES, rule_of
+from poptorch.optim.rates import SPECIFIC
 
 State = dict[str, Tensor]
 
-logger = logging.getLogger("poptorch::python")
-
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
-_SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
-_NO_RATES = ("nesterov", "maximize", "fused")  # keys of a snapshot's groups that are switches
 
 
 # poptorch's format ------------------------------------------------------------------------------------
@@ -94,94 +89,9 @@ def renamed(entries: Mapping[str, Tensor] | None, names: Mapping[str, str]) -> d
     """Return entries of "ipu_state" or "ipu_param" for parameters that have other names (old -> new)."""
     result = {}
     for key, value in (entries or {}).items():
-        before, mark, parameter = key.rpartition(_SPECIFIC if _SPECIFIC in key else "___")
+        before, mark, parameter = key.rpartition(SPECIFIC if SPECIFIC in key else "___")
         result[f"{before}{mark}{names.get(parameter, parameter)}"] = value
     return result
-
-
-def _entry_name(rate: str) -> str:
-    """Return the name of a rate in "ipu_param"; weight_decay, for example, is weightDecay there."""
-    first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
-    return first + "".join(map(str.capitalize, others))
-
-
-def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
-    """Return the rates of a group by their names in "ipu_param".
-
-    SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
-    and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
-    """
-    if "dampening" in rates and rates["momentum"] == 0:
-        step = rates["lr"] * (1 - rates["dampening"])
-        factor = 1 - step * rates["weight_decay"]
-        return {"scaledLearningRate0": step / scaling, "weightDecayScaleFactor0": factor}
-    return {_entry_name(name): rate for name, rate in rates.items() if name not in _NO_RATES}
-
-
-def rate_entries(optimizer: settings.Optimizer, hyper: settings.Hyper) -> dict[str, Tensor]:
-    """Return the hyperparameters of one update as the "ipu_param" of `Optimizer.state_dict()`.
-
-    Returns: the loss scaling, and for each parameter, in the order of the groups, its rates: tensors without dimensions
-    """
-    entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
-    for parameter, index in optimizer.group_of.items():
-        for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
-            entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
-    return entries
-
-
-def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
-    """Write the rates of an "ipu_param" into the parameter groups of an optimizer, and into its loss scaling.
-
-    The entries' parameters are those of the groups, in this order. If the parameters of a group differ, the group gets
-    the rates of its last one, with a warning.
-    """
-    loaded = {key: float(value) for key, value in ipu_param.items()}
-
-    def newer(key: str, old: Any, factor: float = 1.0) -> Any:
-        """Return the loaded value, or the old one if both are equal in float32, the type of the entries."""
-        value = loaded.get(key)
-        if value is None or (old is not None and math.isclose(value * factor, old, rel_tol=1e-6)):
-            return old
-        return value * factor
-
-    optimizer.loss_scaling = scaling = newer("lossScaling_FLOAT", optimizer.loss_scaling)
-    names = dict.fromkeys(key.partition(_SPECIFIC)[2] for key in loaded if _SPECIFIC in key)
-    members = [group for group in optimizer.param_groups for _ in group["params"]]
-    used: dict[str, float] = {"lossScaling_FLOAT": scaling}
-    for name, group in zip(names, members, strict=False):
-        suffix = f"{_SPECIFIC}{name}"
-        for rate in RULES[kind].rates:
-            if rate == "betas":
-                group[rate] = tuple(newer(f"beta{n}{suffix}", old) for n, old in enumerate(group[rate], 1))
-            elif rate not in _NO_RATES:
-                group[rate] = newer(_entry_name(rate) + suffix, group[rate])
-        undamped, factor = 1 - group.get("dampening", 1), loaded.get(f"weightDecayScaleFactor0{suffix}")
-        if undamped:
-            group["lr"] = newer(f"scaledLearningRate0{suffix}", group["lr"], scaling / undamped)
-            step = group["lr"] * undamped
-            if (
-                factor is not None
-                and step
-                and not math.isclose(factor, 1 - step * group["weight_decay"], abs_tol=1e-6)
-            ):
-                group["weight_decay"] = (1 - factor) / step
-    for name, group in zip(names, members, strict=False):
-        rates = {
-            rate: group[rate] for rate in RULES[kind].rates if rate != "betas" and group[rate] is not None
-        }
-        rates |= {f"beta{n}": beta for n, beta in enumerate(group.get("betas", ()), 1)}
-        used |= {f"{n}{_SPECIFIC}{name}": value for n, value in _group_entries(rates, scaling).items()}
-    unused = [
-        n for n, value in loaded.items() if not math.isclose(value, used.get(n, math.nan), rel_tol=1e-4)
-    ]
-    if unused:
-        logger.warning(
-            "the loaded ipu_param has rates that are not used: %s\n"
-            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
-            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
-            ", ".join(unused[:5]),
-        )
 
 
 # torch's format ---------------------------------------------------------------------------------------
@@ -239,19 +149,9 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
 
 # torch's optimizers while an executor trains ------------------------------------------------------------
 
-_LOST = (
-    "_pando_lost_state"  # attribute of an optimizer whose state is lost: the handle of the hook that raises
-)
+# Attribute of an optimizer whose state is lost: the handle of the hook that raises the error.
+_LOST = "_pando_lost_state"
 _PICKLED = "__getstate__"  # set on the optimizer itself: copies and pickles use it instead of the class's
-
-
-class DeviceOptimizerState(Protocol):
-    """The methods of an executor by which `TorchLink` reads and writes the optimizer state on the devices."""
-
-    frozen: settings.Optimizer
-
-    def torch_states(self) -> dict[str, State]: ...
-    def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None: ...
 
 
 class TorchLink:
@@ -262,11 +162,12 @@ class TorchLink:
 
     Args:
         names: id(parameter) -> canonical name
+        owner: the executor's `OptimizerLink`, which reads and writes the state on the devices
         take:  whether the executor loads the state that the optimizer has now
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: DeviceOptimizerState, take: bool
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: Any, take: bool
     ) -> None:
         self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
         if (lost := vars(optimizer).pop(_LOST, None)) is not None:

@@ -12,9 +12,9 @@ import torch
 
 import poptorch
 from popengine.settings import Hyper
-from popengine.settings import Optimizer as Rule
 from poptorch import optim
-from poptorch.optim.optimizer_state import rate_entries, state_entries, states_of
+from poptorch.optim.optimizer_state import state_entries, states_of
+from poptorch.optim.rates import hyperparameter_entries
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {
@@ -285,7 +285,7 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
         "nesterov": 0.0,
         "maximize": 0.0,
     }
-    entries = rate_entries(Rule("sgd", {"w": 0}), Hyper((rates,), loss_scaling=2.0))
+    entries = hyperparameter_entries({"w": 0}, Hyper((rates,), loss_scaling=2.0))
     assert {name: round(value.item(), 6) for name, value in entries.items()} == {
         "lossScaling_FLOAT": 2.0,
         "scaledLearningRate0___specific___w": 0.125,
@@ -295,6 +295,6 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
 
 def test_other_rates_are_named_by_parameter():
     rates = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.25, "maximize": 0.0}
-    entries = rate_entries(Rule("adamw", {"w": 0}), Hyper((rates,)))
+    entries = hyperparameter_entries({"w": 0}, Hyper((rates,)))
     assert entries["learningRate___specific___w"].item() == 0.5
     assert entries["weightDecay___specific___w"].item() == 0.25

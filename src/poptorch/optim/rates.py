@@ -1,0 +1,141 @@
+"""The rates of an optimizer: read from its parameter groups for the engine, and to and from the "ipu_param" of a state.
+
+ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popengine.settings import Hyper
+from popengine.update.optimizer_rules import RULES, Rule
+
+logger = logging.getLogger("poptorch::python")
+
+MAX_WEIGHT_NORM = 65500.0  # of LAMB
+SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
+_SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
+
+
+def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> Hyper:
+    """Return the rates of parameter groups as numbers. Raises AssertionError for a value that is not in range."""
+    scaling = number(loss_scaling, "loss_scaling", "the optimizer")
+    if not 0 < scaling < math.inf:
+        raise AssertionError(
+            f"loss_scaling has to be a positive, finite number, and is {loss_scaling!r}\n"
+            "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
+            "  fix: loss_scaling=1.0, or a power of two for half precision"
+        )
+    rates = tuple(_rates(RULES[kind], group, f"parameter group {i}") for i, group in enumerate(groups))
+    return Hyper(groups=rates, loss_scaling=scaling)
+
+
+def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
+    rates = {}
+    for name in (*rule.rates, "maximize"):
+        if name == "betas":
+            betas = group["betas"]
+            if not isinstance(betas, tuple) or len(betas) != 2:
+                raise AssertionError(
+                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {betas!r}"
+                )
+            rates["beta1"], rates["beta2"] = (number(beta, "betas", where) for beta in betas)
+        elif name == "max_weight_norm" and group[name] is None:
+            rates[name] = MAX_WEIGHT_NORM
+        else:
+            rates[name] = number(group.get(name, False), name, where)
+    if rule.fused is not None and group.get("fused"):
+        rates["fused"] = 1.0
+    return rates
+
+
+def number(value: Any, name: str, where: str) -> float:
+    """Return a value as a float. Raises AssertionError if it is no number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        if isinstance(value, (str, bytes, Tensor)) or math.isnan(value):
+            raise TypeError
+        return float(value)
+    except TypeError:
+        raise AssertionError(f"Expected a number for {name} in {where}, but found {value!r}") from None
+
+
+def _entry_name(rate: str) -> str:
+    """Return the name of a rate in "ipu_param"; weight_decay, for example, is weightDecay there."""
+    first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
+    """Return the rates of a group by their names in "ipu_param".
+
+    SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
+    and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
+    """
+    if "dampening" in rates and rates["momentum"] == 0:
+        step = rates["lr"] * (1 - rates["dampening"])
+        factor = 1 - step * rates["weight_decay"]
+        return {"scaledLearningRate0": step / scaling, "weightDecayScaleFactor0": factor}
+    return {_entry_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
+
+
+def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
+    """Return the "ipu_param" of an optimizer: its loss scaling, and for each parameter the rates of its group."""
+    entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
+    for parameter, index in group_of.items():
+        for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
+            entries[f"{name}{SPECIFIC}{parameter}"] = torch.tensor(value)
+    return entries
+
+
+def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
+    """Write the rates of an "ipu_param" into the parameter groups of an optimizer, and into its loss scaling.
+
+    The entries' parameters are those of the groups, in this order. If the parameters of a group differ, the group gets
+    the rates of its last one, with a warning.
+    """
+    loaded = {key: float(value) for key, value in ipu_param.items()}
+    optimizer.loss_scaling = _newer(loaded.get("lossScaling_FLOAT"), optimizer.loss_scaling)
+    names = dict.fromkeys(key.partition(SPECIFIC)[2] for key in loaded if SPECIFIC in key)
+    groups = enumerate(optimizer.param_groups)
+    group_of = dict(zip(names, [index for index, group in groups for _ in group["params"]], strict=False))
+    for name, index in group_of.items():
+        suffix = f"{SPECIFIC}{name}"
+        entries = {key.removesuffix(suffix): value for key, value in loaded.items() if key.endswith(suffix)}
+        _load_group(RULES[kind], optimizer.param_groups[index], entries, optimizer.loss_scaling)
+    used = hyperparameter_entries(group_of, rates_of(kind, optimizer.param_groups, optimizer.loss_scaling))
+    unused = [n for n, v in loaded.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
+    if unused:
+        logger.warning(
+            "the loaded ipu_param has rates that are not used: %s\n"
+            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
+            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
+            ", ".join(unused[:5]),
+        )
+
+
+def _load_group(rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float) -> None:
+    """Write a parameter's rates by their names in "ipu_param" into its group."""
+    for rate in rule.rates:
+        if rate == "betas":
+            group[rate] = tuple(_newer(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1))
+        elif rate not in _SWITCHES:
+            group[rate] = _newer(entries.get(_entry_name(rate)), group[rate])
+    undamped = 1 - group.get("dampening", 1)
+    if "scaledLearningRate0" in entries and undamped:
+        group["lr"] = _newer(entries["scaledLearningRate0"] * scaling / undamped, group["lr"])
+        step, decay = group["lr"] * undamped, group["weight_decay"]
+        factor = entries.get("weightDecayScaleFactor0", 1 - step * decay)
+        if step and not math.isclose(factor, 1 - step * decay, abs_tol=1e-6):
+            group["weight_decay"] = (1 - factor) / step
+
+
+def _newer(loaded: float | None, old: Any) -> Any:
+    """Return the loaded value, or the old one if both are equal in float32, the type of the entries."""
+    is_equal = loaded is None or (old is not None and math.isclose(loaded, old, rel_tol=1e-6))
+    return old if is_equal else loaded
