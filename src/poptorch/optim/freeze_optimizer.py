@@ -8,7 +8,6 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +32,12 @@ class UnknownParameterError(Error, KeyError):
 
 
 def freeze_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    warn: Callable[[str], None] = logger.warning,
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
     """Check an optimizer and return a snapshot of it: what is compiled in, and the rates.
 
     Args:
         names: id(parameter) -> canonical name, for every parameter of the model
-        warn:  called with a message if the optimizer is of a subclass, whose own Python code won't run
     Raises:
         AssertionError: an unsupported type or a bad attribute
         ValueError: amsgrad
@@ -49,12 +45,6 @@ def freeze_optimizer(
     """
     kind = kind_of(optimizer)
     rule = RULES[kind]
-    if type(optimizer) not in _torch_kinds() and "_kind" not in vars(type(optimizer)):
-        warn(
-            "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
-            "poptorch.optim or torch.optim are unlikely to behave as intended; "
-            f"the engine runs the update, not the Python of {type(optimizer).__name__}"
-        )
     for index, group in enumerate(optimizer.param_groups):
         for name in rule.group_keys:
             if name not in group:
@@ -87,15 +77,9 @@ def _torch_kinds() -> dict[type, str]:
     return {rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None}
 
 
-def _our_classes(base: type[Optimizer] = Optimizer) -> list[type[Optimizer]]:
-    """Return the classes of poptorch's optimizers, which have a rule; not the user's subclasses of them."""
-    subclasses = [kind for below in base.__subclasses__() for kind in (below, *_our_classes(below))]
-    return [kind for kind in dict.fromkeys(subclasses) if "_kind" in vars(kind)]
-
-
 def supported_optimizers() -> str:
     """Return the names of all optimizers that executors can run, for messages."""
-    ours = [f"poptorch.optim.{kind.__name__}" for kind in _our_classes()]
+    ours = [f"poptorch.optim.{kind.__name__}" for kind in Optimizer.classes]
     return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _torch_kinds())])
 
 
@@ -220,7 +204,7 @@ class OptimizerGuard:
         self._automatic_loss_scaling = automatic_loss_scaling
         self._accepted: _Accepted | None = None
         self._attributes: dict[str, set[str]] = {}  # names that are not reported, by place
-        self._warned: set[str] = set()
+        self._warned: set[type] = set()  # the user's subclasses
 
     def accept(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
@@ -232,17 +216,16 @@ class OptimizerGuard:
         Raises:
             Error: an attribute that is compiled in has changed, or the optimizer has hooks for its steps
         """
-        frozen, hyper = freeze_optimizer(optimizer, names, self._warn_once)
+        frozen, hyper = freeze_optimizer(optimizer, names)
         check_hooks(optimizer)
+        self._warn_of_subclass(optimizer)
         accepted = _Accepted(
             label=label_of(optimizer),
             frozen=frozen,
             group_count=len(hyper.groups),
             constants=_constants(optimizer, self._automatic_loss_scaling),
         )
-        is_loaded = getattr(
-            optimizer, "_has_loaded_rates", False
-        )  # rates of a checkpoint replace constants, too
+        is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and self._accepted is not None:
             _check_compiled(optimizer, self._accepted, accepted)
             if not is_loaded:
@@ -254,24 +237,30 @@ class OptimizerGuard:
             self._accepted = accepted
         return frozen, hyper
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning("%s", message)
+    def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer)
+        if kind in _torch_kinds() or kind in Optimizer.classes or kind in self._warned:
+            return
+        self._warned.add(kind)
+        logger.warning(
+            "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
+            "poptorch.optim or torch.optim are unlikely to behave as intended; "
+            "the engine runs the update, not the Python of %s",
+            kind.__name__,
+        )
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         for place, found in _names(optimizer).items():
             known = self._attributes.setdefault(place, set(found))
-            unexpected = found - known and sorted(found - known - _known_attributes())
+            unexpected = found - known and sorted(found - known - _known_attributes(optimizer))
             if unexpected:
                 known.update(unexpected)  # reported once
                 self._report("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
 
 
-def _known_attributes() -> set[str]:
-    """Return the attributes of poptorch's optimizers, which are expected when one replaces a torch optimizer."""
-    bases = {base for kind in _our_classes() for base in kind.__mro__ if issubclass(base, Optimizer)}
-    own = {name for base in bases for name in inspect.get_annotations(base) if name[0] != "_"}
+def _known_attributes(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the attributes of a poptorch optimizer, which are expected when it replaces a torch optimizer."""
+    own = {name for base in type(optimizer).__mro__ for name in inspect.get_annotations(base)}
     # Group keys of two of them, a bound that any optimizer may have, and a key that torch adds when it loads a state.
     return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
 
@@ -359,21 +348,19 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
             f"the optimizer's type can't change once the model is compiled: it was {old.label}, this one is "
             f"{new.label}.\n  fix: call destroy() on the model first"
         )
-    if after.accumulator_type != before.accumulator_type:
-        _refuse_accumulator(optimizer, before.accumulator_type, after.accumulator_type)
-    changes = [
-        f"{what}: it was {was}, now it is {now}"
-        for what, was, now in (
-            ("the clipping (max_grad_norm)", before.max_grad_norm, after.max_grad_norm),
-            *((f"the attribute {n!r}", on, after.flags.get(n)) for n, on in before.flags.items()),
-            ("the clipping (max_grad_value)", before.max_grad_value, after.max_grad_value),
-            ("the number of parameter groups", old.group_count, new.group_count),
-            *(
-                (f"the dtype of the state {name!r}", dtype, after.state_types.get(name, dtype))
-                for name, dtype in before.state_types.items()
-            ),
+    combined = getattr(optimizer, "use_combined_accum", False)
+    if after.accumulator_type == torch.float16 != before.accumulator_type and not combined:
+        raise ValueError(
+            "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
+            f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with "
+            f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on the "
+            "model first"
         )
-        if was != now
+    now = _compiled_in(new)
+    changes = [
+        f"{what}: it was {was}, now it is {now[what]}"
+        for what, was in _compiled_in(old).items()
+        if now.get(what, was) != was
     ]
     if old.group_count == new.group_count and before.group_of != after.group_of:
         moved = sorted(n for n, _ in before.group_of.items() ^ after.group_of.items())
@@ -384,6 +371,19 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
             + "".join(f"  {change}\n" for change in changes)
             + "  fix: call destroy() on the model first"
         )
+
+
+def _compiled_in(accepted: _Accepted) -> dict[str, Any]:
+    """Return what setOptimizer can't change, by its description."""
+    frozen = accepted.frozen
+    return {
+        "the type of gradient sums (accum_type)": frozen.accumulator_type,
+        "the clipping (max_grad_norm)": frozen.max_grad_norm,
+        "the clipping (max_grad_value)": frozen.max_grad_value,
+        "the number of parameter groups": accepted.group_count,
+        **{f"the attribute {name!r}": is_on for name, is_on in frozen.flags.items()},
+        **{f"the dtype of the state {name!r}": dtype for name, dtype in frozen.state_types.items()},
+    }
 
 
 def _check_constants(optimizer: torch.optim.Optimizer, old: _Accepted, label: str) -> None:
@@ -397,18 +397,3 @@ def _check_constants(optimizer: torch.optim.Optimizer, old: _Accepted, label: st
                 f"  fix: give {name} to the constructor of the poptorch optimizer, or call "
                 f"optimizer.variable_attrs.markAsVariable({name!r}), before the model is compiled"
             )
-
-
-def _refuse_accumulator(optimizer: torch.optim.Optimizer, was: torch.dtype, now: torch.dtype) -> None:
-    if now == torch.float16 and not getattr(optimizer, "use_combined_accum", False):
-        raise ValueError(
-            "accum_type=torch.float16 needs "
-            "options.Training.setMeanAccumulationAndReplicationReductionStrategy("
-            f"poptorch.MeanReductionStrategy.Running), but the model is already "
-            f"compiled with {was}.\n  fix: set this optimizer before the first call, "
-            "or call destroy() on the model first"
-        )
-    raise Error(
-        f"the optimizer's accum_type can't change once the model is compiled: it was {was}, now "
-        f"it is {now}.\n  fix: call destroy() on the model first"
-    )

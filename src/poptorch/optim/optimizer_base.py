@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,6 +91,12 @@ class Optimizer:
     max_grad_norm: float = math.inf
     accum_type: torch.dtype = torch.float32
     variable_attrs: VariableAttributes
+
+    classes: ClassVar[list[type]] = []  # those of this package, which have a rule; not the user's subclasses
+
+    def __init_subclass__(cls) -> None:
+        if "_kind" in vars(cls):
+            Optimizer.classes.append(cls)
 
     @property
     def _attributes(self) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """What freezing an optimizer reads, and which optimizers it refuses."""
 
-import logging
 import math
 
 import pytest
@@ -139,15 +138,3 @@ def test_parameters_of_another_model_are_listed():
     with pytest.raises(popengine.errors.Error, match=r"group 0, parameter 1, shape \[7, 5\]") as caught:
         freeze(optimizer)
     assert isinstance(caught.value, KeyError)
-
-
-def test_a_subclass_is_warned_about(caplog):
-    class Mine(torch.optim.SGD):
-        pass
-
-    with caplog.at_level(logging.WARNING, "poptorch::python"):
-        freeze(Mine(MODEL.parameters(), lr=0.1))
-    assert (
-        "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
-        "poptorch.optim or torch.optim are unlikely to behave as intended"
-    ) in caplog.text
