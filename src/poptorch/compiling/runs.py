@@ -15,7 +15,7 @@ from typing import Any
 
 from popengine.settings import Counts, Settings, StepPart
 
-from ..data.loader import micro_batch_of
+from ..data.loader import loaded_for
 from .arguments import BoundCall, CompiledInputs
 
 _WHOLE_STEP = StepPart()
@@ -79,7 +79,7 @@ def runs_of(
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
     """Return the rows of a micro-batch; None where they are not known, or not the same in all inputs."""
-    loaded = next((found for tensor in call.tensors if (found := micro_batch_of(tensor))), None)
+    loaded = next((rows for tensor in call.tensors if (rows := loaded_for(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded
     sizes = {shape[0] // like.counts.product for _, shape in like.kind.tensors if shape}

@@ -41,7 +41,7 @@ class AsynchronousDataAccessor:
     """Iterates over `dataset` in a worker process, which loads up to `buffer_size` batches ahead.
 
     A batch is a view of shared memory and valid until the next batch has been taken: clone the tensors to keep them.
-    Tuples arrive as lists. All batches must have the shapes of the first.
+    Tuples arrive as lists. A batch with other shapes or dtypes than the first one is pickled, which is slower.
 
     Args:
         buffer_size: batches in shared memory; at least two, as the latest one is still in use
@@ -51,8 +51,6 @@ class AsynchronousDataAccessor:
         sharing_strategy: how the dataset gets to the worker process
         rebatched_size: cut the rows of the dataset's batches into batches of this size
     """
-
-    _short_tail = False  # whether the last batch of an epoch may be smaller
 
     def __init__(
         self,
@@ -70,15 +68,17 @@ class AsynchronousDataAccessor:
         granted = slots if early_preload else 1
         self._kept_back = list(range(granted, slots))  # sent to the worker at the first iter()
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, self._short_tail)
+        keep_tail = getattr(dataset, "keeps_tail_of_worker", False)
+        settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, keep_tail)
         self._process, self._connection = _start(dataset, strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0
         self._held: int | None = None  # the slot of the latest batch
-        self._inside = False  # whether an epoch has begun and not ended
         self._ended = False  # whether next() raises StopIteration until iter()
-        self._worker_waits = False
+        self._restarts = (
+            False  # whether iter() restarts the worker: in the middle of an epoch, or if the worker waits
+        )
         ready = self._receive("AsynchronousDataAccessor worker thread failed to start")
         assert isinstance(ready, Ready)
         self._ring = ready.ring
@@ -93,14 +93,14 @@ class AsynchronousDataAccessor:
 
     def __iter__(self) -> Iterator[Any]:
         self._check_alive()
-        if self._inside or self._worker_waits:
+        if self._restarts:
             epoch = None
-            if self._inside:
+            if not self._ended:
                 self._state = None  # arrives with the next batch
                 epoch = None if self._begun is None else pickle.loads(self._begun)["epoch"] + 1
             self._generation += 1
             self._send(Restart(self._generation, epoch))
-        self._inside = self._ended = self._worker_waits = False
+        self._ended = self._restarts = False
         return self
 
     def __next__(self) -> Any:
@@ -116,7 +116,7 @@ class AsynchronousDataAccessor:
             if isinstance(message, Item):
                 self._send(message.slot)
             elif isinstance(message, EpochEnd) and message.generation == self._generation:
-                self._inside, self._ended, self._worker_waits = False, True, not message.goes_on
+                self._ended, self._restarts = True, not message.goes_on
                 self._state, self._begun = message.state, None
                 raise StopIteration
 
@@ -135,7 +135,7 @@ class AsynchronousDataAccessor:
         self._check_alive()
         self._generation += 1
         self._state, self._begun = pickle.dumps(state), None
-        self._inside = self._ended = self._worker_waits = False
+        self._ended = self._restarts = False
         self._send(Restart(self._generation, state=self._state))
 
     def terminate(self) -> None:
@@ -145,13 +145,12 @@ class AsynchronousDataAccessor:
     def _take(self, item: Item) -> Any:
         if self._held is not None:
             self._send(self._held)
-        self._held, self._inside = item.slot, True
+        self._held, self._restarts = item.slot, True
         self._state, self._begun = item.state, item.begun or self._begun
         skeleton = self._skeleton
         if item.skeleton is not None:
             skeleton = _with_lists(pickle.loads(item.skeleton))
-        views = self._ring.views(item.slot, item.rows)
-        return skeleton if item.has_tensors else with_tensors(skeleton, iter(views))
+        return skeleton if item.has_tensors else with_tensors(skeleton, iter(self._ring.views(item.slot)))
 
     def _receive(self, complaint: str) -> Any:
         """Return the worker's next message. Raises an error that begins with `complaint` if the worker failed."""
@@ -195,24 +194,20 @@ class AsynchronousDataAccessor:
                 f"  fix: iterate over the loader itself, or make it with mode=poptorch.DataLoaderMode.Sync"
             )
         ragged = not getattr(dataset, "drops_last", True) and (dataset.combinedBatchSize or 1) > 1
-        assert not ragged or self._short_tail or rebatched_size is not None, (
-            "a DataLoader with 'drop_last=False' may end with a smaller batch, but all batches of an "
-            "accessor have one shape: set drop_last=True, or pass 'rebatched_size' to regroup the rows"
+        assert not ragged or dataset.keeps_tail_of_worker or rebatched_size is not None, (
+            "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
+            "'rebatched_size' to regroup the rows"
         )
 
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
     """Return the batches in an epoch; None if not known. (A reference to the dataset could keep its loader alive.)"""
     try:
-        batches = len(dataset)
-        if rebatched_size is None:
-            return batches
-        if not isinstance(dataset, TorchLoader) or dataset.batch_size is None:
-            return batches // rebatched_size  # assuming one row a batch
-        if dataset.drop_last:
-            return batches * dataset.batch_size // rebatched_size
-        rows: Any = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
-        return len(rows) // rebatched_size
+        if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
+            return len(dataset) // (rebatched_size or 1)  # assuming one row a batch
+        source: Any = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
+        rows = len(source) // dataset.batch_size * dataset.batch_size if dataset.drop_last else len(source)
+        return rows // rebatched_size
     except (TypeError, NotImplementedError):
         return None
 

@@ -31,17 +31,11 @@ listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # The counts and the micro-batch size that a combined batch was loaded for, by its first tensor.
 _loaded = WeakTensorKeyDictionary()
-_NOT_LOADED: tuple[Counts | None, int | None] = (None, None)
 
 
-def counts_of(tensor: torch.Tensor) -> Counts | None:
-    """Return the counts that a loader has made a tensor for; None for other tensors."""
-    return (_loaded.get(tensor) or _NOT_LOADED)[0]
-
-
-def micro_batch_of(tensor: torch.Tensor) -> int | None:
-    """Return the rows of a micro-batch in a tensor that a loader has made; None for other tensors."""
-    return (_loaded.get(tensor) or _NOT_LOADED)[1]
+def loaded_for(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
+    """Return the counts and the rows of a micro-batch that a loader has made a tensor for; None where not known."""
+    return _loaded.get(tensor) or (None, None)
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -89,7 +83,8 @@ class DataLoader(torch.utils.data.DataLoader):
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
-        self._drops_last = drop_last
+        self.drops_last = drop_last  # (`drop_last` is the argument of torch's loader)
+        self.keeps_tail_of_worker = not drop_last and self.mode != DataLoaderMode.Sync
         self._accessor: AsynchronousDataAccessor | None = None
         self._group = options._counts().product if batch_sampler is not None else 1
 
@@ -136,11 +131,6 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._combined_batch_size
 
     @property
-    def drops_last(self) -> bool:
-        """Whether an incomplete combined batch is left out. (`drop_last` is the argument of torch's loader.)"""
-        return self._drops_last
-
-    @property
     def is_asynchronous(self) -> bool:
         return self._accessor is not None
 
@@ -178,26 +168,24 @@ class DataLoader(torch.utils.data.DataLoader):
             self._accessor._resume(state)
 
     def __len__(self) -> int:
-        if self._group > 1:
-            return self._whole(super().__len__(), self._group)
         if self._worker_size is None or self._combined_batch_size is None:
-            return super().__len__()
-        rows = self._rows()
-        if rows is None:
+            parts, size = super().__len__(), self._group
+        else:
+            parts, size = self._rows(), self._combined_batch_size
+        if parts is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length")
-        return self._whole(rows, self._combined_batch_size)
+        return parts // size if self.drops_last else -(-parts // size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _observed(self._batches(), self.options._counts(), self._micro_batch)
-
-    def _batches(self) -> Iterator[Any]:
         if self._accessor is not None:
-            return iter(self._accessor)
-        return self._progress.epoch_of(self, self._epoch, self._group)
+            batches = iter(self._accessor)
+        else:
+            batches = self._progress.epoch_of(self, self._epoch, self._group)
+        return _observed(batches, self.options._counts(), self._micro_batch)
 
     def _epoch(self) -> Iterator[Any]:
         batches = super().__iter__()
-        return batches if self._group == 1 else grouped(batches, self._group, not self._drops_last)
+        return batches if self._group == 1 else grouped(batches, self._group, not self.drops_last)
 
     @property
     def _index_sampler(self) -> Any:
@@ -225,9 +213,6 @@ class DataLoader(torch.utils.data.DataLoader):
             return None
         return self._combined_batch_size * (1 if self._shares > 1 else self.options.Distributed.numProcesses)
 
-    def _whole(self, parts: int, size: int) -> int:
-        return parts // size if self._drops_last else -(-parts // size)
-
     def _rows(self) -> int | None:
         """Return the rows that this process reads in an epoch; None if not known."""
         source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
@@ -242,10 +227,8 @@ class DataLoader(torch.utils.data.DataLoader):
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
         )
-        ragged = self.mode == DataLoaderMode.Async and not self._drops_last
-        if batch_sampler is not None or not (ragged or self.mode == DataLoaderMode.AsyncRebatched):
-            return None
-        if combined is None or combined == 1:  # nothing to regroup
+        regroups = self.keeps_tail_of_worker or self.mode == DataLoaderMode.AsyncRebatched
+        if not regroups or batch_sampler is not None or combined in (None, 1):
             return None
         return worker_size or combined
 
@@ -266,12 +249,7 @@ class DataLoader(torch.utils.data.DataLoader):
             )
             self.pin_memory = False
         rebatched_size = None if self._worker_size is None else self._combined_batch_size
-        kind = AsynchronousDataAccessor if self._drops_last else _RaggedAccessor
-        self._accessor = kind(self, **async_options, rebatched_size=rebatched_size)
-
-
-class _RaggedAccessor(AsynchronousDataAccessor):
-    _short_tail = True
+        self._accessor = AsynchronousDataAccessor(self, **async_options, rebatched_size=rebatched_size)
 
 
 def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:

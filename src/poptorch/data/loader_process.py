@@ -47,14 +47,14 @@ class WorkerSettings:
         granted:    slots that may be filled before the consumer's first `iter()`
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         rebatched_size: rows of a batch, if the dataset's batches are to be regrouped
-        short_tail: whether the last batch of an epoch may have fewer rows
+        keep_tail:  whether regrouping keeps a smaller last batch
     """
 
     slots: int
     granted: int
     load_indefinitely: bool
     rebatched_size: int | None
-    short_tail: bool
+    keep_tail: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,17 @@ class Ready:
     skeleton: bytes  # the first batch, pickled, with meta tensors in place of its tensors
     state: (
         bytes | None
-    )  # pickled state of the dataset, if it is a poptorch.DataLoader, before anything was loaded
+    )  # pickled state of the dataset before anything was loaded, if it is a poptorch.DataLoader
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     generation: int
     slot: int
-    rows: tuple[int, ...] | None  # of each tensor, if there are fewer than in the slot
     skeleton: bytes | None  # None if it is that of Ready
-    has_tensors: bool  # whether the skeleton has the tensors, as the slot could not hold their dtypes
+    has_tensors: (
+        bool  # whether the skeleton has the tensors, since their shapes or dtypes are not those of the slot
+    )
     state: bytes | None  # as in Ready, after this batch, without what is equal in all batches of an epoch
     begun: bytes | None  # the rest of the state, with an epoch's first batch
 
@@ -110,46 +111,24 @@ class Ring:
         size = max(sum(map(_padded, templates)), 1)
         return cls(torch.empty(slots, size, dtype=torch.uint8).share_memory_(), templates)
 
-    def views(self, slot: int, rows: Sequence[int] | None = None) -> list[Tensor]:
-        """Return the tensors in a slot, or the first `rows` of each."""
+    def views(self, slot: int) -> list[Tensor]:
+        """Return the tensors in a slot."""
         views, start = [], 0
         for template in self.templates:
             part = self.memory[slot, start : start + template.nbytes]
             views.append(part.view(template.dtype).view(template.shape))
             start += _padded(template)
-        return views if rows is None else [view[:count] for view, count in zip(views, rows, strict=True)]
+        return views
 
-    def differs_in_dtypes_only(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a batch has the shapes of the slots, but other dtypes."""
-        kinds, expected = _kinds(tensors), _kinds(self.templates)
-        return kinds != expected and [shape for shape, _ in kinds] == [shape for shape, _ in expected]
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a batch has the shapes and dtypes of the slots."""
+        return [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in self.templates]
 
-    def fill(self, slot: int, tensors: Sequence[Tensor], short: bool) -> tuple[int, ...] | None:
-        """Copy a batch into a slot.
-
-        Args:
-            short: whether the batch may have fewer rows than the slot
-        Returns:
-            the rows of each tensor if it has fewer, else None
-        Raises:
-            DataError: the batch has other shapes or dtypes than the first
-        """
-        kinds, expected, rows = _kinds(tensors), _kinds(self.templates), None
-        if kinds != expected:
-            if not (short and _is_shorter(kinds, expected)):
-                raise DataError(
-                    f"a batch differs from the first one: expected {_words(expected)}, got {_words(kinds)}\n"
-                    f"  fix: shapes must not change: drop_last=True leaves an incomplete last batch out, "
-                    f"a collate_fn can pad"
-                )
-            rows = tuple(shape[0] for shape, _ in kinds)
+    def fill(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Copy a batch that fits into a slot."""
         with torch.no_grad():
-            for view, tensor in zip(self.views(slot, rows), tensors, strict=True):
+            for view, tensor in zip(self.views(slot), tensors, strict=True):
                 view.copy_(tensor)
-        return rows
-
-
-_Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def _on_meta(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -158,21 +137,6 @@ def _on_meta(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[_Kind]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-def _is_shorter(kinds: list[_Kind], expected: list[_Kind]) -> bool:
-    return len(kinds) == len(expected) and all(
-        dtype == other and shape and slot and shape[1:] == slot[1:] and shape[0] <= slot[0]
-        for (shape, dtype), (slot, other) in zip(kinds, expected, strict=True)
-    )
-
-
-def _words(kinds: list[_Kind]) -> str:
-    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds) or "no tensors"
 
 
 _END = object()
@@ -293,7 +257,7 @@ class _Feeder:
         batches = iter(self.dataset)
         if size is None:
             return batches
-        return rebatched(batches, size, keep_tail=self.settings.short_tail, head=head)
+        return rebatched(batches, size, keep_tail=self.settings.keep_tail, head=head)
 
     def state(self, **instead: Any) -> bytes | None:
         """Return the pickled state of the dataset if it is a `poptorch.DataLoader`, else None."""
@@ -306,12 +270,13 @@ class _Feeder:
 
     def feed(self, batch: Any) -> None:
         """Copy a batch into a free slot and send the slot."""
-        slot, tensors, rows = self.free.popleft(), tensors_of(batch), None
-        if has_tensors := self.ring.differs_in_dtypes_only(tensors):
-            skeleton = pickle.dumps(with_tensors(batch, (t.detach().clone() for t in tensors)))
-        else:
-            rows = self.ring.fill(slot, tensors, self.settings.short_tail)
+        slot, tensors = self.free.popleft(), tensors_of(batch)
+        fits = self.ring.fits(tensors)
+        if fits:
+            self.ring.fill(slot, tensors)
             skeleton = None if describe(batch) == self.first else self.skeleton(batch)
+        else:  # clones, since a pickle has the whole memory that a view is of
+            skeleton = pickle.dumps(with_tensors(batch, (t.detach().clone() for t in tensors)))
         begun = None
         if self.is_first and (progress := getattr(self.dataset, "_progress", None)) is not None:
             begun = _pickled({"epoch": progress.epoch, "begun": progress.begun})
@@ -320,7 +285,7 @@ class _Feeder:
         self.is_first = False
         self.position += 1
         state = self.state(position=self.position, begun=None)
-        self.send(Item(self.generation, slot, rows, skeleton, has_tensors, state, begun))
+        self.send(Item(self.generation, slot, skeleton, not fits, state, begun))
 
     def handle(self, message: int | Restart) -> None:
         if isinstance(message, int):

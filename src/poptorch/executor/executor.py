@@ -27,7 +27,7 @@ from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import Executable, Flags, compile_model, with_flags
 from ..compiling.outputs import returned
 from ..compiling.runs import Run, runs_of
-from ..data.loader import counts_of
+from ..data.loader import loaded_for
 from ..enums import ConnectionType, OutputMode
 from ..logs import logger, repeats
 from ..optim import SGD
@@ -280,9 +280,8 @@ class PoplarExecutor(PublicNames):
     def _warn_of_other_counts(self, call: arguments.BoundCall, counts: Counts) -> None:
         """Warn of inputs that a loader has made for other options than the model's."""
         for tensor in call.tensors:
-            loaded = counts_of(tensor)
-            names = ("iterations", "accumulation", "groups")
-            if loaded is not None and any(getattr(loaded, n) != getattr(counts, n) for n in names):
+            loaded, _ = loaded_for(tensor)
+            if loaded is not None and arguments.factors(loaded) != arguments.factors(counts):
                 logger.warning(
                     "the DataLoader and the model have different options: batches are loaded for %s, and the model"
                     " reads them as %s\n"
