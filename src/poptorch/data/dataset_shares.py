@@ -6,8 +6,9 @@ Otherwise as in PopTorch: each process has a contiguous share of the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,14 @@ def partition_of(
     width = micro_batch * counts.groups
     is_equal = options.exists("new_shapes")  # all processes then train on the last rows together
 
-    def sampler_of(process: int) -> PartitionSampler | ReplicaSampler:
+    def places_of(process: int) -> tuple[Callable[[], torch.Tensor], int]:
         share = share_of(rows, combined, distributed.numProcesses, process, drop_last, is_equal)
         if not by_replica:
-            return PartitionSampler(rows, share, seed)
+            return partial(torch.arange, share.start, share.start + share.size), share.leftovers
         dealt = share.size * distributed.numProcesses if drop_last or is_equal else rows
-        return ReplicaSampler(rows, dealt, width, distributed.numProcesses, process, seed)
+        return partial(_places_of_replicas, dealt, width, distributed.numProcesses, process), 0
 
-    first, last = (-(-len(sampler_of(p)) // combined) for p in (0, distributed.numProcesses - 1))
+    first, last = (-(-len(places_of(p)[0]()) // combined) for p in (0, distributed.numProcesses - 1))
     if first != last:
         logger.warning(
             "drop_last=False with %d elements gives the first of %d processes one batch more than the "
@@ -117,73 +118,47 @@ def partition_of(
             rows,
             distributed.numProcesses,
         )
-    return sampler_of(distributed.processId)
+    return ProcessSampler(rows, seed, *places_of(distributed.processId))
 
 
-class _OrderSampler(Sampler[int]):
-    """Base class: an order of `rows` positions that is the same in all processes, and new in each epoch if seeded."""
+class ProcessSampler(Sampler[int]):
+    """The rows of one process, of an order that is the same in all processes, and new in each epoch if seeded.
 
-    def __init__(self, rows: int, seed: int | None) -> None:
-        self.rows = rows
+    Args:
+        places_of: returns the process's places in the order; beyond `rows` the order begins again
+        leftovers: rows that no process reads. If seeded, the places begin after as many rows in the first epoch and at
+            their own in the second, so that two epochs reach every row
+    """
+
+    def __init__(
+        self, rows: int, seed: int | None, places_of: Callable[[], torch.Tensor], leftovers: int
+    ) -> None:
+        self.rows, self.places_of, self.leftovers, self.behind = rows, places_of, leftovers, False
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def next_order(self) -> torch.Tensor:
+    def __len__(self) -> int:
+        return len(self.places_of())
+
+    def __iter__(self) -> Iterator[int]:
+        self.behind = self.generator is not None and not self.behind
+        places = (self.places_of() + (self.leftovers if self.behind else 0)) % self.rows
         if self.generator is None:
-            return torch.arange(self.rows)
-        return torch.randperm(self.rows, generator=self.generator)
+            return iter(places.tolist())
+        return iter(torch.randperm(self.rows, generator=self.generator)[places].tolist())
 
 
-class ReplicaSampler(_OrderSampler):
-    """Positions of the rows that the replicas of one process read.
+def _places_of_replicas(dealt: int, width: int, processes: int, process: int) -> torch.Tensor:
+    """Return the places of the rows that the replicas of a process read.
 
     The order is cut into pieces of `width` rows, which the replicas of a process read at once. Of each `processes`
     pieces, process p reads piece p. So a replica's rows in an update are the same for any number of processes.
 
-    Args:
-        dealt: rows of the order that are read; the rest is the incomplete last batch. With more than `rows` the order
-            begins again
+    Args: dealt: rows of the order that are read; the rest is the incomplete last batch
     """
-
-    def __init__(
-        self, rows: int, dealt: int, width: int, processes: int, process: int, seed: int | None
-    ) -> None:
-        super().__init__(rows, seed)
-        self.dealt, self.width, self.processes, self.process = dealt, width, processes, process
-
-    def __len__(self) -> int:
-        return len(self._places())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.next_order()[self._places()].tolist())
-
-    def _places(self) -> torch.Tensor:
-        """Return the places of this process's rows in the order."""
-        place = torch.arange(self.dealt)
-        left = self.dealt % (self.width * self.processes)
-        width = torch.full_like(place, self.width)
-        if left % self.processes == 0:  # the pieces of the last round are shorter
-            width[self.dealt - left :] = left // self.processes
-            place = place - (place >= self.dealt - left) * (self.dealt - left)
-        mine = place // width.clamp(min=1) % self.processes == self.process
-        return torch.arange(self.dealt)[mine] % self.rows
-
-
-class PartitionSampler(_OrderSampler):
-    """Positions of one process's contiguous share.
-
-    If shuffled, the shares start after the leftover positions in the first epoch and at position 0 in the second, so
-    that two epochs reach every position.
-    """
-
-    def __init__(self, rows: int, share: Share, seed: int | None) -> None:
-        super().__init__(rows, seed)
-        self.share, self.behind = share, False
-
-    def __len__(self) -> int:
-        return self.share.size
-
-    def __iter__(self) -> Iterator[int]:
-        self.behind = self.generator is not None and not self.behind
-        start = self.share.start + (self.share.leftovers if self.behind else 0)
-        places = torch.arange(start, start + self.share.size) % self.rows
-        return iter(self.next_order()[places].tolist())
+    places = torch.arange(dealt)
+    whole = dealt - dealt % (width * processes)
+    rest = dealt - whole
+    pieces = places // width
+    if rest and rest % processes == 0:  # the pieces of the last round are shorter
+        pieces[whole:] = torch.arange(rest) // (rest // processes)
+    return places[pieces % processes == process]
