@@ -6,8 +6,7 @@ skipped without being loaded; then the generators are set to the second.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -49,11 +48,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0
-        self.begun: LoaderState | None = (
-            None  # generators when the present epoch began; None between two epochs
-        )
+        self.begun: LoaderState | None = None  # generators when this epoch began; None between two epochs
         self.wanted: LoaderState | None = None  # loaded state, from which the next epoch goes on
-        self.skip: Skip | None = None  # for the next use of `Resumable`
+        self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # for the next use of `Resumable`
 
     def state(self, loader: Any) -> LoaderState:
         """Return the state of a loader: the loaded one if no epoch was begun since."""
@@ -81,9 +78,9 @@ class Progress:
         _set_generators(loader, begun)
         self.begun = begun
         if isinstance(loader.dataset, IterableDataset):
-            return self._counted(loader, _after_skip(batches_of(), Skip(self.position, now, ahead=0)))
+            return self._counted(loader, _after_skip(batches_of(), self.position, now, ahead=0))
         begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-        self.skip = Skip(self.position * parts, now, ahead=1, begin=begin)
+        self.iterate = partial(_after_skip, count=self.position * parts, random=now, ahead=1, begin=begin)
         return self._counted(loader, batches_of())
 
     def _counted(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
@@ -96,25 +93,8 @@ class Progress:
         self.epoch, self.position, self.begun = self.epoch + 1, 0, None
 
 
-@dataclass(frozen=True)
-class Skip:
-    """How to skip the part of an epoch that was handed out already.
-
-    Args:
-        count:  elements to skip
-        random: state to set afterwards, if any
-        ahead:  elements to draw after the skipped ones before that
-        begin:  sets the generators to their state at the beginning of the epoch, if they have changed since
-    """
-
-    count: int
-    random: RandomState | None
-    ahead: int
-    begin: Callable[[], None] | None = None
-
-
 class Resumable:
-    """A sampler that skips the beginning of an epoch if `progress` has a `Skip`."""
+    """A sampler that skips the part of an epoch that was handed out already, if `progress` has been resumed."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -124,24 +104,33 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that nothing is drawn by the first of torch's two calls in the first epoch of its workers.
-        skip, self.progress.skip = self.progress.skip, None
-        if skip is None:
-            yield from self.sampler
-            return
-        if skip.begin is not None:
-            skip.begin()
-        yield from _after_skip(iter(self.sampler), skip)
+        iterate, self.progress.iterate = self.progress.iterate, iter
+        yield from iterate(self.sampler)
 
 
-def _after_skip(parts: Iterator[Any], skip: Skip) -> Iterator[Any]:
-    """Yield the elements after the skipped ones. (A generator: new workers of torch draw a seed before it starts.)"""
-    for _ in range(skip.count):
-        next(parts, None)
-    first = list(islice(parts, skip.ahead))
-    if skip.random is not None:
-        set_random_state(skip.random)
+def _after_skip(
+    parts: Iterable[Any],
+    count: int,
+    random: RandomState | None,
+    ahead: int,
+    begin: Callable[[], None] | None = None,
+) -> Iterator[Any]:
+    """Yield the elements after the first `count`. (A generator: new workers of torch draw a seed before it starts.)
+
+    Args:
+        random: state to set after the skipped elements, and after `ahead` more, if any
+        begin:  sets the generators to their state at the beginning of the epoch, if they have changed since
+    """
+    if begin is not None:
+        begin()
+    rest = iter(parts)
+    for _ in islice(rest, count):
+        pass
+    first = list(islice(rest, ahead))
+    if random is not None:
+        set_random_state(random)
     yield from first
-    yield from parts
+    yield from rest
 
 
 def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
