@@ -62,6 +62,11 @@ class Signature:
     constants: dict[str, torch.Tensor]
     visits: tuple[Visit, ...]
 
+    @property
+    def weights(self) -> list[Slot]:
+        """The slots of parameters and buffers."""
+        return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
+
 
 @dataclass(frozen=True)
 class Graph(Signature):

@@ -7,6 +7,7 @@ are read at import; `setLogLevel` changes the level later.
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 TRACE = 5
 OFF = logging.CRITICAL + 1
@@ -127,6 +128,11 @@ def configure(level: str, destination: str) -> None:
 def counted(number: int, noun: str) -> str:
     """Return "1 stage", "2 stages" or "2 batches"."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 configure(os.environ.get("POPTORCH_LOG_LEVEL", "WARN"), os.environ.get("POPTORCH_LOG_DEST", "stderr"))

@@ -71,9 +71,7 @@ def _steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
         short = replace(settings, counts=replace(settings.counts, **factors))
         plan = compile_graph(found.graph, short)
         slots = plan.partition.signature.slots
-        weights = {
-            s.key: _made_up(s.shape, s.dtype, s.key) for s in slots if s.role in ("parameter", "buffer")
-        }
+        weights = {s.key: _made_up(s.shape, s.dtype, s.key) for s in plan.partition.signature.weights}
         inputs = sorted((slot for slot in slots if slot.role == "input"), key=lambda slot: int(slot.key))
         product = short.counts.product
         batch = [

@@ -96,7 +96,7 @@ def resolve(
     Raises:
         Error: no tensor has the requested name
     """
-    weights = [slot.key for slot in graph.slots if slot.role in ("parameter", "buffer")]
+    weights = [slot.key for slot in graph.weights]
     gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
     names = [*traced, *weights]
     if training:

@@ -158,12 +158,8 @@ def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
             f" {kinds[model.training]}"
         )
     shapes = model.shapes(saved.executables[0].settings.replica_groups)
-    slots = saved.executables[0].plan.partition.signature.slots
-    other = [
-        f"{slot.key} {list(slot.shape)}"
-        for slot in slots
-        if slot.role in ("parameter", "buffer") and shapes.get(slot.key) != slot.shape
-    ]
+    weights = saved.executables[0].plan.partition.signature.weights
+    other = [f"{slot.key} {list(slot.shape)}" for slot in weights if shapes.get(slot.key) != slot.shape]
     if other:
         raise Error(
             f"Invalid file {filename}: it is of another model, which has {', '.join(other)}\n"

@@ -212,9 +212,8 @@ class PoplarExecutor(PublicNames):
 
     def _compile(self, run: Run) -> LoadedPlan:
         """Compile a plan, load the weights if this is the first one, and make it the current plan."""
-        if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:  # after destroy()
-            marked_model.check_not_wrapped(self._user_model)
-            marked_model.mark(self._user_model, self)
+        if self._wrapped.training:
+            marked_model.mark(self._user_model, self)  # destroy() has unmarked it
         options, model, lease = self.options, self._wrapped.traced, self._lease
         settings, started = self._settings_for(run, options), time.perf_counter()
         exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
@@ -424,7 +423,7 @@ class PoplarExecutor(PublicNames):
         self._restore(saved)
 
     def _restore(self, saved: executable_file.Saved) -> None:
-        if self._wrapped.training and marked_model.owner_of(self._user_model) is not self:
+        if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):

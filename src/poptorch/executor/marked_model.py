@@ -6,7 +6,6 @@ The model's class becomes a subclass, and so do the classes of its parameters an
 
 import contextlib
 import copy
-import copyreg
 import functools
 import inspect
 import weakref
@@ -21,7 +20,7 @@ from popengine.errors import Error
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
-from ..logs import logger
+from ..logs import listed, logger
 from ..options import Options
 
 
@@ -138,17 +137,8 @@ class _MarkedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refresh(self.__dict__["_pando_owner"])
-        reduced: list[Any] = list(super().__reduce_ex__(protocol))
-        plain = plain_class(self)
-        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle allows __newobj__ for an object's own class only; this makes the same object.
-            reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
-        else:
-            reduced[0] = plain if reduced[0] is type(self) else reduced[0]
-            reduced[1] = tuple(plain if item is type(self) else item for item in reduced[1])
-        if len(reduced) > 2 and isinstance(reduced[2], dict):
-            reduced[2] = {name: value for name, value in reduced[2].items() if name != "_pando_owner"}
-        return tuple(reduced)
+        # Later protocols refuse an object of another class than that of the object which is pickled.
+        return shallow_copy(self).__reduce_ex__(1)
 
 
 class HostForward:
@@ -210,29 +200,36 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Mark a model, its parameters and its buffers as those of `owner`, which the marks do not keep alive."""
+    """Mark a model, its parameters and its buffers as those of `owner`, which the marks do not keep alive.
+
+    Raises: RuntimeError, if another executor trains the model
+    """
+    if owner_of(model) is owner:
+        return
+    check_not_wrapped(model)
     unmark(model)  # a mark may be left of an executor that has died
     link = weakref.ref(owner)
-    _watch_registrations()
-    _warn_of_sharing(model, owner)
+    watch_registrations(_registered)
+    _warn_of_sharing(model)
     _mark_parts(model, link)
     kind = type(model)
     model.__dict__["_pando_owner"] = link
     model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), {"__module__": kind.__module__})
 
 
-def _warn_of_sharing(model: nn.Module, owner: Any) -> None:
+def _warn_of_sharing(model: nn.Module) -> None:
     """Warn of parameters that another executor trains as well."""
-    with torch._C.DisableTorchFunctionSubclass():
-        owners = {n: vars(p).get("_owner") for n, p in model.named_parameters() if isinstance(p, _Marked)}
-    names = [name for name, link in owners.items() if link is not None and link() not in (None, owner)]
-    if names:
+    shared = [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, _Marked) and (link := vars(parameter).get("_owner")) and link() is not None
+    ]
+    if shared:
         logger.warning(
-            "%s%s trained by another executor, too: each trains a copy of its own, and the host has the one that was"
+            "another executor trains %s, too: each trains a copy of its own, and the host has the one that was"
             " copied last\n"
             "  fix: train them in one model; or call detachFromDevice() on one executor before the other is called",
-            ", ".join(names[:5]),
-            " is" if len(names) == 1 else " are" if len(names) <= 5 else f" and {len(names) - 5} more are",
+            listed(shared),
         )
 
 
@@ -256,17 +253,18 @@ def _mark_tensor(tensor: Tensor, link: weakref.ref[Any]) -> None:
 _links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    """Mark a layer, parameter or buffer that replaces one of a marked model."""
+    link = _links.get(module)
+    if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
+        with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
+            _refresh(link)
+        _mark_parts(value, link)
+
+
 @functools.cache
-def _watch_registrations() -> None:
-    """Mark each layer, parameter or buffer that replaces one of a marked model."""
-
-    def registered(module: nn.Module, name: str, value: Any) -> None:
-        link = _links.get(module)
-        if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
-            with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
-                _refresh(link)
-            _mark_parts(value, link)
-
+def watch_registrations(registered: Callable[[nn.Module, str, Any], None]) -> None:
+    """Call `registered(module, name, value)` before any layer, parameter or buffer is set, from now on."""
     nn.modules.module.register_module_module_registration_hook(registered)
     nn.modules.module.register_module_parameter_registration_hook(registered)
     nn.modules.module.register_module_buffer_registration_hook(registered)
@@ -287,7 +285,7 @@ def unmark(model: nn.Module) -> None:
             tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shallow_copy(model: nn.Module) -> nn.Module:
+def shallow_copy(model: Any) -> Any:
     """Return a copy of the top-level module, of the user's class; parameters, buffers and submodules are shared."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)

@@ -4,7 +4,6 @@ Training makes the host's copy stale: the next read of a weight there copies all
 the host reach the devices by `copyWeightsToDevice`; a call that comes before it warns once.
 """
 
-import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
-from ..logs import logger
+from ..logs import listed, logger
 from ..reporting.reporter import noting
 from .device_lease import DeviceLease
-from .marked_model import WrappedModel
+from .marked_model import WrappedModel, watch_registrations
 
 # Of a weight on the host: its count of writes, its memory, whether it requires a gradient.
 Mark = tuple[int, int, bool]
@@ -43,19 +42,37 @@ class WeightSync:
         self._warned: set[str] = set()
 
     def on_host(self) -> dict[str, Tensor]:
-        """Return the user's parameters and buffers. Raises: Error if the model lacks one that it was compiled with"""
-        found = self._model.weights()
-        if self._lease.executable is not None:
-            slots = self._lease.executable.plan.partition.signature.slots
-            lost = [s.key for s in slots if s.role in ("parameter", "buffer") and s.key not in found]
-            if lost:
-                raise Error(
-                    f"the model has lost {', '.join(lost)} since it was compiled\n"
-                    "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
-                    " became the same object as another one\n"
-                    "  fix: put it back, or change the model before it is wrapped"
-                )
-        return found
+        """Return the user's parameters and buffers.
+
+        Raises: Error, if one that the model was compiled with was removed, or has another shape or dtype
+        """
+        host, executable = self._model.weights(), self._lease.executable
+        if executable is None:
+            return host
+        weights = executable.plan.partition.signature.weights
+        lost = [slot.key for slot in weights if slot.key not in host]
+        if lost:
+            raise Error(
+                f"the model has lost {', '.join(lost)} since it was compiled\n"
+                "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
+                " became the same object as another one\n"
+                "  fix: put it back, or change the model before it is wrapped"
+            )
+        shapes = self._model.shapes(executable.settings.replica_groups)
+        for slot in weights:
+            with torch._C.DisableTorchFunctionSubclass():
+                dtype = host[slot.key].dtype
+            for what, now, before in (
+                ("shape", list(shapes[slot.key]), list(slot.shape)),
+                ("type", dtype, slot.dtype),
+            ):
+                if now != before:
+                    raise Error(
+                        f"{slot.role} {slot.key} has the {what} {now} now, and the model is compiled for {before}\n"
+                        "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
+                        "  fix: change it back, or call destroy() and compile the model again"
+                    )
+        return host
 
     # ---- to the host -------------------------------------------------------------------------------------
 
@@ -76,7 +93,6 @@ class WeightSync:
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy values by canonical name into the user's model."""
         host = self.on_host()
-        self._check_types(host)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
@@ -99,7 +115,6 @@ class WeightSync:
         """Upload the user's weights to this executor's devices."""
         engine = self._lease.need_engine()
         weights = self.on_host()
-        self._check_types(weights)
         with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
         self._note_equal(weights)
@@ -114,28 +129,6 @@ class WeightSync:
         Raises: Error, if the model is not attached to its devices
         """
         self._lease.need_engine().average_buffers()
-
-    def _check_types(self, host: Mapping[str, Tensor]) -> None:
-        """Check that all weights have the shapes and dtypes of the compilation. Raises: Error"""
-        executable = self._lease.executable
-        if executable is None:
-            return
-        shapes = self._model.shapes(executable.settings.replica_groups)
-        for slot in executable.plan.partition.signature.slots:
-            if slot.role not in ("parameter", "buffer") or slot.key not in host:
-                continue
-            with torch._C.DisableTorchFunctionSubclass():
-                dtype = host[slot.key].dtype
-            for what, now, before in (
-                ("shape", list(shapes[slot.key]), list(slot.shape)),
-                ("type", dtype, slot.dtype),
-            ):
-                if now != before:
-                    raise Error(
-                        f"{slot.role} {slot.key} has the {what} {now} now, and the model is compiled for {before}\n"
-                        "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
-                        "  fix: change it back, or call destroy() and compile the model again"
-                    )
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""
@@ -172,15 +165,14 @@ class WeightSync:
         if marks == self._checked and not self._is_replaced:
             return
         host = self.on_host()
-        self._check_types(host)
         if self._new_layers:
             self._warn(
-                f"{_listed(self._new_layers)} has another layer in its place since the compilation",
+                f"{listed(self._new_layers)} has another layer in its place since the compilation",
                 "computes what the layer before did",
             )
         elif written := self._written(host):
             self._warn(
-                f"{_listed(written)} changed on the host",
+                f"{listed(written)} changed on the host",
                 "uses the values that the devices have",
                 "call copyWeightsToDevice() on the executor after weights were loaded or written",
             )
@@ -198,9 +190,9 @@ class WeightSync:
             untrained = [n for n, w in host.items() if n not in trained and w.requires_grad]
         freed = [n for n in untrained if n in self._checked and not self._checked[n][2]]
         if frozen:
-            self._warn(f"{_listed(frozen)} was frozen after the compilation", "trains it as before")
+            self._warn(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
         if freed:
-            self._warn(f"{_listed(freed)} was made trainable after the compilation", "does not train it")
+            self._warn(f"{listed(freed)} was made trainable after the compilation", "does not train it")
 
     def _warn(
         self,
@@ -233,7 +225,7 @@ class WeightSync:
             _users.setdefault(module, weakref.WeakSet()).add(self)
         for other in self._others():
             other._trainers = None
-        _watch_replacements()
+        watch_registrations(_registered)
         self._pull()
         host = self.on_host()
         self._check_flags(host)
@@ -277,21 +269,14 @@ class WeightSync:
 _users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
-def _watch_replacements() -> None:
-    """Note in each executor of a layer which of its layers, parameters and buffers are replaced."""
-
-    def replaced(module: nn.Module, name: str, value: Any) -> None:
-        old = (module._modules, module._parameters, module._buffers)
-        if not any(names.get(name) is value for names in old):
-            for sync in _users.get(module, ()):
-                sync._is_replaced = True
-                if isinstance(value, nn.Module):
-                    sync._new_layers.append(name)
-
-    nn.modules.module.register_module_module_registration_hook(replaced)
-    nn.modules.module.register_module_parameter_registration_hook(replaced)
-    nn.modules.module.register_module_buffer_registration_hook(replaced)
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    """Note in each executor of a layer that one of its layers, parameters or buffers is replaced."""
+    old = (module._modules, module._parameters, module._buffers)
+    if not any(names.get(name) is value for names in old):
+        for sync in _users.get(module, ()):
+            sync._is_replaced = True
+            if isinstance(value, nn.Module):
+                sync._new_layers.append(name)
 
 
 def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
@@ -301,7 +286,3 @@ def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
             for name, weight in weights.items()
         }
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -283,7 +283,7 @@ def test_two_trainers_that_share_a_layer_are_one_warning(caplog):
 
     other, _ = trainer(Other())
     (message,) = caplog.messages
-    assert message.startswith("layer.weight, layer.bias are trained by another executor, too")
+    assert message.startswith("another executor trains layer.weight, layer.bias, too")
     assert "fix:" in message
     newest = model.layer.weight.detach().clone()
     other.compile(x, target)
