@@ -1,7 +1,7 @@
 """For tests of models: compare outputs, and compare an update in a layout with plain PyTorch's."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from popengine.settings import Counts
 
 from .compiling.losses import loss_field
 from .enums import OutputMode
-from .executor.wrapping import trainingModel
+from .executor.wrapping import arguments_of, trainingModel
 from .nested_values import tensors_of, with_tensors
 from .options import Options
 
@@ -133,9 +133,8 @@ def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
 
 def _called(model: Callable[..., Any], batch: Any) -> Any:
     """Return what a model returns for a batch."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)
 
 
 def _place_of_loss(outputs: Any) -> int:

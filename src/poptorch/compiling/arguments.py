@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,7 +91,7 @@ class MissingArgument(Error, TypeError):
     """A mandatory argument is missing. Also a TypeError, which programs catch where forward takes *args."""
 
 
-def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
     """Bind arguments to the signature of forward, as Python does.
 
     Raises:
@@ -139,19 +138,6 @@ def check_kinds(call: BoundCall) -> None:
             continue
         path, why = call.paths[index], "the device's inputs are dense tensors"
         raise Error(f"input {path} is {kind}\n  why: {why}\n  fix: {fix.format(path)}")
-
-
-@contextlib.contextmanager
-def noting_row_counts(call: BoundCall) -> Iterator[None]:
-    """Add the inputs' numbers of rows to errors raised inside, if they differ."""
-    try:
-        yield
-    except Exception as error:
-        rows = {path: t.shape[0] for t, path in zip(call.tensors, call.paths, strict=True) if t.dim()}
-        if len(set(rows.values())) > 1:
-            listed = ", ".join(f"{path} has {count}" for path, count in rows.items())
-            error.add_note(f"The inputs have different numbers of rows: {listed}")
-        raise
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:

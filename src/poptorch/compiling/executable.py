@@ -76,20 +76,19 @@ def compile_model(
     run: Run,
     options: Options,
     settings: Settings,
-    done: Callable[[str], None],
-    together: bool = False,
+    done: Callable[[str], None] = lambda name: None,
     earlier: Sequence[Executable] = (),
-    plans: bool = False,
+    is_plan_only: bool = False,
 ) -> Executable:
     """Capture and lower a model.
 
     Args:
         settings: of a call of whole micro-batches
         done:     called with the name of each finished pass
-        together: all instances compile now, so that what is measured can be exchanged
         earlier:  plans of the model for other inputs: the new one has their stages and, where micro-batches are
             equal, their graph
-        plans:    the weights need no values, and nothing is measured for a profile
+        is_plan_only: the plan will not run: the weights need no values, nothing is measured for a profile, and other
+            instances do not compile now
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
@@ -101,9 +100,7 @@ def compile_model(
         (e for e in earlier if e.graph is not None and _micro_batch(e.inputs) == _micro_batch(run)), None
     )
     if like is None:
-        new = _captured(
-            model, run, options, settings, samples, not plans
-        )  # the only pass that runs the model's code
+        new = _captured(model, run, options, settings, samples, needs_values=not is_plan_only)
         new, settings = _rewritten(new, options, settings, earlier[0].memory_format if earlier else None)
     else:
         new, chosen = like, like.settings
@@ -113,8 +110,8 @@ def compile_model(
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
-    if like is None and (not plans or settings.strategy.auto == "balance"):
-        settings, hints = tune(graph, settings, options, new.memory_format, model, samples, together)
+    if like is None and (not is_plan_only or settings.strategy.auto == "balance"):
+        settings, hints = tune(graph, settings, options, new.memory_format, model, samples, not is_plan_only)
         new = replace(new, hints=hints)
     settings = with_work_enough(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)

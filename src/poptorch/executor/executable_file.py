@@ -27,26 +27,30 @@ from ..version import __version__
 from .device_lease import KeptState
 from .marked_model import WrappedModel
 
-_MARK = b"pando-sha256:"  # before the checksum at the end of a file
-_END = len(_MARK) + hashlib.sha256().digest_size
+_HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
 DEFAULT_NAME = "model.poptorch"
 _VERSIONS = {"pando": __version__, "torch": torch.__version__}
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a file holds."""
+class SavedExecutor:
+    """The contents of a file.
 
-    executables: tuple[Executable, ...]  # of all plans; the first is the one to begin with
+    Args:
+        executables: of all plans; the first is the one to begin with
+        model:       None if it was not exported
+    """
+
+    executables: tuple[Executable, ...]
     options: Options
     training: bool
-    model: Any  # None: not exported
+    model: Any
     optimizer: Any
     kept: KeptState
     per_replica_params: dict[str, Grouping]
 
 
-def write(filename: str | os.PathLike[str], saved: Any) -> None:
+def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     """Write a file, whole or not at all; folders are made as needed.
 
     Raises:
@@ -64,11 +68,11 @@ def write(filename: str | os.PathLike[str], saved: Any) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         content = io.BytesIO()
+        content.seek(_HASH)
         # The default is an older protocol, which can't hold a memory format among the arguments of an operation.
         torch.save({"versions": _VERSIONS, "saved": saved}, content, pickle_protocol=4)
+        content.getbuffer()[:_HASH] = hashlib.sha256(content.getbuffer()[_HASH:]).digest()
         unfinished.write_bytes(content.getbuffer())
-        with unfinished.open("ab") as file:
-            file.write(_MARK + hashlib.sha256(content.getbuffer()).digest())
         unfinished.replace(path)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Error(
@@ -101,7 +105,7 @@ def leave_in_folder(
     compiled = repr((_VERSIONS, facts_of_plan(executable.plan, settings, {}, seed=0), constants))
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
-    saved = Saved(
+    saved = SavedExecutor(
         (executable.without_graph(),), options, settings.training, None, None, KeptState(), per_replica_params
     )
     try:
@@ -113,7 +117,7 @@ def leave_in_folder(
         )
 
 
-def read(filename: str | os.PathLike[str]) -> Any:
+def read(filename: str | os.PathLike[str]) -> SavedExecutor:
     """Return what `write` has written.
 
     Raises:
@@ -122,35 +126,24 @@ def read(filename: str | os.PathLike[str]) -> Any:
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
     try:
-        content = torch.load(io.BytesIO(_whole(path.read_bytes())), weights_only=False)
-        versions, saved = content["versions"], content["saved"]
+        content = memoryview(path.read_bytes())
+        if content[:_HASH] != hashlib.sha256(content[_HASH:]).digest():
+            raise ValueError("this is no file of a compiled model, or it was damaged since it was written")
+        loaded = torch.load(io.BytesIO(content[_HASH:]), weights_only=False)
+        versions, saved = loaded["versions"], loaded["saved"]
     except Exception as error:  # reading another program's pickle can raise any error
         raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
     assert versions == _VERSIONS, (
         f"Invalid file {path}: written by {_listed(versions)}, this is {_listed(_VERSIONS)}\n"
         "  fix: compile and save the model again"
     )
-    if isinstance(saved, Saved) and saved.options.connection_type == ConnectionType.Never:
+    if saved.options.connection_type == ConnectionType.Never:
         saved.options.connectionType(ConnectionType.Always)  # an offline target was for compiling only
     return saved
 
 
-def _whole(content: bytes) -> memoryview:
-    """Return the content without the checksum at its end. Raises: ValueError if they do not match"""
-    body, end = memoryview(content)[:-_END], content[-_END:]
-    if not end.startswith(_MARK):
-        raise ValueError("this is no file of a compiled model, or its end is missing")
-    if end != _MARK + hashlib.sha256(body).digest():
-        raise ValueError("its checksum does not match: the file was damaged since it was written")
-    return body
-
-
-def check_fits(filename: str, saved: Any, model: WrappedModel) -> None:
+def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
     """Check that a file is of this kind of wrapper and of a model with these weights. Raises: Error"""
-    if not isinstance(saved, Saved):
-        raise Error(
-            f"Invalid file {filename}: it holds no compiled model; save() and compileAndExport() write one"
-        )
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(

@@ -24,7 +24,7 @@ from popengine.settings import Counts, Settings
 from ..annotating.replica_groups import groups_of
 from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
-from ..compiling.executable import Executable, Flags, compile_model, with_flags
+from ..compiling.executable import Flags, compile_model, with_flags
 from ..compiling.outputs import returned
 from ..compiling.runs import Run, runs_of
 from ..data.loader import loaded_for
@@ -83,10 +83,10 @@ class PoplarExecutor(PublicNames):
         self._latest, self._updates = LatestCall(), 0
         self._compiled_plans = 0  # also those that were dropped
         self._compilation_seconds: float | None = None
-        self._compiled_mode: bool | None = None  # of the user's model; None: not compiled, or not called yet
+        self._compiled_mode = False  # of the user's model
         self._compiled_flags = Flags([], [])
         self._has_warned_of_mode = False
-        self._told_methods: set[str] = set()
+        self._announced_methods: set[str] = set()
         if training:
             marked_model.check_buffers(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
@@ -183,9 +183,7 @@ class PoplarExecutor(PublicNames):
     def _warn_of_mode(self) -> None:
         """Warn once of `train()` or `eval()` of the trained model that came after its compilation."""
         mode = self._user_model.training
-        if self._compiled_mode is None:
-            self._compiled_mode = mode
-        elif mode != self._compiled_mode and self._wrapped.training and not self._has_warned_of_mode:
+        if mode != self._compiled_mode and self._wrapped.training and not self._has_warned_of_mode:
             self._has_warned_of_mode = True
             logger.warning(
                 "the model is in %s() mode now, and was compiled in %s() mode, in which this call trains it\n"
@@ -219,12 +217,12 @@ class PoplarExecutor(PublicNames):
         exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
-            self._compiled_flags = Flags.of(model)
+            self._compiled_flags, self._compiled_mode = Flags.of(model), self._user_model.training
         reporter = self._reporter_of(number)
         with progress(options._show_progress_bar, reporter and reporter.passed) as done:
-            with arguments.noting_row_counts(run.call), with_flags(model, self._compiled_flags):
+            with with_flags(model, self._compiled_flags):
                 earlier = [plan.executable for plan in lease.plans.values()]
-                found = compile_model(model, run, options, settings, done, together=True, earlier=earlier)
+                found = compile_model(model, run, options, settings, done, earlier=earlier)
             announce(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
             lease.add(run.key, plan)
@@ -236,8 +234,6 @@ class PoplarExecutor(PublicNames):
             except BaseException:
                 self._forget_plan(run.key, before)
                 raise
-            if before is None:
-                self._compiled_mode = self._user_model.training
             executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
         self._compiled_plans, self._compilation_seconds = number, time.perf_counter() - started
@@ -290,31 +286,31 @@ class PoplarExecutor(PublicNames):
                 )
                 return
 
-    def _described(self, options: Options | None, *args: Any, **kwargs: Any) -> Overview:
-        """Return what `plan` would be after a call with these arguments, and with these options in place of the
-        executor's own, if there are any; nothing is kept of the compilation."""
-        run, options, settings = self._asked(options, *args, **kwargs)
-        found = compile_model(self._wrapped.traced, run, options, settings, lambda name: None, plans=True)
-        return overview(found.plan, found.settings, found.graph)
+    def _described(self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Overview:
+        """Return what `plan` would be after a call with these arguments; nothing is kept of the compilation.
+
+        Args: options: in place of the executor's own, if given
+        """
+        run, options, settings = self._run_for(options, args, kwargs)
+        return overview(compile_model(self._wrapped.traced, run, options, settings, is_plan_only=True))
 
     def _planned(
-        self, options: Options | None, kinds: Sequence[str], *args: Any, **kwargs: Any
+        self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any], kinds: Sequence[str]
     ) -> dict[str, Profile]:
         """Return what popvision plans from; arguments as for `_described`, and for `planning.profiles`."""
-        return self._profiles(*self._asked(options, *args, **kwargs), kinds)
+        return self._profiles(*self._run_for(options, args, kwargs), kinds)
 
     def _profiles(
         self, run: Run, options: Options, settings: Settings, kinds: Sequence[str]
     ) -> dict[str, Profile]:
-        def compiled(other: Settings) -> Executable:
-            return compile_model(self._wrapped.traced, run, options, other, lambda name: None, plans=True)
-
+        compiled = functools.partial(compile_model, self._wrapped.traced, run, options, is_plan_only=True)
         location = options.TensorLocations.location_optimizer.toDict()
         return profiles(compiled, settings, self._optimizer_link.hyper, location, kinds)
 
-    def _asked(self, options: Options | None, *args: Any, **kwargs: Any) -> tuple[Run, Options, Settings]:
-        training, model = self._wrapped.training, self._user_model
-        options = self.options if options is None else resolved(options, training, model)
+    def _run_for(
+        self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Run, Options, Settings]:
+        options = (options and resolved(options, self._wrapped.training, self._user_model)) or self.options
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
         return run, options, self._settings_for(run, options)
 
@@ -353,7 +349,6 @@ class PoplarExecutor(PublicNames):
         if self.isAttachedToDevice():
             self._let_go()
         self._lease.forget()
-        self._compiled_mode = None
         self._latest = LatestCall()
 
     def _forget_plan(self, key: Any, before: LoadedPlan | None) -> None:
@@ -397,7 +392,7 @@ class PoplarExecutor(PublicNames):
         first = self._lease.first or self._lease.need_executable()
         self.copyWeightsToHostIfNeeded()
         others = (plan.executable for plan in self._lease.plans.values() if plan.executable is not first)
-        saved = executable_file.Saved(
+        saved = executable_file.SavedExecutor(
             tuple(executable.without_graph() for executable in (first, *others)),
             self.options,
             self._wrapped.training,
@@ -422,7 +417,7 @@ class PoplarExecutor(PublicNames):
         self.destroy()
         self._restore(saved)
 
-    def _restore(self, saved: executable_file.Saved) -> None:
+    def _restore(self, saved: executable_file.SavedExecutor) -> None:
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)

@@ -80,9 +80,9 @@ class PublicNames:
     _optimizer_link: OptimizerLink
     _latest: LatestCall
     _updates: int
-    _compiled_mode: bool | None
+    _compiled_mode: bool
     _compilation_seconds: float | None
-    _told_methods: set[str]
+    _announced_methods: set[str]
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class PublicNames:
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
         self.model.train(mode)
-        self._compiled_mode = None
+        self._compiled_mode = self._wrapped.user.training  # has been warned of
         return self
 
     def eval(self) -> Self:
@@ -161,8 +161,7 @@ class PublicNames:
         """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code. Print it, or let
         a notebook show it; `poptorch.describe` makes one before the first call.
         """
-        executable = self._lease.need_executable()
-        return overview(executable.plan, executable.settings, executable.graph)
+        return overview(self._lease.need_executable())
 
     @property
     def memory_format(self) -> str:
@@ -241,8 +240,8 @@ class PublicNames:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
         value = getattr(self.model, name)
-        if name not in self._told_methods:
-            self._told_methods.add(name)
+        if name not in self._announced_methods:
+            self._announced_methods.add(name)
             marked_model.announce_host_method(self.model, name, value)
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,10 +114,8 @@ def describe(
     Raises:
         Error: the model can't be compiled for such a batch
     """
-    kwargs = batch if isinstance(batch, dict) else {}
-    args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
-    with executor_of(model, options, training) as (executor, own):
-        return executor._described(own, *args, **kwargs)
+    with _executor_of(model, options, training) as (executor, own):
+        return executor._described(own, *arguments_of(batch))
 
 
 @with_torch_modes
@@ -149,26 +147,33 @@ def plan(
 
     chosen = machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
-    with executor_of(model, options, training) as (executor, own):
-        kwargs = batch if isinstance(batch, dict) else {}
-        args = tuple(batch) if isinstance(batch, tuple | list) else () if kwargs else (batch,)
-        found = executor._planned(own, kinds, *args, **kwargs)
+    with _executor_of(model, options, training) as (executor, own):
+        found = executor._planned(own, *arguments_of(batch), kinds)
     return Estimates.of(found, chosen, replicas, accumulation)
 
 
+def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the positional and keyword arguments of a call: a tensor, a tuple or list, or a dictionary of them."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return batch if isinstance(batch, tuple | list) else (batch,), {}
+
+
 @contextlib.contextmanager
-def executor_of(
+def _executor_of(
     model: Any, options: Options | None, training: bool
 ) -> Iterator[tuple[PoplarExecutor, Options | None]]:
-    """Yield the executor of a model, or one that is made for the body, and the options to describe it with."""
-    model = model if isinstance(model, PoplarExecutor) else _module_of(model)
-    owner = model if isinstance(model, PoplarExecutor) else marked_model.owner_of(model) if training else None
-    if owner is not None:
-        yield owner, options
-        return
-    options = None if options is None else options.clone()
-    made = PoplarExecutor(model, options, training=training)
-    try:
-        yield made, options
-    finally:
-        made._release()
+    """Yield the executor of a model, or one that is made for the body, and options in place of its own."""
+    if not isinstance(model, PoplarExecutor):
+        model = _module_of(model)
+        owner = marked_model.owner_of(model) if training else None
+        if owner is None:
+            own = None if options is None else options.clone()
+            made = PoplarExecutor(model, own, training=training)
+            try:
+                yield made, None
+            finally:
+                made._release()
+            return
+        model = owner
+    yield model, options

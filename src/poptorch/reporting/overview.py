@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from popengine.compile.describe import Description
-from popengine.ir import Graph, Plan
+from popengine.ir import Plan
 from popengine.profile import Profile
 from popengine.programs import drawn
 from popengine.run.devices import cores
 from popengine.settings import Settings
 
+from ..compiling.executable import Executable
 from ..logs import counted
 from .planned import planned
 
@@ -70,8 +71,9 @@ class Overview:
         return f"<p>{html.escape(self.title)}</p>{stages}{transfers}{_code(self.schedule)}{folded}"
 
 
-def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
-    """Return the overview of a plan. Without the captured graph, bytes between ipus are unknown."""
+def overview(executable: Executable) -> Overview:
+    """Return the overview of a compiled model. Without the captured graph, bytes between ipus are unknown."""
+    plan, settings, graph = executable.plan, executable.settings, executable.graph
     partition, counts = plan.partition, settings.counts
     sizes = dict.fromkeys(range(partition.stages), 0)
     for slot in partition.signature.slots:
