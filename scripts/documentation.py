@@ -132,6 +132,9 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
     return f"{bang}[{words}]({relative}{'#' + anchor if anchor else ''})"
 
 
+_LAZY = {"popdist": ("Checkpoint", "resumable")}  # names that a module imports at their first use
+
+
 def api_page() -> str:
     """Return the page of the signatures and docstrings of the public functions and classes."""
     text = [
@@ -143,7 +146,8 @@ def api_page() -> str:
     for module in ("poptorch", "poptorch.testing", "popdist", "popdist.collectives"):
         text += ["", f"## {module}"]
         space = importlib.import_module(module)
-        for name in sorted(getattr(space, "__all__", None) or vars(space), key=str.lower):
+        names = {*(getattr(space, "__all__", None) or vars(space)), *_LAZY.get(module, ())}
+        for name in sorted(names, key=str.lower):
             thing = getattr(space, name)
             own = (getattr(thing, "__module__", None) or "").split(".")[0] == module.split(".")[0]
             if own and not name.startswith("_") and (inspect.isclass(thing) or inspect.isroutine(thing)):
