@@ -146,8 +146,10 @@ def test_files_that_documents_and_docstrings_name_are_there():
     }
     texts = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *SRC.rglob("*.py")]
     named = {(text.name, name) for text in texts for name in re.findall(r"`([\w/]+\.py)`", text.read_text())}
+    own = {(text.name, name) for text in texts for name in re.findall(r'title="([^"]+)"', text.read_text())}
     assert len(named) > 100
-    assert not {(text, name) for text, name in named if not any(file.endswith("/" + name) for file in files)}
+    missing = {(text, name) for text, name in named if not any(file.endswith("/" + name) for file in files)}
+    assert not missing - own
 
 
 @pytest.mark.parametrize("module", sorted(ALL))
