@@ -8,6 +8,7 @@ constants that the model's code holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -67,6 +68,17 @@ class Signature:
         """The slots of parameters and buffers."""
         return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """The slots of buffers that the forward changes."""
+        keys = {result.key for result in self.results if result.kind == "buffer"}
+        return frozenset(slot.name for slot in self.slots if slot.role == "buffer" and slot.key in keys)
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """The slots whose values are the same for all micro-batches of a step: every ipu has its own."""
+        return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed
+
 
 @dataclass(frozen=True)
 class Graph(Signature):
@@ -100,6 +112,13 @@ class Partition:
     @property
     def stages(self) -> int:
         return len(self.ipus)
+
+    def sources(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names, each prepared value's followed by those of the weights that it is made of."""
+        for name in names:
+            yield name
+            if name in self.prepared:
+                yield from self.prepared[name].reads
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------
@@ -161,7 +180,7 @@ class Task:
     """
 
     kind: TaskKind
-    ipu: int
+    ipu: int = -1
     stage: int = -1
     phase: Literal["F", "B", ""] = ""
     index: Index = "micro_batch"

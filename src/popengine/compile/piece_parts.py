@@ -26,7 +26,7 @@ _CLOSE = 4  # lines
 def cut(partition: Partition, settings: Settings) -> Partition:
     """Return the same partition with its pieces cut into parts."""
     is_eager = settings.backend == "eager" or settings.finite_checks
-    changed = changed_buffers(partition.signature)
+    changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and is_eager and not settings.finite_checks else frozenset()
     sizes = _gradient_sizes(partition.signature, settings) if is_eager else {}
@@ -37,12 +37,6 @@ def cut(partition: Partition, settings: Settings) -> Partition:
             places |= set(_before_buffers(piece, chained))
         pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
-
-
-def changed_buffers(signature: Signature) -> frozenset[str]:
-    """Return the slots of buffers that the forward changes."""
-    keys = {result.key for result in signature.results if result.kind == "buffer"}
-    return frozenset(slot.name for slot in signature.slots if slot.role == "buffer" and slot.key in keys)
 
 
 def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:

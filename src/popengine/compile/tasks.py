@@ -17,21 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind
 from ..settings import Settings
 from ..update.optimizer_rules import rule_of
-from .piece_parts import changed_buffers
 
 
 def tasks(partition: Partition, settings: Settings) -> Plan:
     """Return the plan: the rows of a step in the order of the data, and the state that each ipu reads."""
-    counts = settings.counts
-    writer = _TableWriter(partition, settings)
-    flow = writer.flow
+    counts, flow = settings.counts, _Flow(partition)
+    rows = _TableWriter(flow, settings).made()
     micro_batches = counts.accumulation if settings.training else counts.iterations
     state = {ipu: flow.state(ipu) for ipu in flow.ipus}
-    return Plan(partition, writer.made(), micro_batches, settings.strategy.mode, state)
+    return Plan(partition, rows, micro_batches, settings.strategy.mode, state)
 
 
 class _Flow:
@@ -41,9 +40,8 @@ class _Flow:
         self.partition, self.pieces = partition, partition.pieces
         self.ipus = sorted(set(partition.ipus))
         signature = partition.signature
-        self.changed = changed_buffers(signature)
         # State that no piece writes may be a result, but each reader takes it from its own ipu.
-        self.fixed = {slot.name for slot in signature.slots if slot.role != "input"} - self.changed
+        self.fixed = signature.fixed
         self.maker = {
             name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in self.fixed
         }
@@ -57,7 +55,7 @@ class _Flow:
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
-            for name in self.sources(piece):
+            for name in partition.sources(piece.reads):
                 if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values it makes for other ipus; and the pieces it is the first to need.
@@ -74,11 +72,6 @@ class _Flow:
             for ipu, names in self.sends[i].items():
                 self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
-    def sources(self, piece: Piece) -> Iterator[str]:
-        """Yield what a piece reads, with the weights that its prepared values are made of."""
-        prepared = self.partition.prepared
-        return (source for n in piece.reads for source in (n, *(prepared[n].reads if n in prepared else ())))
-
     def ipu(self, piece: int) -> int:
         return self.partition.ipus[self.pieces[piece].stage]
 
@@ -94,7 +87,7 @@ class _Flow:
             if self.ipu(i) == ipu:
                 names |= {
                     name
-                    for name in self.sources(piece)
+                    for name in self.partition.sources(piece.reads)
                     if not self.flows(name, i) and name not in self.trained
                 }
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
@@ -116,8 +109,8 @@ class _Flow:
 class _TableWriter:
     """Writes the rows, one after another: a row waits for earlier rows only, within a micro-batch."""
 
-    def __init__(self, partition: Partition, settings: Settings) -> None:
-        self.flow, self.settings = _Flow(partition), settings
+    def __init__(self, flow: _Flow, settings: Settings) -> None:
+        self.flow, self.settings = flow, settings
         self.rows: list[Task] = []
         self.row_of: dict[int, int] = {}  # piece -> its row
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
@@ -125,8 +118,9 @@ class _TableWriter:
         self.keeper: dict[str, int] = {}  # a changed buffer's slot -> the row that replaces it
         # Of each row, the values of the micro-batch that it reads, in an order that is the same in all processes.
         self.reads: list[dict[str, None]] = []
-        results = partition.signature.results
-        slots = {s.key: s.name for s in partition.signature.slots if s.role == "buffer"}
+        signature = flow.partition.signature
+        results = signature.results
+        slots = {s.key: s.name for s in signature.slots if s.role == "buffer"}
         self.gradients = [r for r in results if r.kind == "gradient"]
         self.buffers = [(r.name, r.key, slots[r.key]) for r in results if r.kind == "buffer"]
         self.outputs = [(i, r.name) for i, r in enumerate(results) if r.kind in ("output", "input")]
@@ -136,11 +130,9 @@ class _TableWriter:
     def made(self) -> tuple[Task, ...]:
         for source, target, names in self.flow.copies():
             channel = (f"weights of {source}", target)
-            sent = self._add(
-                "copy", source, index="step", instructions=(Instruction("send", names, channel=channel),)
-            )
-            here = (Instruction("receive", names, channel=channel),)
-            self._add("copy", target, index="step", after=[After(sent)], instructions=here)
+            send, receive = (Instruction(kind, names, channel=channel) for kind in ("send", "receive"))
+            sent = self._add(Task("copy", source, index="step", instructions=(send,)))
+            self._add(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
         for number in range(len(self.flow.pieces)):
             self._add_piece(number)
         self._after_changed_buffers()
@@ -149,17 +141,8 @@ class _TableWriter:
             self._add_updates()
         return tuple(self.rows)
 
-    def _add(
-        self,
-        kind: TaskKind,
-        ipu: int,
-        stage: int = -1,
-        index: Index = "micro_batch",
-        after: Iterable[After] = (),
-        reads: Iterable[str] = (),
-        **more: object,
-    ) -> int:
-        self.rows.append(Task(kind, ipu, stage, index=index, after=tuple(dict.fromkeys(after)), **more))  # type: ignore[arg-type]
+    def _add(self, task: Task, reads: Iterable[str] = ()) -> int:
+        self.rows.append(task)
         self.reads.append(dict.fromkeys(reads))
         return len(self.rows) - 1
 
@@ -167,27 +150,23 @@ class _TableWriter:
 
     def _add_piece(self, number: int) -> None:
         flow, piece = self.flow, self.flow.pieces[number]
-        gathers = piece.gathers  # then nothing else: see `piece_parts.py`
         flowing = [name for name in piece.reads if flow.flows(name, number)]
         makers = [flow.maker[n] for n in flowing if n not in flow.inputs]
         made = {self.row_of[maker] for maker in makers}
         made |= {self.loader[name] for name in flowing if name in self.loader}
-        group = max(gathers, 1, *map(self._group, makers))
+        group = max(1, piece.gathers, *(flow.pieces[maker].gathers for maker in makers))
         after = [After(row, 0, group) for row in sorted(made)]
         row = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
-        kind: TaskKind = "gather" if gathers else "forward" if piece.phase == "F" else "backward"
+        kind: TaskKind = "forward" if piece.phase == "F" else "backward"
+        if piece.gathers:  # and does nothing else: see `piece_parts.py`
+            kind = "gather"
         sums, (here, freed) = self._sums(piece), self._around(number, piece)
+        instructions = (*here, *(() if sums else freed))
+        task = Task(kind, flow.ipu(number), piece.stage, piece.phase, piece=number)
         self.row_of[number] = self._add(
-            kind,
-            flow.ipu(number),
-            piece.stage,
-            after=after,
-            reads=flowing,
-            phase=piece.phase,
-            piece=number,
-            instructions=(*here, *(() if sums else freed)),
+            replace(task, after=tuple(after), instructions=instructions), reads=flowing
         )
         for name in flowing:
             if name in flow.inputs:
@@ -195,20 +174,11 @@ class _TableWriter:
         for _, _, slot in (b for b in self.buffers if b[0] in piece.writes):
             self.keeper[slot] = row
         if sums:
+            after = (After(row), After(row + 1, 1))
             self.sums[number] = self._add(
-                "sum",
-                flow.ipu(number),
-                piece.stage,
-                after=[After(row), After(row + 1, 1)],
+                replace(task, kind="sum", after=after, instructions=(*sums, *freed)),
                 reads=[name for instruction in sums for name in instruction.names],
-                phase=piece.phase,
-                piece=number,
-                instructions=(*sums, *freed),
             )
-
-    def _group(self, piece: int) -> int:
-        """Return the replicas whose gathering must be done before a piece reads the gathered values."""
-        return max(1, self.flow.pieces[piece].gathers)
 
     def _sums(self, piece: Piece) -> list[Instruction]:
         """Return the instructions that add up values of a piece over micro-batches."""
@@ -244,10 +214,9 @@ class _TableWriter:
         for number, row in self.row_of.items():
             piece = self.flow.pieces[number]
             read = {n for n in piece.reads if n in self.keeper and not self.flow.flows(n, number)}
-            kept = {self.keeper[n] for n in read} | {r for r in self.keeper.values() if r == row}
-            task = self.rows[row]
-            more = [After(keeper, 1) for keeper in sorted(kept)]
-            self.rows[row] = replace(task, after=tuple(dict.fromkeys((*task.after, *more))))
+            kept = {self.keeper[n] for n in read} | {row}.intersection(self.keeper.values())
+            after = (*self.rows[row].after, *(After(keeper, 1) for keeper in sorted(kept)))
+            self.rows[row] = replace(self.rows[row], after=tuple(dict.fromkeys(after)))
 
     def _free(self) -> None:
         """The last reader of each value frees it, and waits for the other readers."""
@@ -301,49 +270,37 @@ class _TableWriter:
             before = [
                 After(row, None)
                 for row, t in enumerate(self.rows)
-                if t.kind == "gather" and self._group(t.piece) > counts.replicas
+                if t.kind == "gather" and flow.pieces[t.piece].gathers > counts.replicas
             ]
-            exchanged = [
-                (number, row)
-                for number, row in self.sums.items()
-                if any(x.kind == "accumulate" for x in self.rows[row].instructions)
-            ]
-            for number, row in exchanged:
-                done = self._step("exchange", [After(row, None), *before], self.rows[row].ipu, number)
-                before = [After(done)]
+            for number, row in self.sums.items():
+                if any(x.kind == "accumulate" for x in self.rows[row].instructions):
+                    after = [After(row, None), *before]
+                    before = [self._step("exchange", after, ipu=self.rows[row].ipu, piece=number)]
             ready += before
-        ready.append(After(self._step("norm", ready, index="parameter"), None))
-        begin = After(self._step("begin", ready))
-        updated = [
-            (ipu, (Instruction("update", keys=keys),))
+        ready.append(self._step("norm", ready, index="parameter"))
+        begin = self._step("begin", ready)
+        updated = {
+            ipu: (Instruction("update", keys=keys),)
             for ipu in flow.ipus
             if (keys := tuple(flow.trained[n] for n in flow.state(ipu) if n in flow.trained))
-        ]
+        }
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
         if rule_of(optimizer).layers is not None:
-            measured = [After(self._step("measure", [begin], ipu, index="chunk"), None) for ipu, _ in updated]
-            first = After(self._step("trust", [begin, *measured]))
+            measured = [self._step("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
+            first = self._step("trust", [begin, *measured])
         done = [begin] + [
-            After(self._step("update", [first], ipu, index="chunk", instructions=update), None)
-            for ipu, update in updated
+            self._step("update", [first], ipu=ipu, index="chunk", instructions=update)
+            for ipu, update in updated.items()
         ]
         if counts.instances > 1 and settings.shard_optimizer is not None:
-            done.append(After(self._step("share", done)))
+            done.append(self._step("share", done))
         self._step("end", done)
 
-    def _step(
-        self,
-        kind: TaskKind,
-        after: Iterable[After],
-        ipu: int = -1,
-        piece: int = -1,
-        index: Index = "step",
-        instructions: tuple[Instruction, ...] = (),
-    ) -> int:
-        return self._add(
-            kind, ipu, index=index, after=after, piece=piece, instructions=instructions, once=True
-        )
+    def _step(self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any) -> After:
+        """Add a row for all replicas together, and return what later rows wait for: all of its indices."""
+        row = self._add(Task(kind, index=index, after=tuple(after), once=True, **more))
+        return After(row, 0 if index == "step" else None)
 
 
 def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
