@@ -8,9 +8,8 @@ Casts of weights are in no stage either: they are made once a step.
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from ..errors import CaptureError, PartitionError
 from ..ir import Graph, Line, Partition, Phase, Piece, Value
 from ..piece import GETITEM
 from ..settings import Strategy
-from .placement import Placement, place, together
+from .placement import Placement, place
 from .recording.graph_recorder import memory_of
 
-logger = logging.getLogger("popengine")
 Where = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 _NO_STAGE = -1
@@ -46,29 +44,33 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
-    written = {result.key for result in graph.results if result.kind == "buffer"}
-    views, casts = _of_state(graph, written)
-    placement, where = _placed(graph, strategy, views | casts)
+    views, casts = _of_state(graph)
+    of_state = views | casts
+    placement = place(graph.visits, used_visits(graph), strategy)
+    where = _stages(graph, placement, of_state)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
     members = _members(graph, where, order, views, casts, recompute)
     needs = {of: _outside(nodes) for of, nodes in members.items()}
-    prepared = {
-        node.name: _prepared(node, graph, views | casts)
-        for node in casts
-        if any(node.name in names for names in needs.values())
+    prepared, needed = {}, set().union(*needs.values())
+    for node in _calls(graph):
+        if node in casts and node.name in needed:
+            nodes = _with_needed([node], of_state, graph)
+            prepared[node.name] = emit("F", _NO_STAGE, list(_outside(nodes)), [node.name], nodes)
+    read = {
+        of: {*names, *(source for name in names if name in prepared for source in prepared[name].reads)}
+        for of, names in needs.items()
     }
-    home = _homes(graph, where, {of: _sources(needs[of], prepared) for of in order}, order)
-    made = {node.name: maker for node, maker in where.items() if node not in views | casts}
-    kept = {slot.name for slot in graph.slots if slot.role == "buffer" and slot.key in written}
-    for name, maker in _handed_through(graph, kept, home, made).items():
-        made[name] = maker
-        needs[maker][name] = None
-    fixed = {slot.name for slot in graph.slots if slot.role != "input"} - kept  # every ipu has its own
-    wanted = {result.name for result in graph.results}
+    home = _homes(graph, where, read)
+    made = {node.name: maker for node, maker in where.items() if node not in of_state}
+    for name, stage in _handed_through(graph, home, read).items():
+        if name not in made:
+            made[name] = ("F", stage)
+            needs["F", stage][name] = None
+    wanted, everywhere = {result.name for result in graph.results}, graph.fixed | prepared.keys()
     for user in order:
         for name in needs[user]:
-            if name not in fixed | prepared.keys() and made.get(name, user) != user:
+            if name not in everywhere and made.get(name, user) != user:
                 wanted.add(name)
                 if order.index(made[name]) > order.index(user):
                     raise _flows_back(name, made[name], user, placement, graph)
@@ -78,21 +80,6 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if members[of] or writes:
             pieces.append(emit(*of, list(needs[of]), writes, members[of]))
     return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
-
-
-def _placed(
-    graph: Graph, strategy: Strategy, of_state: set[fx.Node]
-) -> tuple[Placement, dict[fx.Node, Where]]:
-    """Return the placement and the piece of each node. Without a pipeline, stages that write one buffer are merged."""
-    placement = place(graph.visits, used_visits(graph), strategy)
-    where = _stages(graph, placement, of_state)
-    while strategy.mode != "pipelined" and (span := _shared_buffer(graph, where)) is not None:
-        placement = together(placement, *span)
-        logger.warning(
-            "stages %d to %d write the same buffer, and run as one, on ipu %d", *span, placement.ipus[span[0]]
-        )
-        where = _stages(graph, placement, of_state)
-    return placement, where
 
 
 def _members(
@@ -123,16 +110,17 @@ def _outside(nodes: list[fx.Node]) -> dict[str, None]:
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
 
-def _handed_through(
-    graph: Graph, kept: set[str], home: dict[str, int], made: dict[str, Where]
-) -> dict[str, Where]:
-    """Return the piece that hands on each value that no node computes: inputs or weights as results, old buffers."""
-    # A buffer's value as of a micro-batch comes from the forward that replaces it.
-    found: dict[str, Where] = {slot.name: ("F", home[slot.name]) for slot in graph.slots if slot.name in kept}
-    state = {slot.name for slot in graph.slots}
+def _handed_through(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
+    """Return the forward stage that hands on each value that no node computes: the value that a changed buffer had
+    before, and inputs and weights that are results."""
+    found = {}
+    for name in sorted(graph.changed):
+        readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
+        found[name] = min([home[name], *readers])
+    slots = {slot.name for slot in graph.slots}
     for result in graph.results:
-        if result.name in state and result.name not in made and result.name not in found:
-            found[result.name] = ("F", home.get(result.name, 0))
+        if result.name in slots:
+            found.setdefault(result.name, home.get(result.name, 0))
     return found
 
 
@@ -140,14 +128,10 @@ def _calls(graph: Graph) -> Iterable[fx.Node]:
     return (node for node in graph.code.nodes if node.op == "call_function")
 
 
-def _of_state(graph: Graph, written: set[str]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the nodes that are views of weights, constants or unwritten buffers; and those that cast these."""
-    names = {
-        slot.name
-        for slot in graph.slots
-        if slot.role in ("parameter", "constant") or (slot.role == "buffer" and slot.key not in written)
-    }
-    held = {node for node in graph.code.nodes if node.name in names}
+def _of_state(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes that are views of weights, constants or unchanged buffers; and those that cast these."""
+    fixed = graph.fixed
+    held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
     memory = {memory_of(node) for node in held}
     views: set[fx.Node] = set()
@@ -166,20 +150,6 @@ def _of_state(graph: Graph, written: set[str]) -> tuple[set[fx.Node], set[fx.Nod
     return views, casts
 
 
-def _prepared(node: fx.Node, graph: Graph, again: set[fx.Node]) -> Piece:
-    """Return the piece that casts weights."""
-    nodes = _with_needed([node], again, graph)
-    reads = dict.fromkeys(n.name for made in nodes for n in made.all_input_nodes if n not in nodes)
-    return emit("F", _NO_STAGE, list(reads), [node.name], nodes)
-
-
-def _sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> dict[str, None]:
-    """Return the names, and those from which prepared values are made."""
-    return dict.fromkeys(
-        source for name in names for source in (name, *(prepared[name].reads if name in prepared else ()))
-    )
-
-
 def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
     """Return nodes, and the nodes of `again` that they need, in the graph's order."""
     needed, stack = set(nodes), list(nodes)
@@ -193,60 +163,46 @@ def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> lis
     return [node for node in _calls(graph) if node in needed]
 
 
-def _stages(graph: Graph, placement: Placement, views: set[fx.Node]) -> dict[fx.Node, Where]:
+def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
+    """Return the piece of each node."""
     where: dict[fx.Node, Where] = {}
     last = len(placement.ipus) - 1
     for node in _calls(graph):
-        if node.meta["phase"] == "F":
-            where[node] = ("F", placement.stage_of[node.meta["block"]])
-            continue
         block = node.meta["block"]
+        if node.meta["phase"] == "F":
+            where[node] = ("F", placement.stage_of[block])
+            continue
         stage = placement.stage_of[block] if block is not None and block >= 0 else last
         for operand in node.all_input_nodes:  # gradients flow from late stages to early ones
-            if operand in where and operand not in views and where[operand][0] == "B":
+            if operand in where and operand not in of_state and where[operand][0] == "B":
                 stage = min(stage, where[operand][1])
         where[node] = ("B", stage)
     for node in reversed(list(_calls(graph))):
         if node.meta["phase"] == "B" and node.meta["block"] is None:
-            makers = [operand for operand in node.all_input_nodes if where.get(operand, "F")[0] == "B"]
+            is_made_of_gradients = any(
+                operand.op == "call_function" and where[operand][0] == "B" for operand in node.all_input_nodes
+            )
             users = [where[user][1] for user in node.users if user in where]
-            if not makers and users:
+            if users and not is_made_of_gradients:
                 where[node] = ("B", max(users))
     return where
 
 
-def _shared_buffer(graph: Graph, where: dict[fx.Node, Where]) -> tuple[int, int] | None:
-    """Return the first and last stage of a buffer that a later stage writes and an earlier stage reads; or None."""
-    node_of = {node.name: node for node in graph.code.nodes}
-    slots = {slot.key: slot.name for slot in graph.slots if slot.role == "buffer"}
-    for result in graph.results:
-        if result.kind == "buffer" and node_of[result.name] in where:
-            last = where[node_of[result.name]][1]
-            readers = [where[user] for user in node_of[slots[result.key]].users if user in where]
-            first = min((stage for phase, stage in readers if phase == "F"), default=last)
-            if first < last:
-                return first, last
-    return None
-
-
-def _homes(
-    graph: Graph, where: dict[fx.Node, Where], needs: dict[Where, dict[str, None]], order: list[Where]
-) -> dict[str, int]:
+def _homes(graph: Graph, where: dict[fx.Node, Where], read: dict[Where, set[str]]) -> dict[str, int]:
     """Return the stage of each parameter and buffer: where its gradient is made, where the buffer is written, else
     where it is first read."""
-    node_of = {node.name: node for node in graph.code.nodes}
+    stage_of = {node.name: stage for node, (_, stage) in where.items()}
     made_at = {
-        (result.kind, result.key): where[node_of[result.name]][1]
+        (result.kind, result.key): stage_of[result.name]
         for result in graph.results
-        if node_of[result.name] in where and result.kind != "output"
+        if result.name in stage_of
     }
     home = {}
     for slot in graph.slots:
-        if slot.role not in ("parameter", "buffer"):
-            continue
-        kind = "gradient" if slot.role == "parameter" else "buffer"
-        first = next((stage for phase, stage in order if slot.name in needs[phase, stage]), 0)
-        home[slot.name] = made_at.get((kind, slot.key), first)
+        if slot.role in ("parameter", "buffer"):
+            kind = "gradient" if slot.role == "parameter" else "buffer"
+            first = next((stage for (_, stage), names in read.items() if slot.name in names), 0)
+            home[slot.name] = made_at.get((kind, slot.key), first)
     return home
 
 

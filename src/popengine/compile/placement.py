@@ -65,20 +65,6 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     )
 
 
-def together(placement: Placement, first: int, last: int) -> Placement:
-    """Return a placement in which the stages from `first` to `last` are one, on the ipu of the first."""
-    merged = last - first
-    return Placement(
-        tuple(number if number <= first else max(first, number - merged) for number in placement.stage_of),
-        placement.ipus[: first + 1] + placement.ipus[last + 1 :],
-        (
-            *placement.names[:first],
-            ", ".join(placement.names[first : last + 1]),
-            *placement.names[last + 1 :],
-        ),
-    )
-
-
 def _turns(ipus: list[int], used: set[int]) -> list[int]:
     """Return a stage for each visit; a new stage starts where the ipu changes."""
     turns, turn, here = [0] * len(ipus), -1, None
