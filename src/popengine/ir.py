@@ -8,6 +8,7 @@ constants that the model's code holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -32,6 +33,10 @@ class Slot:
     key: str  # parameters, buffers: the canonical name in the module; inputs: their position
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +139,9 @@ class Instruction(NamedTuple):
 
     kind        names                                               with
     load        of inputs, whose rows of this micro-batch it takes  keys: positions of the inputs
-    receive     of values that another ipu has computed             channel
+    receive     of values that another ipu has computed             channel, peer
     compute     of values that no later piece of this ipu reads     piece
-    send        of values for another ipu                           channel
+    send        of values for another ipu                           channel, peer
     accumulate  of gradients that it adds to their sums             keys: names of the parameters
     keep        of the next values of buffers                       keys: names of the buffers
     store       of values for the user's results                    keys: positions in `Signature.results`
@@ -147,7 +152,8 @@ class Instruction(NamedTuple):
     kind: InstructionKind
     names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-    channel: tuple[str, int] = ("", -1)  # a name, and the ipu that receives
+    channel: str = ""  # the same name at both ends
+    peer: int = -1  # the ipu at the other end
     piece: int = -1
 
 

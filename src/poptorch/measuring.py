@@ -44,7 +44,7 @@ def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, An
     """
     graph = found.graph
     assert graph is not None
-    state = sum(torch.Size(slot.shape).numel() * slot.dtype.itemsize for slot in graph.slots)
+    state = sum(slot.nbytes for slot in graph.slots)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not _calls_out(graph):
             return {"steps": _steps(found, hyper)}

@@ -129,8 +129,9 @@ class _TableWriter:
 
     def made(self) -> tuple[Task, ...]:
         for source, target, names in self.flow.copies():
-            channel = (f"weights of {source}", target)
-            send, receive = (Instruction(kind, names, channel=channel) for kind in ("send", "receive"))
+            channel = f"weights of {source}"
+            send = Instruction("send", names, channel=channel, peer=target)
+            receive = Instruction("receive", names, channel=channel, peer=source)
             sent = self._add(Task("copy", source, index="step", instructions=(send,)))
             self._add(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
         for number in range(len(self.flow.pieces)):
@@ -197,13 +198,15 @@ class _TableWriter:
         last = tuple(n for n in piece.reads if flow.flows(n, number) and readers[n][-1] == number)
         kept = [(name, key) for name, key, _ in self.buffers if name in piece.writes]
         found = [
-            Instruction("receive", flow.sends[maker][ipu], channel=(str(flow.pieces[maker]), ipu))
+            Instruction(
+                "receive", flow.sends[maker][ipu], channel=str(flow.pieces[maker]), peer=flow.ipu(maker)
+            )
             for maker in flow.receives[number]
         ]
         found += _instruction("load", [(name, flow.inputs[name]) for name in fresh])
         found.append(Instruction("compute", last, piece=number))
         for other, names in flow.sends[number].items():
-            found.append(Instruction("send", names, channel=(str(piece), other)))
+            found.append(Instruction("send", names, channel=str(piece), peer=other))
         found += _instruction("keep", kept)
         found += _instruction("store", [] if self.adds_outputs else self._stored(piece))
         done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)

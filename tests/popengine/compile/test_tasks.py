@@ -136,18 +136,18 @@ def test_what_is_sent_is_received(ipus, mode):
     for ipu, program in programs(plan_of(*ipus, mode=mode)).items():
         for i, m in program.instructions:
             if i.kind == "send":
-                assert i.channel[1] != ipu
-                sent.setdefault(i.channel, set()).add((i.names, m))
+                assert i.peer != ipu
+                sent.setdefault((i.channel, ipu, i.peer), set()).add((i.names, m))
             elif i.kind == "receive":
-                assert i.channel[1] == ipu
-                received.setdefault(i.channel, set()).add((i.names, m))
+                received.setdefault((i.channel, i.peer, ipu), set()).add((i.names, m))
     assert sent == received
 
 
 def test_a_shared_weight_goes_once_a_step_to_the_stage_that_borrows_it():
     moves = [x for t in plan_of(0, 1, 2, 3).tasks if t.kind == "copy" for x in t.instructions]
-    assert [(x.kind, x.channel, x.names) for x in moves] == [
-        (kind, ("weights of 2", 3), ("parameter_c_weight",)) for kind in ("send", "receive")
+    assert [(x.kind, x.channel, x.peer, x.names) for x in moves] == [
+        ("send", "weights of 2", 3, ("parameter_c_weight",)),
+        ("receive", "weights of 2", 2, ("parameter_c_weight",)),
     ]
 
 
