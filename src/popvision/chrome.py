@@ -34,26 +34,28 @@ def chrome_trace(profiles: list[Profile]) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def title(event: Event) -> str:
-    """`forward 2.5`: stage 2, micro-batch 5; other instructions by their kind."""
-    kinds = {"F": "forward", "B": "backward"}
-    kind = kinds[event.phase] if event.kind == "compute" else event.kind
-    place = f" {event.stage}" if event.stage >= 0 else ""
-    return f"{kind}{place}.{event.micro_batch}" if event.micro_batch >= 0 else kind + place
-
-
 def _row(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
     """Return a row of the format, at a time in ns."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
 def _slice(event: Event, process: int) -> dict[str, Any]:
+    """Return an instruction; `forward 2.5` is that of stage 2 and micro-batch 5."""
+    kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
+    place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
     if event.bytes:
         arguments["bytes"] = event.bytes
     lasted = (event.end - event.start) / 1e3
     return _row(
-        "X", title(event), process, event.ipu, event.start, cat=event.kind, dur=lasted, args=arguments
+        "X",
+        f"{kind} {place}".strip(),
+        process,
+        event.ipu,
+        event.start,
+        cat=event.kind,
+        dur=lasted,
+        args=arguments,
     )
 
 

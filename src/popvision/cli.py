@@ -107,10 +107,13 @@ def _open(args: argparse.Namespace) -> None:
         load(path)  # a profile that can't be read is an error here, not a page about one
     inner = found[0].parent
     folder = args.report if args.report.is_dir() and args.report != inner else inner.parent
-    target = html.write_report(folder)
-    print(target)
-    if not args.no_browser:
-        webbrowser.open(target.resolve().as_uri())
+    _show(html.write_report(folder), not args.no_browser)
+
+
+def _show(page: Path, in_browser: bool) -> None:
+    print(page)
+    if in_browser:
+        webbrowser.open(page.resolve().as_uri())
 
 
 def _summary(args: argparse.Namespace) -> None:
@@ -120,10 +123,7 @@ def _summary(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     for first, second in html.pairs_to_compare(args.report, args.other):
         print(compare.text(load(first), load(second), (str(args.report), str(args.other))))
-    target = html.write_comparison(args.report, args.other, args.output)
-    print(target)
-    if args.open:
-        webbrowser.open(target.resolve().as_uri())
+    _show(html.write_comparison(args.report, args.other, args.output), args.open)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -116,13 +116,11 @@ def write_comparison(first: Path, second: Path, target: Path) -> Path:
         ProfileError: a profile can't be read, or the runs have no profile of the same kind
     """
     pairs = pairs_to_compare(first, second)
-    entries: list[dict[str, Any]] = []
-    comparisons = []
+    entries, comparisons = [], []
     for one, other in pairs:
         rows = [row.to_dict() for row in compare(load(one), load(other))]
-        at = len(entries)
+        comparisons.append({"first": len(entries), "second": len(entries) + 1, "rows": rows})
         entries += [entry(one, _label(one, first)), entry(other, _label(other, second))]
-        comparisons.append({"first": at, "second": at + 1, "rows": rows})
     target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
     return target
 

@@ -66,22 +66,25 @@ def machine(name: str) -> Machine:
     if kind == "here":
         return Machine(title, str(data.get("description", "")), kind)
     try:
-        chip, pod = data["chip"], data["pod"]
-        cycles = chip["tiles"]["value"] * chip["clock"]["value"]
+        chip, pod, efficiency = (
+            {constant: entry["value"] for constant, entry in data[part].items()}
+            for part in ("chip", "pod", "efficiency")
+        )
+        cycles = chip["tiles"] * chip["clock"]
         return Machine(
             title,
             str(data.get("description", "")),
             kind,
-            chips=int(pod["chips"]["value"]),
-            tiles=int(chip["tiles"]["value"]),
-            half=2 * cycles * chip["half_products"]["value"],
-            single=2 * cycles * chip["float_products"]["value"],
-            launch=chip["launch_cycles"]["value"] / chip["clock"]["value"],
-            local=cycles * chip["memory_bytes"]["value"],
-            exchange=cycles * chip["exchange_bytes"]["value"],
-            efficiency={kind: entry["value"] for kind, entry in data["efficiency"].items()},
-            **{name: chip[name]["value"] for name in ("memory", "code", "links", "streaming", "message")},
-            **{name: pod[name]["value"] for name in ("rack", "gateway", "host")},
+            chips=int(pod["chips"]),
+            tiles=int(chip["tiles"]),
+            half=2 * cycles * chip["half_products"],
+            single=2 * cycles * chip["float_products"],
+            launch=chip["launch_cycles"] / chip["clock"],
+            local=cycles * chip["memory_bytes"],
+            exchange=cycles * chip["exchange_bytes"],
+            efficiency=efficiency,
+            **{constant: chip[constant] for constant in ("memory", "code", "links", "streaming", "message")},
+            **{constant: pod[constant] for constant in ("rack", "gateway", "host")},
         )
     except (KeyError, TypeError) as error:
         raise MachineError(

@@ -10,7 +10,7 @@ from popengine.profile import Profile
 
 from . import virtual
 from .costs import Costs
-from .units import seconds, size
+from .units import kind_of_run, seconds, size
 
 _DRAWN = 600  # tasks; in a wider picture they are too small to see
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
@@ -43,10 +43,7 @@ def page(plan: Any) -> str:
         for part in profile.parts
         if part.kind == "send"
     ]
-    title = (
-        f"Plan: {profile.facts.get('mode', '')} {profile.name}, {len(stages)} stage(s) on"
-        f" {len(profile.devices)} ipu(s), {profile.counts.get('replicas', 1)} replica(s)"
-    )
+    title = f"Plan: {kind_of_run(profile)}"
     head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
     parts = [
         f"<h1>{html.escape(title)}</h1>",

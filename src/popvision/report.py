@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from popengine.profile import Profile, load
 from .advice import machine_sentence, sentences
 from .analysis import Figures, figures
 from .html import entry, page, profiles_at
-from .units import rate, seconds, share, size
+from .units import kind_of_run, rate, seconds, share, size
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -41,8 +40,7 @@ class Report:
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
-            values = {field.name: getattr(found, field.name) for field in fields(found)}
-            plain = {name: value for name, value in values.items() if isinstance(value, _PLAIN)}
+            plain = {name: value for name, value in vars(found).items() if isinstance(value, _PLAIN)}
             rows.append({"profile": label, **plain, "advice": sentences(profile, found)})
         return rows
 
@@ -67,19 +65,11 @@ class Report:
 def summary(profile: Profile) -> str:
     """Return the headline of a profile for the terminal, about a screen long."""
     found = figures(profile)
-    lines = [f"{profile.name}: {_kind(profile)}"]
+    lines = [f"{profile.name}: {kind_of_run(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
     lines += [*_speed(profile, found), *_stages(found), *_memory(found)]
     lines += [f"  ! {warning}" for warning in sentences(profile, found)]
     return "\n".join(lines) + "\n"
-
-
-def _kind(profile: Profile) -> str:
-    stages, ipus = len(profile.stages), len(profile.devices)
-    mode = profile.facts.get("mode", "")
-    kind = "training" if profile.training else "inference"
-    replicas = profile.counts.get("replicas", 1)
-    return f"{mode} {kind}, {stages} stage(s) on {ipus} ipu(s), {replicas} replica(s)"
 
 
 def _speed(profile: Profile, found: Figures) -> list[str]:
@@ -107,7 +97,7 @@ def _stages(found: Figures) -> list[str]:
     lines = ["  stage  ipu    forward   backward     update  blocks"]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
-        cells = (seconds(ns / 1e9) if ns else "–" for ns in (stage.forward, stage.backward, stage.update))
+        cells = (seconds(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update))
         lines.append(
             f"  {stage.stage:5}  {stage.ipu:3} "
             + " ".join(f"{cell:>10}" for cell in cells)

@@ -36,6 +36,16 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
+def kind_of_run(profile: Profile) -> str:
+    """Return the mode of a run or a plan, and its numbers of stages, ipus and replicas."""
+    kind = "training" if profile.training else "inference"
+    stages, ipus = len(profile.stages), len(profile.devices)
+    replicas = profile.counts.get("replicas", 1)
+    return (
+        f"{profile.facts.get('mode', '')} {kind}, {stages} stage(s) on {ipus} ipu(s), {replicas} replica(s)"
+    )
+
+
 def cores_in_words(profile: Profile) -> str:
     """Return the cores that run all ipus without a recorder, and the verb: "2 cores share", "1 of 2 cores runs"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
