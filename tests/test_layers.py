@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "popart": set(),
     "popengine.environment": set(),
     "popdist": {"popengine.environment", "popdist.rendezvous"},
-    "popdist.signed_store": set(),
+    "popdist.signed_store": {"popengine.environment"},
     "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.signed_store", "popengine.run"},
     "popdist.collectives": VALUES | {"popengine.environment", "popengine.run"},
     "poptorch": VALUES | ENGINE | {"popengine.environment"},

@@ -152,12 +152,8 @@ def _serve(address: str, port: int, secret: str) -> None:
             f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
             "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
         ) from error
-    if server.is_reachable and not secret:
-        logger.warning(
-            "instance 0 listens at %s:%d and serves every caller: %s is not set\n"
-            "  fix: export %s=$(openssl rand -hex 32), with the same value in all instances",
-            *(address, port, SECRET, SECRET),
-        )
+    if server.warning:
+        logger.warning(server.warning)
 
 
 def _interface(address: str) -> str | None:

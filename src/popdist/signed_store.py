@@ -24,6 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from popengine.environment import SECRET
+
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _LARGEST = 1 << 22  # bytes of a message that the server reads
@@ -31,6 +33,12 @@ _ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+
+
+_WARNING = (
+    f"the store at {{}} serves every caller: {SECRET} is not set\n"
+    f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value in all processes"
+)
 
 
 class StoreError(RuntimeError):
@@ -105,7 +113,8 @@ class Server:
         addresses = [address]
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
-        self.is_reachable = not all(map(is_loopback, addresses))  # by other hosts
+        is_local = all(map(is_loopback, addresses))
+        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the log
         for each in addresses:
             listening = socket.create_server((each, port), family=family, backlog=1024)
             self._sockets.add(listening)

@@ -32,11 +32,11 @@ from popengine.environment import SECRET, STACK, STORE, path_with_aliases
 from . import Log
 from . import instance as instance_program
 from .command_line import CommandLine
-from .election import Misfit
+from .election import Lost, Misfit
 from .guard import exit_code
 from .hangs import Hangs
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Lost, Nodes
+from .nodes import Nodes
 from .topology import Node, cores_of, launch_of, local_instances
 
 PATIENCE = 5  # seconds for a survivor to end after another instance has failed
@@ -155,7 +155,6 @@ class _Agent(LocalElasticAgent):
         for local, pid in pids.items():
             self._log.debug(f"instance {self._first + local} is process {pid}")
             self._running[os.pidfd_open(pid)] = local
-        assert self._nodes.store is not None
         self._hangs = Hangs(
             self._nodes.store,
             f"attempt/{current.number}/pando",

@@ -1,4 +1,4 @@
-"""Choice of the leader of an elastic training, by files in its checkpoint folder.
+"""The leader of a training: node 0, or in an elastic training a node that is chosen by files in the checkpoint folder.
 
     .poprun/secret     which callers of the leader's store have to know; only its owner can read it
     .poprun/leader-3   the third leader: node, host, address, and a digest of the command
@@ -15,14 +15,16 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from popdist.checkpoint_files import call_of, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError, is_loopback, own_address
 from popengine.environment import SECRET
 
+from . import Log
 from .command_line import CommandLine
+from .topology import Node
 
 _HOST = socket.gethostname()
 _PATIENCE = 3.0  # seconds to try to connect to a leader on another host
@@ -30,18 +32,72 @@ _ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _SLOWEST = 30.0  # seconds for a leader to answer, at least
 
 
-def node_name() -> str:
-    return f"{_HOST}-{os.getpid()}"
-
-
 class Misfit(Exception):
     """This poprun can't take part in the training of its checkpoint folder."""
 
 
+class Lost(Exception):
+    """The training can't go on with the nodes that are there."""
+
+
+class FirstNode:
+    """Node 0, which leads a training with a fixed number of instances. Its methods are those of `Election`."""
+
+    def __init__(self, node: Node, log: Log) -> None:
+        self._node, self._log = node, log
+        self.name, self.host = str(node.rank), node.address
+        self.leader, self.previous_leader = "0", ""
+        self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
+
+    def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
+        """Connect to node 0; on node 0, serve the store. Raises: Lost, if node 0 can't be reached."""
+        node = self._node
+        server = self._serve(until) if node.rank == 0 else None
+        port = server.port if server else node.port
+        address = f"{node.address}:{port}"
+        if node.count > 1:
+            self._log.info(f"node {node.rank} of {node.count} waits for the others at {address}")
+        try:
+            patience = max(until - time.monotonic(), 0.0)
+            return server, SignedStore(node.address, port, self.secret, patience), address
+        except StoreError as error:
+            raise Lost(
+                f"node 0 is not to be reached at {address}: {error}\n"
+                "  fix: MASTER_ADDR and MASTER_PORT are the address of node 0 and a free port there;"
+                f" {SECRET} is equal on all nodes, if it is set"
+            ) from None
+
+    def _serve(self, until: float) -> Server:
+        node = self._node
+        while True:
+            try:
+                server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
+                break
+            except socket.gaierror as error:  # names of pods come late
+                if time.monotonic() > until:
+                    raise Lost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
+                time.sleep(0.5)
+            except OSError as error:
+                raise Lost(
+                    f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
+                    "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
+                ) from None
+        if server.warning:
+            self._log.warning(server.warning)
+        return server
+
+    def check_leads(self) -> None:
+        """Return: no other node can become the leader."""
+
+    def resign(self) -> None:
+        """Return: there is no leader's file."""
+
+
 class Election:
-    """This node's connection to the leader, or its own leadership."""
+    """This node's connection to the leader of an elastic training, or its own leadership."""
 
     def __init__(self, request: CommandLine) -> None:
+        self.name = f"{_HOST}-{os.getpid()}"
         self._checkpoints = Path(request.checkpoint_dir)
         self._folder = self._checkpoints / ".poprun"
         try:
@@ -58,9 +114,11 @@ class Election:
         self._number = 0  # of the leader
         self.leader, self.previous_leader = "", ""
 
-    def join(self) -> tuple[Server | None, SignedStore, str]:
+    def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
         """Connect to the leader, or become it.
 
+        Args:
+            until: not used, since the leader can be chosen at any time
         Returns: the store's server, if this node leads; the connection to the store; the store's address
         Raises:
             Misfit: the leader runs another command, has another secret, or listens for its own host only
@@ -76,7 +134,7 @@ class Election:
                     return None, store, leader["address"]
             server = Server(self.host, 0, self.secret)
             address = f"{self.host}:{server.port}"
-            me = {"node": node_name(), "host": _HOST, "address": address, "digest": self._digest}
+            me = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
             if self._create(f"leader-{number + 1}", json.dumps(me)):
                 self._number, self.previous_leader, self.leader = number + 1, self.leader, me["node"]
                 with suppress(OSError):
@@ -93,10 +151,6 @@ class Election:
         """Remove this leader's file at the end of the training."""
         with suppress(OSError):
             (self._folder / f"leader-{self._number}").unlink()
-
-    def newest_call(self) -> int:
-        """Return the calls before the newest checkpoint; -1 without a checkpoint."""
-        return max(map(call_of, complete_checkpoints(self._checkpoints)), default=-1)
 
     def _connected(self, host: str, port: int, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to a leader's store, None if the leader is gone."""

@@ -1,8 +1,7 @@
 """Rendezvous of the popruns of one training, one on each node, and the rounds in which they start instances.
 
-One poprun, the leader, serves a store (`popdist.signed_store`), which instances use, too. Each poprun holds a record in
-the store, which vanishes with its connection: a missing record is a lost node. The leader is node 0, at a known
-address; in an elastic training `election.py` chooses it, so that any node may be lost.
+One poprun, the leader (`election.py`), serves a store (`popdist.signed_store`), which instances use, too. Each poprun
+holds a record in the store, which vanishes with its connection: a missing record is a lost node.
 
 A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed, or if a new
 node can be added. When all nodes have stopped, the leader begins the next round with the nodes that are there. torch's
@@ -20,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -29,11 +29,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from popdist.checkpoint_files import call_of, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError
-from popengine.environment import SECRET
 
-from . import Log, election
+from . import Log
 from .command_line import CommandLine
+from .election import Election, FirstNode, Lost
 from .topology import Node, deal, local_instances
 
 _LOOK = 0.05  # seconds between two reads of the other nodes' records, while a round forms
@@ -43,10 +44,6 @@ _FAREWELL = 5.0  # seconds that the leader serves the store for others to read t
 _GATHER = 10.0  # seconds that a new leader of an elastic training waits for nodes that it expects
 
 _Record = dict[str, Any]
-
-
-class Lost(Exception):
-    """The training can't go on with the nodes that are there."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,16 @@ class Round:
         return sum(self.counts.values())
 
     def rank(self, node: str) -> int:
+        """Return the place of a node among those of the round."""
         return list(self.counts).index(node)
 
     def first_instance(self, node: str) -> int:
+        """Return the number of a node's first instance."""
         return sum(list(self.counts.values())[: self.rank(node)])
+
+    def missing(self, records: Mapping[str, _Record]) -> str:
+        """Return the nodes that are gone, or that another poprun has replaced, in words; empty: none."""
+        return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
 class Nodes(RendezvousHandler):
@@ -73,18 +76,14 @@ class Nodes(RendezvousHandler):
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round(-1, {}, {})
-        self.name = election.node_name() if request.is_elastic else str(node.rank)
+        self.address = ""  # of the store
         self._request, self._node, self._log = request, node, log
+        self._leader = Election(request) if request.is_elastic else FirstNode(node, log)
+        self.name, self.secret = self._leader.name, self._leader.secret
         self._patience = int(os.environ.get("POPRUN_NODE_TIMEOUT", "600"))
         self._id = secrets.token_hex(8)
         self._server: Server | None = None
-        self.store: SignedStore | None = None
-        self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
-        self._election: election.Election | None = None
-        if request.is_elastic:
-            self._election = election.Election(request)
-            self.secret = self._election.secret
-        self.address = f"{node.address}:{node.port}"  # of the store
+        self._store: SignedStore | None = None
         self._leads_since = 0.0
         self._warned = 0.0
         self._why_ended = ""  # why the present round ends: "lost", "failed" or "grown"
@@ -92,6 +91,13 @@ class Nodes(RendezvousHandler):
         self._grow_after: int | None = None  # the newest checkpoint when a node came that can be added
 
     # ---- connection --------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> SignedStore:
+        """The connection to the store. Raises: StoreError, if there is none."""
+        if self._store is None:
+            raise StoreError("this node is not connected")
+        return self._store
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round in which this node has instances.
@@ -103,76 +109,34 @@ class Nodes(RendezvousHandler):
         until = time.monotonic() + self._patience
         while True:
             try:
-                store = self._connected(until)
+                self._connect(until)
                 self._hold("stopped")
                 self._warned = 0.0 if self.round.number >= 0 else time.monotonic()
-                while (begun := self._published(store)) is None or self.name not in begun.counts:
-                    self._lead(until)
+                begun, _ = self._lead(until)
+                while begun.number <= self.round.number or begun.ids.get(self.name) != self._id:
                     time.sleep(_LOOK)
+                    begun, _ = self._lead(until)
                 self.round = begun
                 self._hold("running")
-                rank, world = begun.rank(self.name), len(begun.counts)
-                return RendezvousInfo(store, rank, world, RendezvousStoreInfo(*self._torch_address(store)))
+                address = RendezvousStoreInfo(*self._torch_address())
+                return RendezvousInfo(self.store, begun.rank(self.name), len(begun.counts), address)
             except StoreError:
                 self._disconnect()
-                if self._election is None:
+                if not self._request.is_elastic:
                     if self._node.rank == 0 or time.monotonic() > until:
                         raise Lost(_lost("0")) from None
                     self._log.warning(f"{_lost('0')}; {self._waiting(until)}")
 
-    def _connected(self, until: float) -> SignedStore:
-        """Return the connection to the store, which the leader begins to serve."""
-        if self.store is not None:
-            return self.store
-        node, was_leader = self._node, self._server is not None
-        if self._election is not None:
-            self._server, self.store, self.address = self._election.join()
-        else:
-            if node.rank == 0 and self._server is None:
-                self._server = self._serve(until)
-                self.address = f"{node.address}:{self._server.port}"
-            if node.count > 1:
-                self._log.info(f"node {node.rank} of {node.count} waits for the others at {self.address}")
-            port = self._server.port if self._server else node.port
-            try:
-                patience = max(until - time.monotonic(), 0.0)
-                self.store = SignedStore(node.address, port, self.secret, patience)
-            except StoreError as error:
-                raise Lost(
-                    f"node 0 is not to be reached at {self.address}: {error}\n"
-                    "  fix: MASTER_ADDR and MASTER_PORT are the address of node 0 and a free port there;"
-                    f" {SECRET} is equal on all nodes, if it is set"
-                ) from None
-        if self._server is not None and not was_leader:
-            self._leads_since = time.monotonic()
-            self._log.info(f"{self.name} leads the training at {self.address}")
-        return self.store
-
-    def _serve(self, until: float) -> Server:
-        node = self._node
-        while True:
-            try:
-                server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
-                break
-            except socket.gaierror as error:  # names of pods come late
-                if time.monotonic() > until:
-                    raise Lost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
-                time.sleep(0.5)
-            except OSError as error:
-                raise Lost(
-                    f"node 0 can't listen at {self.address}: {error}\n"
-                    "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
-                ) from None
-        if server.is_reachable and not self.secret:
-            self._log.warning(
-                f"the nodes meet at {self.address}, which serves every caller: {SECRET} is not set\n"
-                f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value on all nodes"
-            )
-        return server
+    def _connect(self, until: float) -> None:
+        """Connect to the store, which the leader begins to serve."""
+        if self._store is None:
+            self._server, self._store, self.address = self._leader.join(until)
+            if self._server is not None:
+                self._leads_since = time.monotonic()
+                self._log.info(f"{self.name} leads the training at {self.address}")
 
     def _hold(self, state: str) -> None:
         """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
-        assert self.store is not None
         slots = local_instances(self._request, self._node.count)
         record = {"id": self._id, "slots": slots, "round": self.round.number, "state": state}
         until = time.monotonic() + _NOTICED
@@ -183,56 +147,23 @@ class Nodes(RendezvousHandler):
                 )
             time.sleep(_LOOK)
 
-    def _torch_address(self, store: SignedStore) -> tuple[str, int]:
+    def _torch_address(self) -> tuple[str, int]:
         """Return an address on the first node for programs that call torch.distributed; nothing listens there."""
         key = f"torch/{self.round.number}"
         if self.round.rank(self.name) == 0:
             with socket.socket() as free:
                 free.bind(("", 0))
-                host = self._election.host if self._election else self._node.address
-                store.set(key, f"{host} {free.getsockname()[1]}")
-        store.wait([key], timedelta(seconds=_NOTICED))
-        host, port = store.get(key).decode().split()
+                self.store.set(key, f"{self._leader.host} {free.getsockname()[1]}")
+        self.store.wait([key], timedelta(seconds=_NOTICED))
+        host, port = self.store.get(key).decode().split()
         return host, int(port)
 
     def _disconnect(self) -> None:
-        if self.store is not None:
-            self.store.close()
-            self.store = None
-        if self._server is not None and self._election is not None:
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
             self._server.close()
-            self._server = None
-
-    # ---- reading -----------------------------------------------------------------------------------------
-
-    def _published(self, store: SignedStore) -> Round | None:
-        """Return the round that this node has not been in yet, if the leader has begun one."""
-        (text,) = store.read(["round"])
-        newest = Round(**json.loads(text)) if text else None
-        return newest if newest is not None and newest.number > self.round.number else None
-
-    def _records(self) -> dict[str, _Record]:
-        assert self.store is not None
-        texts = self.store.find("node/")
-        keys = list(texts) if self._election else sorted(texts, key=lambda key: int(key[5:]))
-        return {key[5:]: json.loads(texts[key]) for key in keys}
-
-    def _check_end(self) -> None:
-        """Raise Lost, if a node has given up, or RendezvousGracefulExitError, if the training has ended well."""
-        assert self.store is not None
-        failed, finished = self.store.read(["failed", "finished"])
-        if failed is not None:
-            raise Lost(f"another node has given up: the poprun of node {failed} says why")
-        if finished is not None:
-            raise RendezvousGracefulExitError("the training has ended")
-
-    def lost(self) -> str:
-        """Return which nodes of this round are lost, as a sentence; empty: none."""
-        try:
-            gone = _missing(self.round, self._records())
-        except StoreError:
-            gone = ["0" if self._election is None else self._election.leader]
-        return _lost(", ".join(gone)) if gone else ""
+        self._store = self._server = None
 
     def _waiting(self, until: float) -> str:
         return (
@@ -242,24 +173,36 @@ class Nodes(RendezvousHandler):
 
     # ---- leading -----------------------------------------------------------------------------------------
 
-    def _lead(self, until: float = float("inf")) -> None:
-        """Check for the end of the training; as the leader, end this round or begin the next one if that is due."""
-        self._check_end()
-        if self._server is None or self.store is None:
-            return
-        if self._election is not None:
-            self._election.check_leads()
+    def _lead(self, until: float = float("inf")) -> tuple[Round, int]:
+        """Return the newest round, and the number of the last one that has to end; as the leader, change these.
+
+        Raises:
+            Lost: a node has given up, or the training can't go on
+            RendezvousGracefulExitError: the training has ended well
+        """
+        keys = ["failed", "finished", "round", "stop"]
+        failed, finished, text, stop = self.store.read(keys)
+        if failed is not None:
+            raise Lost(f"another node has given up: the poprun of node {failed} says why")
+        if finished is not None:
+            raise RendezvousGracefulExitError("the training has ended")
+        newest = Round(**json.loads(text)) if text else Round(-1, {}, {})
+        if self._server is not None:
+            self._leader.check_leads()
+            self._end_or_begin(newest, until)
+        return newest, int(stop or -1)
+
+    def _end_or_begin(self, current: Round, until: float) -> None:
+        """End the present round or begin the next one, if that is due."""
         records = self._records()
-        (text,) = self.store.read(["round"])
-        current = Round(**json.loads(text)) if text else None
-        if current is not None and not self._why_ended:
+        if current.number >= 0 and not self._why_ended:
             self._why_ended = self._reason_to_end(current, records)
             if not self._why_ended:
                 return
             self.store.set("stop", str(current.number))
         if any(record["state"] != "stopped" for record in records.values()):
             return
-        if current is not None and self._why_ended == "failed" and not _missing(current, records):
+        if self._why_ended == "failed" and not current.missing(records):
             self._why_ended = "counted"
             self._count_failure()
         counts = self._counts(records, until)
@@ -269,55 +212,65 @@ class Nodes(RendezvousHandler):
             begun = Round(number, counts, {name: records[name]["id"] for name in counts})
             self.store.set("round", json.dumps(vars(begun)))
 
+    def _records(self) -> dict[str, _Record]:
+        """Return the records of all nodes, in the order in which they get instances."""
+        texts = self.store.find("node/")
+        keys = list(texts) if self._request.is_elastic else sorted(texts, key=lambda key: int(key[5:]))
+        return {key[5:]: json.loads(texts[key]) for key in keys}
+
     def _reason_to_end(self, current: Round, records: Mapping[str, _Record]) -> str:
         """Return "lost", "failed" or "grown" for a round that has to end, "" for one that goes on."""
-        assert self.store is not None
         states = [record["state"] for record in records.values() if record["round"] == current.number]
-        missing = _missing(current, records)
         if states == ["done"] * len(current.counts):
             self.store.set("finished", "1")
             return ""
-        if missing:
-            text = _lost(", ".join(missing))
+        if missing := current.missing(records):
             if not self._is_restart_left():
-                self.store.set("failed", self.name)
-                raise Lost(text)
-            self._log.warning(text)
+                self._give_up(_lost(missing))
+            self._log.warning(_lost(missing))
             return "lost"
         if "stopped" in states:
             return "failed"
         return "grown" if "done" not in states and self._can_grow(current, records) else ""
 
+    def _give_up(self, why: str) -> None:
+        """End the training of all nodes: raise Lost."""
+        self.store.set("failed", self.name)
+        raise Lost(why)
+
     def _is_restart_left(self) -> bool:
-        return self._election is not None or self.round.number < self._request.max_restarts
+        return self._request.is_elastic or self.round.number < self._request.max_restarts
 
     def _count_failure(self) -> None:
-        """Raise Lost, if an elastic training has failed too often since its newest checkpoint."""
-        if self._election is None:
+        """Give up, if an elastic training has failed too often since its newest checkpoint."""
+        if not self._request.is_elastic:
             return
-        assert self.store is not None
-        newest, limit = self._election.newest_call(), self._request.max_restarts
+        newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
-        if self._failures > limit:
-            self.store.set("failed", self.name)
-            raise Lost(
-                f"instances have failed {self._failures} times without a new checkpoint (--max-restarts)"
-            )
+        if self._failures > self._request.max_restarts:
+            times = f"{self._failures} times without a new checkpoint (--max-restarts)"
+            self._give_up(f"instances have failed {times}")
+
+    def _newest_checkpoint(self) -> int:
+        """Return the calls before the newest checkpoint; -1 without a checkpoint."""
+        found = complete_checkpoints(Path(self._request.checkpoint_dir))
+        return max(map(call_of, found), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, _Record]) -> bool:
         """Return whether new nodes would run instances, and a checkpoint was completed since they came."""
-        if self._election is None or not records.keys() - current.counts.keys():
+        if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         if sorted(self._dealt(records).values()) == sorted(current.counts.values()):
             return False
-        newest = self._election.newest_call()
+        newest = self._newest_checkpoint()
         if self._grow_after is None:
             self._grow_after = newest
             self._log.info("a node has come, which is added after the next checkpoint")
         return newest > self._grow_after
 
     def _dealt(self, records: Mapping[str, _Record]) -> dict[str, int]:
+        """Return the instances of each node that would run some in an elastic training."""
         request = self._request
         slots = [record["slots"] for record in records.values()]
         counts = deal(request.replicas, request.fewest_instances, request.instances, slots)
@@ -325,26 +278,23 @@ class Nodes(RendezvousHandler):
 
     def _counts(self, records: Mapping[str, _Record], until: float) -> dict[str, int]:
         """Return the instances of each node in the next round; empty: more nodes have to come before."""
-        now = time.monotonic()
-        if self._election is not None:
+        now, nodes = time.monotonic(), self._node.count
+        if self._request.is_elastic:
             counts = self._dealt(records)
-            survivors = set(self.round.counts) - {self._election.previous_leader}
-            is_expected = survivors - set(records) or self._node.count > max(len(records), len(survivors))
+            survivors = set(self.round.counts) - {self._leader.previous_leader}
+            is_expected = survivors - set(records) or nodes > max(len(records), len(survivors))
             if counts and (not is_expected or now > self._leads_since + _GATHER):
                 return counts
             slots = sum(record["slots"] for record in records.values())
             missing = "" if counts else f"{self._request.fewest_instances - slots} instances"
             text = f"there is room for {slots} instances, and {self._request.fewest_instances} are the fewest"
         else:
-            absent = [str(rank) for rank in range(self._node.count) if str(rank) not in records]
-            if not absent:
-                return dict.fromkeys(records, self._request.instances // self._node.count)
-            missing = ", ".join(absent)
-            text = f"of {self._node.count} nodes these {{}}: {missing}"
+            missing = ", ".join(str(rank) for rank in range(nodes) if str(rank) not in records)
+            if not missing:
+                return dict.fromkeys(records, self._request.instances // nodes)
+            text = f"of {nodes} nodes these {{}}: {missing}"
         if missing and now > until:
-            assert self.store is not None
-            self.store.set("failed", self.name)
-            raise Lost(text.format(f"have not come in {self._patience} s"))
+            self._give_up(text.format(f"have not come in {self._patience} s"))
         if missing and now > self._warned + _AGAIN:
             self._warned = now
             self._log.warning(f"{text.format('are missing')}; {self._waiting(until)}")
@@ -359,14 +309,10 @@ class Nodes(RendezvousHandler):
             Lost: a node is lost or has given up, and no restart is left
         """
         try:
-            self._lead()
-            assert self.store is not None
-            (stop,) = self.store.read(["stop"])
-            return int(stop is not None and int(stop) >= self.round.number)
+            return int(self._lead()[1] >= self.round.number)
         except StoreError:
-            text = (
-                _lost("0") if self._election is None else "the leader is lost: another node takes its place"
-            )
+            is_elastic = self._request.is_elastic
+            text = "the leader is lost: another node takes its place" if is_elastic else _lost("0")
             if not self._is_restart_left():
                 raise Lost(text) from None
             self._log.warning(text)
@@ -380,30 +326,34 @@ class Nodes(RendezvousHandler):
         except RendezvousGracefulExitError:
             return True
         except StoreError:
-            if self._election is None:
+            if not self._request.is_elastic:
                 raise Lost(_lost("0")) from None
         return False
 
+    def lost(self) -> str:
+        """Return which nodes of this round are lost, as a sentence; empty: none."""
+        try:
+            missing = self.round.missing(self._records())
+        except StoreError:
+            missing = self._leader.leader
+        return _lost(missing) if missing else ""
+
     def first_failure(self) -> str:
         """Return which node was the first of this round to call this, after an instance of its own had failed."""
-        if self.store is not None:
-            with suppress(StoreError):
-                key = f"failure/{self.round.number}"
-                return self.store.compare_set(key, "", self.name).decode()
+        with suppress(StoreError):
+            return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
 
     def leave(self, has_failed: bool) -> None:
         """End this node's part; the leader serves the store until the others have read the end."""
-        if self.store is None:
-            return
         with suppress(StoreError):
             if has_failed:
                 self.store.compare_set("failed", "", self.name)
             until = time.monotonic() + _FAREWELL
             while self._server is not None and time.monotonic() < until and len(self._records()) > 1:
                 time.sleep(_LOOK)
-        if self._election is not None and self._server is not None:
-            self._election.resign()
+        if self._server is not None:
+            self._leader.resign()
         self._disconnect()
 
     # ---- the rest of elastic's interface -----------------------------------------------------------------
@@ -422,11 +372,6 @@ class Nodes(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def _missing(current: Round, records: Mapping[str, _Record]) -> list[str]:
-    """Return the nodes of a round that are gone, or that another poprun has replaced."""
-    return [name for name, id in current.ids.items() if records.get(name, {}).get("id") != id]
 
 
 def _lost(names: str) -> str:
