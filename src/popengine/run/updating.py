@@ -25,14 +25,14 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Hyper, Optimizer, Settings
-from ..update.chunks import Part, Spans
+from ..update.chunks import Chunk, Part
 from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
 from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.process_group import FIRST_TAG, ProcessGroup
-from .random_draws import generator, mix
+from .random_draws import mix
 from .state import State, Unit
 
 Work = Callable[[int], None]
@@ -57,7 +57,7 @@ class Updates:
                     self.buckets[row] = buckets_of(plan, task.piece, state)
         # For each ipu and parameter group, the units; and their chunks as (group, chunks).
         self._groups: dict[int, dict[int, list[Unit]]] = {}
-        self._chunks: dict[int, list[tuple[int, list[Spans]]]] = {}
+        self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
         for ipu in {unit.ipu for unit in state.units}:
             self._lay_out(ipu)
         # Of the step whose updates run.
@@ -77,9 +77,9 @@ class Updates:
         for unit in units:
             groups.setdefault(optimizer.group_of[unit.key], []).append(unit)
         self._chunks[ipu] = [
-            (group, some)
+            (group, chunk)
             for group, mine in sorted(groups.items())
-            for some in UpdateStep(
+            for chunk in UpdateStep(
                 optimizer, {}, [self._part(u, self.state.weight(u), ()) for u in mine]
             ).chunks
         ]
@@ -231,7 +231,7 @@ class Updates:
                         unit,
                         self.state.sums[unit.replica][unit.key],
                         () if is_looked_at else self._others(unit),
-                        with_generator=True,
+                        self._seed(unit),
                     )
                     for unit in units
                 ]
@@ -299,31 +299,32 @@ class Updates:
         return mine.finite
 
     def _part(
-        self, unit: Unit, gradient: Tensor, others: tuple[Tensor, ...], with_generator: bool = False
+        self, unit: Unit, gradient: Tensor, others: tuple[Tensor, ...], seed: int | None = None
     ) -> Part:
-        weight, random = self.state.weight(unit), None
-        if self.settings.stochastic_rounding and weight.dtype != torch.float32:
-            # Numbers that depend on the step and the parameter, not on the chunk or the core.
-            key = mix(self.call.seed, self.call.step) if with_generator else 0
-            random = generator(weight.device, key, self._place[unit.key])
-        return Part(weight, gradient, self.state.optimizer.get(unit, {}), others, random)
+        return Part(self.state.weight(unit), gradient, self.state.optimizer.get(unit, {}), others, seed)
+
+    def _seed(self, unit: Unit) -> int | None:
+        """Return the seed of stochastic rounding: it depends on the step and the parameter, not on the core."""
+        if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
+            return None
+        return mix(mix(self.call.seed, self.call.step), self._place[unit.key])
 
     def _measure(self, ipu: int, index: int) -> None:
-        group, chunks = self._chunks[ipu][index]
+        group, chunk = self._chunks[ipu][index]
         step = self._steps[ipu, group]
-        for spans in chunks if not self._is_left_out else ():
-            step.measure(spans, self._prepare(step.views(spans)))
+        if not self._is_left_out:
+            step.measure(chunk, self._prepare(step.views(chunk)))
 
     def _trust(self, _: int) -> None:
         for step in self._steps.values() if not self._is_left_out else ():
             step.trust()
 
     def _update(self, ipu: int, index: int) -> None:
-        group, chunks = self._chunks[ipu][index]
+        group, chunk = self._chunks[ipu][index]
         step = self._steps[ipu, group]
-        for spans in chunks if not self._is_left_out else ():
-            views = step.views(spans)
-            step.apply(spans, views if step.layers is not None else self._prepare(views))
+        if not self._is_left_out:
+            views = step.views(chunk)
+            step.apply(chunk, views if step.layers is not None else self._prepare(views))
 
     def _share(self, _: int) -> None:
         """Give all processes the weights that their owners have updated."""

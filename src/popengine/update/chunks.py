@@ -6,7 +6,7 @@ the sums within norms, and with it their bits, depends on the parameter alone. S
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,17 +23,17 @@ class Part:
     """One parameter, or a range of its elements, with all tensors that its update reads and writes.
 
     Args:
-        others:    gradient sums of other replicas, added to `gradient` in the order of a binary tree
-        generator: for stochastic rounding; None: no stochastic rounding
-        step:      for rules with a trust ratio: a buffer for the unscaled step; the gradient itself if its dtype fits
-        norms:     (norm of the weight, norm of the step) of each chunk, by the index of its first element
+        others: gradient sums of other replicas, added to `gradient` in the order of a binary tree
+        seed:   of the random numbers of stochastic rounding; None: no stochastic rounding
+        step:   for rules with a trust ratio: a buffer for the unscaled step; the gradient itself if its dtype fits
+        norms:  (norm of the weight, norm of the step) of each chunk, by the index of its first element
     """
 
     parameter: Tensor
     gradient: Tensor
     state: State
     others: tuple[Tensor, ...] = ()
-    generator: torch.Generator | None = None
+    seed: int | None = None
     step: Tensor | None = None
     norms: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -57,6 +57,7 @@ class Part:
             gradient=_view(self.gradient, start, stop),
             state={name: _view(value, start, stop) for name, value in self.state.items()},
             others=tuple(_view(value, start, stop) for value in self.others),
+            seed=None if self.seed is None else self.seed + start,
             step=None if self.step is None else _view(self.step, start, stop),
         )
 
@@ -71,42 +72,32 @@ def _view(value: Tensor, start: int, stop: int) -> Tensor:
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-Spans = list[
-    tuple[int, int, int]
-]  # a chunk: (part, start, stop) of elements; `stop` 0: all of the part, as it is
+Span = tuple[int, int, int]  # (part, start, stop) of elements; `stop` 0: all of the part, as it is
+Chunk = list[Span]
 
 
-def chunks(parts: Sequence[Part]) -> list[list[Spans]]:
-    """Return what to do, as lists of chunks: lists in any order or at the same time, the chunks of one in their order.
+def chunks(parts: Sequence[Part]) -> list[Chunk]:
+    """Return chunks that may be computed in any order, or at the same time.
 
     On other devices than CPUs all is one chunk, as one kernel updates many.
     """
     if not all(part.parameter.is_cpu for part in parts):
-        return [[[(number, 0, 0) for number in range(len(parts))]]]
-    found: list[list[Spans]] = []
-    chunk: Spans = []
-    elements = 0
-    for number, part in enumerate(parts):
-        spans = [(number, start, stop) for start, stop in _spans(part)]
-        if part.generator is not None:  # it draws its numbers in the order of the elements
-            found.append([[span] for span in spans])
-            continue
-        for span in spans:
-            size = span[2] - span[1] or part.parameter.numel()
-            if chunk and elements + size > CHUNK:
-                found.append([chunk])
-                chunk, elements = [], 0
-            chunk.append(span)
-            elements += size
-    if chunk:
-        found.append([chunk])
+        return [[(number, 0, 0) for number in range(len(parts))]]
+    found: list[Chunk] = []
+    elements = 0  # of the last chunk
+    for span in (span for number, part in enumerate(parts) for span in _spans(number, part)):
+        number, start, stop = span
+        size = stop - start or parts[number].parameter.numel()
+        if not found or elements + size > CHUNK:
+            found.append([])
+            elements = 0
+        found[-1].append(span)
+        elements += size
     return found
 
 
-def _spans(part: Part) -> Iterator[tuple[int, int]]:
+def _spans(number: int, part: Part) -> list[Span]:
     size = part.parameter.numel()
     if size <= CHUNK or not part.is_flat:
-        yield 0, 0
-    else:
-        for start in range(0, size, CHUNK):
-            yield start, min(start + CHUNK, size)
+        return [(number, 0, 0)]
+    return [(number, start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
-from .chunks import SCALARS, Part, Spans, State, chunks
+from .chunks import SCALARS, Chunk, Part, State, chunks
 from .formulas import Rates, Step
 from .optimizer_rules import Layers, rule_of
 
@@ -33,10 +33,8 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether torch has one kernel for the updates of this parameter."""
-    types, rule = (
-        {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()},
-        rule_of(optimizer),
-    )
+    rule = rule_of(optimizer)
+    types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
 
 
@@ -46,27 +44,23 @@ def update(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[State],
-    generators: Sequence[torch.Generator] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> None:
     """Update parameters and states in place, by one step. Under no_grad; gradients may be overwritten.
 
     Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
-          generators: one a parameter. Half precision parameters are then rounded stochastically, with numbers
+          seeds: one a parameter. Half precision parameters are then rounded stochastically, with numbers
               that depend on the parameter alone, not on what shares its stage. None: to nearest.
     """
-    some = generators or [None] * len(parameters)
-    parts = [
-        Part(parameter, gradient, state, generator=generator)
-        for parameter, gradient, state, generator in zip(parameters, gradients, states, some, strict=True)
-    ]
-    step = UpdateStep(optimizer, group, parts)
+    columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
+    step = UpdateStep(optimizer, group, [Part(p, g, s, seed=seed) for p, g, s, seed in columns])
     step.begin()
     if step.layers is not None:
-        for spans in (spans for some in step.chunks for spans in some):
-            step.measure(spans, step.views(spans))
+        for chunk in step.chunks:
+            step.measure(chunk, step.views(chunk))
         step.trust()
-    for spans in (spans for some in step.chunks for spans in some):
-        step.apply(spans, step.views(spans))
+    for chunk in step.chunks:
+        step.apply(chunk, step.views(chunk))
 
 
 class UpdateStep:
@@ -88,15 +82,15 @@ class UpdateStep:
         self._fused = [bool(rates.get("fused")) and has_kernel(optimizer, part.parameter) for part in parts]
 
     @property
-    def chunks(self) -> list[list[Spans]]:
-        """What may be computed at the same time: lists of chunks, each with its elements as (part, start, stop)."""
+    def chunks(self) -> list[Chunk]:
+        """What may be computed at the same time."""
         return chunks(self.parts)
 
-    def views(self, spans: Spans) -> list[Part]:
+    def views(self, chunk: Chunk) -> list[Part]:
         """Return the elements of a chunk."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
-            for part, start, stop in spans
+            for part, start, stop in chunk
         ]
 
     def begin(self) -> None:
@@ -105,7 +99,7 @@ class UpdateStep:
         if steps:
             torch._foreach_add_(steps, 1)
 
-    def measure(self, spans: Spans, views: Sequence[Part]) -> None:
+    def measure(self, chunk: Chunk, views: Sequence[Part]) -> None:
         """Compute the steps of a chunk's elements, and the norms of these and of the weights."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
@@ -117,12 +111,12 @@ class UpdateStep:
         self.layers.steps(Step(self.optimizer, self.rates, weights, steps, wide))
         for view, results in zip(views, wide, strict=True):
             _write_back(view.state, results)
-        chosen = [i for i, (part, _, _) in enumerate(spans) if self._has_ratio(self.parts[part])]
+        chosen = [i for i, (part, _, _) in enumerate(chunk) if self._has_ratio(self.parts[part])]
         if chosen:
             sizes = torch._foreach_norm([weights[i] for i in chosen])
             lengths = torch._foreach_norm([steps[i] for i in chosen])
             for i, size, length in zip(chosen, sizes, lengths, strict=True):
-                views[i].norms[spans[i][1]] = size, length
+                views[i].norms[chunk[i][1]] = size, length
 
     def _has_ratio(self, part: Part) -> bool:
         assert self.layers is not None
@@ -146,10 +140,10 @@ class UpdateStep:
             for part in self.parts
         ]
 
-    def apply(self, spans: Spans, views: Sequence[Part]) -> None:
+    def apply(self, chunk: Chunk, views: Sequence[Part]) -> None:
         """Update the weights and states of a chunk."""
-        fused = [view for view, (part, _, _) in zip(views, spans, strict=True) if self._fused[part]]
-        others = [view for view, (part, _, _) in zip(views, spans, strict=True) if not self._fused[part]]
+        fused = [view for view, (part, _, _) in zip(views, chunk, strict=True) if self._fused[part]]
+        others = [view for view, (part, _, _) in zip(views, chunk, strict=True) if not self._fused[part]]
         if fused:
             assert self.rule.fused is not None
             weights, gradients = [part.parameter for part in fused], [part.gradient for part in fused]
@@ -167,10 +161,11 @@ class UpdateStep:
         self.rule.formula(Step(self.optimizer, self.rates, floats, gradients, wide))
         for part, result, results in zip(parts, floats, wide, strict=True):
             if result is not part.parameter:
-                if part.generator is None:
+                if part.seed is None:
                     part.parameter.copy_(result)
                 else:
-                    stochastic_round_(part.parameter, result, part.generator)
+                    generator = torch.Generator(result.device).manual_seed(part.seed)
+                    stochastic_round_(part.parameter, result, generator)
             _write_back(part.state, results)
 
 
