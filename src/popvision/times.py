@@ -256,19 +256,15 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         profile.counts.get("replicas", 1),
         profile.facts.get("mode", "sharded"),
         frozenset(event.stage for event in events if event.kind == "keep"),
-        _between(events, _recording(profile)[0]),
+        _between(events),
         _fixed(profile),
         {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
     )
 
 
-def _between(events: list[Event], recording: float) -> float:
+def _between(events: list[Event]) -> float:
     """Return the ns between two tasks of a core that has the next one at once. A single core always has; of several
-    cores a quarter of the gaps are shorter, and the others hold waits.
-
-    Args:
-        recording: ns that the recorder took there
-    """
+    cores a quarter of the gaps are shorter, and the others hold waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         cores[event.core].append(event)
@@ -282,8 +278,7 @@ def _between(events: list[Event], recording: float) -> float:
     ]
     if len(gaps) < 4:
         return 0.0
-    found = _of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
-    return max(0.0, found - recording)
+    return _of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
 
 
 def _fixed(profile: Profile) -> float:
@@ -297,12 +292,4 @@ def _fixed(profile: Profile) -> float:
         own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
         if call.steps and len(own) == call.steps:
             found.append((call.end - call.start - sum(own)) / call.steps)
-    return max(0.0, _median(found) - _recording(profile)[1])
-
-
-def _recording(profile: Profile) -> tuple[float, float]:
-    """Return the ns that recording took: for a task, and more for a step."""
-    *_, of_task, of_step = profile.facts.get(
-        "recording", (0.0, 0.0)
-    )  # older profiles: a third value before these
-    return of_task, of_step
+    return max(0.0, _median(found))

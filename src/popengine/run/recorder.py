@@ -10,34 +10,23 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
-from statistics import median
 from time import perf_counter_ns, thread_time_ns
-from timeit import repeat
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..ir import Instruction, Piece, Task
+from ..ir import Piece, Task
 from ..profile import Tensor as Row
 from ..programs import Program, programs
 from .backends.eager import Code, build
 from .devices import settle
 from .row_functions import RowFunctions
 
-_Memory = tuple[int, int] | int | None  # of inputs: micro-batch and place; None: of the state
-
-
-@dataclass
-class _Held:
-    row: Row
-    names: set[str] = field(default_factory=set)
+_Memory = tuple[int, int] | int  # a storage; of the user's inputs: micro-batch and place
 
 
 class Meter:
@@ -46,8 +35,9 @@ class Meter:
     def __init__(self, step_rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = step_rows, ipu
         self._done: list[Row] = []
-        self._held: dict[_Memory, _Held] = {}
-        self._keys: dict[int, dict[str, _Memory]] = {}  # micro-batch -> name -> key in `_held`
+        self._held: dict[_Memory, Row] = {}
+        self._names: Counter[_Memory] = Counter()  # how many names refer to each
+        self._memory: dict[int, dict[str, _Memory]] = {}  # micro-batch -> name -> key in `_held`
         self._inputs = {value.untyped_storage()._cdata for value in step_rows.call.inputs}
         self._state = self._state_storages()
 
@@ -76,49 +66,37 @@ class Meter:
                 self._gone(instruction.names, micro_batch, index)
 
     def _born(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
-        known = self._keys.setdefault(micro_batch, {})
+        known = self._memory.setdefault(micro_batch, {})
         for name in names:
-            if name in values and name not in known:
-                known[name] = self._add(name, micro_batch, values[name], index)
+            if name not in values or name in known:
+                continue
+            value = values[name]
+            storage = value.untyped_storage()
+            if storage._cdata in self._state:
+                continue
+            is_input = storage._cdata in self._inputs
+            key = known[name] = (micro_batch, value.data_ptr()) if is_input else storage._cdata
+            self._names[key] += 1
+            if key not in self._held:
+                size, kind = (value.nbytes, "input") if is_input else (storage.nbytes(), "activation")
+                self._held[key] = Row(self._ipu, name, kind, micro_batch, size, index, -1)
 
     def _gone(self, names: Iterable[str], micro_batch: int, index: int) -> None:
-        known = self._keys.get(micro_batch, {})
-        for name in names:
-            if name in known:
-                self._drop(name, known.pop(name), index)
+        known = self._memory.get(micro_batch, {})
+        for key in [known.pop(name) for name in names if name in known]:
+            self._names[key] -= 1
+            if not self._names[key]:
+                self._done.append(self._held.pop(key)._replace(died=index))
 
     @property
     def rows(self) -> list[Row]:
         """What has been held: born after an instruction, and gone after another (-1: still held)."""
-        return sorted([*self._done, *(held.row for held in self._held.values())], key=lambda row: row.born)
+        return sorted([*self._done, *self._held.values()], key=lambda row: row.born)
 
     def _state_storages(self) -> set[int]:
         state = self._rows.state
         values = (*state.values[0].values(), *state.new_buffers[0].values())
         return {value.untyped_storage()._cdata for value in values}
-
-    def _add(self, name: str, micro_batch: int, value: Tensor, index: int) -> _Memory:
-        storage = value.untyped_storage()
-        if storage._cdata in self._state:
-            return None
-        is_input = storage._cdata in self._inputs
-        key = (micro_batch, value.data_ptr()) if is_input else storage._cdata
-        held = self._held.get(key)
-        if held is None:
-            size, kind = (value.nbytes, "input") if is_input else (storage.nbytes(), "activation")
-            row = Row(self._ipu, name, kind, micro_batch, size, index, -1)
-            held = self._held[key] = _Held(row)
-        held.names.add(name)
-        return key
-
-    def _drop(self, name: str, key: _Memory, index: int) -> None:
-        if key is None:
-            return
-        held = self._held[key]
-        held.names.discard(name)
-        if not held.names:
-            self._done.append(held.row._replace(died=index))
-            del self._held[key]
 
 
 DETAILED_STEPS = 2
@@ -142,18 +120,11 @@ class Times:
             self.cores[index], self.computed[index] = core, computed
 
 
-class Kept:
-    """The steps of one ipu of one replica: the first ones and the last ones."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most  # of either
-        self.first: list[Times] = []
-        self.last: deque[Times] = deque(maxlen=most)
-        self.seen = 0
-
-    def add(self, times: Times) -> None:
-        self.seen += 1
-        (self.first if len(self.first) < self.most else self.last).append(times)
+def _keep(kept: list[Any], entry: Any, most: int) -> None:
+    """Append an entry to a list, of which the first and the last `most` entries are kept."""
+    kept.append(entry)
+    if len(kept) > 2 * most:
+        del kept[most]
 
 
 @dataclass
@@ -166,7 +137,7 @@ class Detail:
     # By piece, for each of its lines: ns that its thread computed in all runs; ns of its fastest run in any step.
     lines: dict[int, list[int]] = field(default_factory=dict)
     fastest: dict[int, list[int]] = field(default_factory=dict)
-    runs: dict[int, int] = field(default_factory=dict)  # piece -> how often it ran
+    runs: Counter[int] = field(default_factory=Counter)  # piece -> how often it ran
 
     def times(self, piece: int) -> list[int]:
         """Return the ns of each line in all runs: what was computed, or what the fastest run took if that is more."""
@@ -176,17 +147,16 @@ class Detail:
     def after(self, task: Task, micro_batch: int, first: int, ticks: list[tuple[int, int]]) -> None:
         """Note what is held now; `ticks`: clock and thread's time, before the first operation and after each."""
         self.meter.after(task, micro_batch, first)
-        if ticks and task.kind in ("forward", "backward"):
-            self._add(task.piece, ticks)
-
-    def _add(self, piece: int, ticks: list[tuple[int, int]]) -> None:
+        if not ticks or task.kind not in ("forward", "backward"):
+            return
+        piece = task.piece
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
         if piece in self.lines:
             computed = [a + b for a, b in zip(self.lines[piece], computed, strict=True)]
         if piece in self.fastest:
             took = list(map(min, self.fastest[piece], took))
         self.lines[piece], self.fastest[piece] = computed, took
-        self.runs[piece] = self.runs.get(piece, 0) + 1
+        self.runs[piece] += 1
 
 
 class Recorder:
@@ -199,21 +169,19 @@ class Recorder:
 
     def __init__(self, budget: int = 120_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
-        self.kept: dict[tuple[int, int], Kept] = {}  # by replica and ipu
+        self.kept: dict[tuple[int, int], list[Times]] = {}  # the first and the last steps, by replica and ipu
         self.details: dict[int, Detail] = {}  # by ipu
-        self.first_calls: list[tuple[int, int, int, int]] = []  # call, start, end, steps
-        self.last_calls: deque[tuple[int, int, int, int]] = deque(maxlen=_CALLS)
+        self.in_calls: list[tuple[int, int, int, int]] = []  # the first and the last: call, start, end, steps
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
-        self.ns_of_steps: deque[int] = deque(maxlen=_CALLS)  # that recording took around each
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
         self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
         self._rows: RowFunctions | None = None
         self._plain: list[Code] = []  # the pieces of replica 0 without clocks
-        self._spent = 0  # ns, on beginning this step
         self._programs: dict[int, Program] = {}
+        self._most_steps = 1  # at either end of a training
         self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
 
@@ -228,13 +196,9 @@ class Recorder:
         if failed:
             self.failed_calls += 1
             return
-        entry = (self._call, self._started, end, steps)
         self.calls, self.steps = self.calls + 1, self.steps + steps
         self.ns_in_calls += end - self._started
-        if len(self.first_calls) < _CALLS:
-            self.first_calls.append(entry)
-        else:
-            self.last_calls.append(entry)
+        _keep(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
     def note(self, kind: str, start: int, size: int = 0) -> None:
         """Something that the host did or waited for, from `start` (perf_counter_ns) until now."""
@@ -248,7 +212,6 @@ class Recorder:
         Args:
             number: of the step, over all calls
         """
-        began = perf_counter_ns()
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         if self._rows is None or self._rows.plan is not plan:
             self._programs = programs(plan)
@@ -259,29 +222,26 @@ class Recorder:
             }
         lengths = {ipu: len(program.instructions) for ipu, program in self._programs.items()}
         most = max(1, self.budget // (2 * len(lengths) * len(replicas)))
-        whole = max(1, sum(lengths.values()) * len(replicas))
+        self._most_steps = max(1, self.budget // (2 * max(1, sum(lengths.values()) * len(replicas))))
         self._rows, self._times, self._looking = rows, {}, {}
         for ipu, length in lengths.items():
             for replica in replicas:
-                self.kept.setdefault((replica, ipu), Kept(max(1, self.budget // (2 * whole))))
                 self._times[replica, ipu] = Times(self._call, number, min(most, length))
-            if self.kept[0, ipu].seen < DETAILED_STEPS:
+            if len(self.kept.get((0, ipu), ())) < DETAILED_STEPS:
                 detail = self._looking[ipu] = Detail(self._call, number, Meter(rows, ipu))
                 if ipu in self.details:
                     detail.fastest = self.details[ipu].fastest
         self._plain = list(rows.codes[0])
         if self._looking and rows.settings.backend == "eager":  # compiled pieces have no operations any more
             rows.codes[0][:] = _ticking(plan.partition.pieces, self._ticks)
-        inside = perf_counter_ns()
+        now = perf_counter_ns()
         for row, task in enumerate(plan.tasks):
             if task.kind == "copy":  # nothing is moved in one memory
                 for replica in replicas:
-                    self._note(task, self._place[row, -1], replica, inside, inside, -1, 0)
-        self._spent = inside - began
+                    self._note(task, self._place[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
         """Keep the times of a step that has come to its end."""
-        began = perf_counter_ns()
         assert self._rows is not None
         self._rows.codes[0][:] = self._plain
         if not is_finished:
@@ -289,8 +249,7 @@ class Recorder:
             return
         self.details.update(self._looking)
         for place, times in self._times.items():
-            self.kept[place].add(times)
-        self.ns_of_steps.append(self._spent + perf_counter_ns() - began)
+            _keep(self.kept.setdefault(place, []), times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
         """Run a task. What a device has begun is waited for, so that the time is that of the work."""
@@ -347,36 +306,3 @@ def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
         build(piece, after=dict.fromkeys(range(-1, len(piece.lines)), "; tick()"), tick=ticks.note)
         for piece in pieces
     ]
-
-
-_TASKS, _ROUNDS = 64, 30  # of the rounds the fastest counts
-
-
-def recording_costs(recorder: Recorder) -> tuple[float, float]:
-    """Return the ns that this recorder takes for each task, and more for each step."""
-    return _of_a_task(), float(median(recorder.ns_of_steps or [0]))
-
-
-@cache
-def _of_a_task() -> float:
-    """ns, measured once a process on tasks that do nothing."""
-    recorder = Recorder()
-    task = Task("forward", 0, 0, "F", piece=0, instructions=(Instruction("compute", piece=0),))
-    state = SimpleNamespace(device=torch.device("cpu"))
-    rows: Any = SimpleNamespace(plan=SimpleNamespace(tasks=(task,)), state=state)
-    recorder._rows, recorder._place, recorder._times[1, 0] = rows, {(0, 0): 0}, Times(0, 0, 1)
-
-    def recorded() -> None:
-        for _ in range(_TASKS):
-            recorder.perform(0, 0, 1, _nothing, 0)
-
-    def plain() -> None:
-        for _ in range(_TASKS):
-            _nothing(0)
-
-    fastest = [1e9 * min(repeat(work, number=1, repeat=_ROUNDS)) for work in (recorded, plain)]
-    return max(0.0, fastest[0] - fastest[1]) / _TASKS
-
-
-def _nothing(_: int) -> None:
-    pass

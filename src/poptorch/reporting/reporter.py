@@ -25,7 +25,7 @@ from popengine import profile
 from popengine.compile.describe import Description
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
-from popengine.run.recorder import Recorder, Times, recording_costs
+from popengine.run.recorder import Recorder, Times
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
 from poptorch.compiling.tune import Hints
@@ -115,7 +115,6 @@ class Reporter:
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": _detailed_step(recorder),
             "capacity": _capacity(settings.strategy.capacity),
-            "recording": recording_costs(recorder),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
             "versions": {
@@ -138,7 +137,7 @@ class Reporter:
             tracks=tuple(_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
-                for call, start, end, steps in [*recorder.first_calls, *recorder.last_calls]
+                for call, start, end, steps in recorder.in_calls
             ),
             host=tuple(
                 profile.HostEvent(kind, start - origin, end - origin, size)
@@ -211,7 +210,7 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
     found = [
         _track(recorder, place, times, times.length)
         for place, kept in recorder.kept.items()
-        for times in [*kept.first, *kept.last]
+        for times in kept
     ]
     for place, times in recorder.broken.items():
         done = next((index for index, end in enumerate(times.ends) if not end), times.length)
