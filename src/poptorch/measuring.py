@@ -148,7 +148,9 @@ def _operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
     costs = with_threads(1, lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces])
     threads = torch.get_num_threads()
     shared = (
-        [(threads, *sharing(longest[0][1], threads, longest[0][0])[0])] if threads > 1 and longest else []
+        [(threads, *sharing(longest[0][1].several, threads, longest[0][0])[0])]
+        if threads > 1 and longest
+        else []
     )
     return {"pieces": costs, "updates": _updates(found, hyper), "sharing": shared}
 

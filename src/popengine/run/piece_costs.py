@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from threading import Barrier
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,14 +31,6 @@ class Factor(NamedTuple):
     high: float
 
 
-class Work(Protocol):
-    """What can be run several times."""
-
-    def several(self, count: int) -> float:
-        """Run it so often. Returns: seconds"""
-        ...
-
-
 class Sample:
     """A partition's pieces as functions, with what one micro-batch gives them.
 
@@ -48,36 +40,28 @@ class Sample:
     """
 
     def __init__(self, partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
-        self.pieces, self._given = partition.pieces, _given(partition, weights, inputs)
-        self._codes = [build(piece) for piece in partition.pieces]
-        self._read = {name for piece in self.pieces for name in piece.reads}
-        last = {name: place for place, piece in enumerate(self.pieces) for name in piece.reads}
-        self._dying = [
-            [name for name in piece.reads if last[name] == place and name not in self._given]
-            for place, piece in enumerate(self.pieces)
-        ]
+        self._pieces, self._given = partition.pieces, _given(partition, weights, inputs)
+        self._codes = [build(piece) for piece in self._pieces]
+        self._last = {name: place for place, piece in enumerate(self._pieces) for name in piece.reads}
 
     def seconds(self) -> list[float]:
-        """Run it once. Returns: seconds of each piece"""
+        """Run all pieces once. Returns: seconds of each"""
         found, values = [], dict(self._given)
         with torch.inference_mode():
-            for code, piece, dying in zip(self._codes, self.pieces, self._dying, strict=True):
+            for place, (code, piece) in enumerate(zip(self._codes, self._pieces, strict=True)):
                 taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
-                for name in dying:
-                    del values[name]
+                for name in piece.reads:
+                    if self._last[name] == place:
+                        del values[name]
                 start = perf_counter()
                 made = code(taken)
                 found.append(perf_counter() - start)
-                values.update(
-                    (name, value)
-                    for name, value in zip(piece.writes, made, strict=True)
-                    if name in self._read
-                )
+                values.update(pair for pair in zip(piece.writes, made, strict=True) if pair[0] in self._last)
                 del made
         return found
 
     def several(self, count: int) -> float:
-        """Run it so often. Returns: seconds"""
+        """Run all pieces so often. Returns: seconds"""
         start = perf_counter()
         for _ in range(count):
             self.seconds()
@@ -88,12 +72,9 @@ def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
     """Return the seconds of each piece, in one thread: of each the fastest of `rounds`."""
-
-    def best() -> list[float]:
-        sample = Sample(partition, weights, inputs)
-        return [min(times) for times in zip(*(sample.seconds() for _ in range(rounds)), strict=True)]
-
-    return with_threads(1, best)
+    sample = Sample(partition, weights, inputs)
+    times = with_threads(1, lambda: [sample.seconds() for _ in range(rounds)])
+    return [min(of_piece) for of_piece in zip(*times, strict=True)]
 
 
 def speedups(
@@ -116,11 +97,12 @@ def speedups(
     return Factor(found[len(found) // 4], found[-1 - len(found) // 4])
 
 
-def sharing(sample: Work, threads: int, alone: float) -> tuple[Factor, float]:
-    """So many threads that compute micro-batches at the same time, against one.
+def sharing(several: Callable[[int], float], threads: int, alone: float) -> tuple[Factor, float]:
+    """Measure so many threads that compute micro-batches at the same time, against one.
 
     Args:
-        alone: seconds of one micro-batch
+        several: computes so many micro-batches, and returns the seconds
+        alone:   seconds of one micro-batch
     Returns: how many times as many they compute; how many times as long a core then computes each
     """
     barrier = Barrier(threads)
@@ -130,7 +112,7 @@ def sharing(sample: Work, threads: int, alone: float) -> tuple[Factor, float]:
         if is_together:
             barrier.wait()
         start = thread_time()
-        seconds = sample.several(count)
+        seconds = several(count)
         spent[is_together].append((thread_time() - start) / count)
         return seconds
 
@@ -146,18 +128,14 @@ def sharing(sample: Work, threads: int, alone: float) -> tuple[Factor, float]:
 
 
 def with_threads(count: int, work: Callable[[], T]) -> T:
-    """Do work in a thread of its own, whose operations use so many; the number is put back."""
+    """Return what `work` does in a thread of its own, in which operations have `count` threads."""
     before = torch.get_num_threads()
-
-    def counted() -> T:
-        torch.set_num_threads(count)
+    # No Ctrl-C comes there.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(count,)) as apart:
         try:
-            return work()
+            return apart.submit(work).result()
         finally:
-            torch.set_num_threads(before)
-
-    with ThreadPoolExecutor(1) as apart:  # where no Ctrl-C comes
-        return apart.submit(counted).result()
+            torch.set_num_threads(before)  # some libraries keep one number for the process
 
 
 def _given(

@@ -110,7 +110,7 @@ def hints(
         for name, other in _others(graph, options, memory_format).items()
     }
     threads = torch.get_num_threads()
-    shared = {threads: sharing(now, threads, alone)} if threads > 1 else {}
+    shared = {threads: sharing(now.several, threads, alone)} if threads > 1 else {}
     return Hints(changed, shared)
 
 
