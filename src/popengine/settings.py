@@ -202,6 +202,11 @@ class Settings:
     several_plans: bool = False  # other plans of the model use the same weights and optimizer state
     part: StepPart = StepPart()
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether pieces run as their source is. (Finite checks look at the results of each operation.)"""
+        return self.backend == "eager" or self.finite_checks
+
     def members(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that have the same value of a parameter, in order."""
         groups = self.replica_groups.get(key)

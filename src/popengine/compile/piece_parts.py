@@ -25,11 +25,10 @@ _CLOSE = 4  # lines
 
 def cut(partition: Partition, settings: Settings) -> Partition:
     """Return the same partition with its pieces cut into parts."""
-    is_eager = settings.backend == "eager" or settings.finite_checks
     changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
-    chained = changed if several and is_eager and not settings.finite_checks else frozenset()
-    sizes = _gradient_sizes(partition.signature, settings) if is_eager else {}
+    chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
+    sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}
     pieces: list[Piece] = []
     for piece in partition.pieces:
         places = {*_around_gathers(piece), *_after_buckets(piece, sizes)}

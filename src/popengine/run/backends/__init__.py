@@ -16,14 +16,8 @@ from .eager import Code, build
 
 def load(plan: Plan, settings: Settings, device: torch.device = CPU) -> tuple[Code, ...]:
     """Return the functions of all pieces of a plan, in their order."""
-    pieces = plan.partition.pieces
-    if not is_eager(settings):
-        from . import inductor
+    if settings.is_eager:
+        return tuple(build(piece, device=device) for piece in plan.partition.pieces)
+    from . import inductor
 
-        return inductor.load(plan.partition, device)
-    return tuple(build(piece, device=device) for piece in pieces)
-
-
-def is_eager(settings: Settings) -> bool:
-    """Return whether pieces run as their source is. (Finite checks look at each operation's results.)"""
-    return settings.backend != "inductor" or settings.finite_checks
+    return inductor.load(plan.partition, device)

@@ -151,7 +151,7 @@ def _code(body: str, device: torch.device) -> Code:
     return build(piece, device=device)
 
 
-def _run(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
+def _body_results(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
     # The graph around it was captured with contiguous results.
     return [value.contiguous() for value in _code(body, device)(values)]
 
@@ -160,14 +160,14 @@ def _cond(
     condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
 ) -> list[Tensor]:
     if bool(condition):
-        return _run(then_body, list(then_inputs), condition.device)
-    return _run(else_body, list(else_inputs), condition.device)
+        return _body_results(then_body, list(then_inputs), condition.device)
+    return _body_results(else_body, list(else_inputs), condition.device)
 
 
 def _loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     state = list(state)
     for _ in range(count):
-        state = _run(body, [*state, *others], state[0].device)
+        state = _body_results(body, [*state, *others], state[0].device)
     return state
 
 

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -152,14 +152,10 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
-            code = build(piece, alone=True, draw=_pretend_draw)
+            code = build(piece, draw=lambda func, key, place, *args, **kwargs: func(*args, **kwargs))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
     return found
-
-
-def _pretend_draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def trace(
@@ -181,24 +177,22 @@ def trace(
 # ---- operations that run as they are ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of `popengine::eager`. `run` and `pretend` take a key first, then the arguments."""
+class _Call(NamedTuple):
+    """An operation that compiled code calls through `popengine::eager`."""
 
-    run: Callable[..., Any]
-    pretend: Callable[..., Any]
-    structure: TreeSpec  # of the arguments
-    rest: tuple[Any, ...]  # the arguments, with None where tensors go
-    tensors: tuple[int, ...]  # the places of tensors among them
+    operation: OpOverload
+    place: int | None  # of a draw of random numbers; None: the operation draws none
+    leaves: list[Any]  # of the arguments; ... where tensors go
+    structure: TreeSpec
 
-    def __call__(
-        self, function: Callable[..., Any], key: Tensor | None, tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        leaves = list(self.rest)
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[place] = tensor
+    def results(self, key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
+        given = iter(tensors)
+        leaves = [next(given) if leaf is ... else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        made = function(key, *args, **kwargs)
+        if self.place is None or key is None or is_fake:
+            made = self.operation(*args, **kwargs)
+        else:
+            made = draw(self.operation, int(key), self.place, *args, **kwargs)
         return [made] if isinstance(made, Tensor) else list(made)
 
 
@@ -210,61 +204,37 @@ def _opaque(operation: OpOverload) -> Callable[..., Any]:
     """Return what compiled code calls: torch's own operations themselves, others through `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
-
-    def run(key: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        return operation(*args, **kwargs)
-
-    return lambda *args, **kwargs: _call(str(operation), run, run, None, args, kwargs, _is_single(operation))
+    return lambda *args, **kwargs: _call(operation, None, None, args, kwargs)
 
 
-def _draw(func: Any, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
+def _draw(operation: OpOverload, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
     """Draw as `random_draws.draw` does, through `popengine::eager`."""
-
-    def run(key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return draw(func, int(key), place, *args, **kwargs)
-
-    def pretend(key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
-
-    return _call(f"draw {func} {place}", run, pretend, key, args, kwargs, _is_single(func))
+    return _call(operation, key, place, args, kwargs)
 
 
-def _call(
-    text: str,
-    run: Callable[..., Any],
-    pretend: Callable[..., Any],
-    key: Tensor | None,
-    args: Any,
-    kwargs: Any,
-    single: bool,
-) -> Any:
+def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: Any, kwargs: Any) -> Any:
     leaves, structure = tree_flatten((args, kwargs))
-    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    rest = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
-    text = f"{text} {rest} {places} {structure}"
-    _calls[text] = _Call(run, pretend, structure, rest, places)
-    made = torch.ops.popengine.eager(text, key, [leaves[i] for i in places])
-    return made[0] if single else tuple(made)
-
-
-def _is_single(operation: OpOverload) -> bool:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    text = f"{operation} {place} {leaves} {structure}"
+    _calls[text] = _Call(operation, place, leaves, structure)
+    made = torch.ops.popengine.eager(text, key, tensors)
     returns = operation._schema.returns
-    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    is_single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return made[0] if is_single else tuple(made)
 
 
-def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    call = _calls[text]
+def _run_call(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
     # A result that is an argument (of a mark) becomes a copy: the compiled code may reuse the argument's memory.
     owned = {tensor.untyped_storage()._cdata for tensor in tensors}
-    made = call(call.run, key, tensors)
+    made = _calls[text].results(key, tensors, is_fake=False)
     return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
 
 
-def _pretend_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    call = _calls[text]
-    return call(call.pretend, key, tensors)
-
-
 LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")
-LIBRARY.impl("eager", _run_eager, "CompositeExplicitAutograd")
-torch.library.register_fake("popengine::eager", _pretend_eager, lib=LIBRARY)
+LIBRARY.impl("eager", _run_call, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "popengine::eager",
+    lambda text, key, tensors: _calls[text].results(key, tensors, is_fake=True),
+    lib=LIBRARY,
+)
