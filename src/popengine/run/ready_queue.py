@@ -156,7 +156,7 @@ class ReadyQueue:
 
     def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
         self._rows, self._threads, self._inside = rows, threads, inside
-        self._tables: dict[tuple[bool, bool], StepTasks] = {}
+        self._tables: dict[bool, StepTasks] = {}  # by whether the step is recorded
         self._nodes: StepTasks
         self._call: EngineCall
         self._recorder: Recorder | None = None
@@ -240,19 +240,18 @@ class ReadyQueue:
         try:
             while call.done < call.steps:
                 self._rows.begin_step()
-                self._step(self._table(call), call.step)
+                self._step(self._table(), call.step)
                 self._rows.end_step()
                 call.step_done()
         finally:
             del self._call
 
-    def _table(self, call: EngineCall) -> StepTasks:
-        """Return the tasks of this step. A recorder sees each ipu as a device of its own."""
+    def _table(self) -> StepTasks:
+        """Return the tasks of a step. A recorder sees each ipu as a device of its own."""
         is_recorded = self._recorder is not None
-        looks = call.hyper is not None and self._rows.updates.looks_at_gradients
-        if (is_recorded, looks) not in self._tables:
-            self._tables[is_recorded, looks] = StepTasks(self._rows, 0 if is_recorded else self._threads)
-        return self._tables[is_recorded, looks]
+        if is_recorded not in self._tables:
+            self._tables[is_recorded] = StepTasks(self._rows, 0 if is_recorded else self._threads)
+        return self._tables[is_recorded]
 
     def _step(self, tasks: StepTasks, number: int) -> None:
         if self._recorder is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import ir
 from ..settings import Hyper, Optimizer, Settings
 from ..update.chunks import Chunk, Part
-from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
+from ..update.gradients import Count, clamp_, clipping_factor, count, next_factor, norms, scale_
 from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
@@ -55,34 +55,29 @@ class Updates:
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange":
                     self.buckets[row] = buckets_of(plan, task.piece, state)
-        # For each ipu and parameter group, the units; and their chunks as (group, chunks).
-        self._groups: dict[int, dict[int, list[Unit]]] = {}
-        self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
-        for ipu in {unit.ipu for unit in state.units}:
-            self._lay_out(ipu)
+        # The units of each ipu and parameter group; and of each ipu the chunks, each with its group.
+        self._groups: dict[tuple[int, int], list[Unit]] = {}
+        self._chunks: dict[int, list[tuple[tuple[int, int], Chunk]]] = {}
+        for unit in state.units:
+            if unit in state.optimizer:
+                place = unit.ipu, self._optimizer.group_of[unit.key]
+                self._groups.setdefault(place, []).append(unit)
+        for place, units in sorted(self._groups.items()):
+            parts = [self._part(unit, state.weight(unit), ()) for unit in units]
+            chunks = UpdateStep(self._optimizer, {}, parts).chunks
+            self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
+        # Something has to be known of all gradients before the first update.
+        self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm != float(
+            "inf"
+        )
+        self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
         self._counts: dict[Unit, Count] = {}
-        self._is_finite: dict[Unit, bool] = {}
         self._steps: dict[tuple[int, int], UpdateStep] = {}
         self._factor: Tensor | None = None  # of clipping by norm
         self._is_left_out = False
         self.is_writing = False  # from `begin` to `end`
-
-    def _lay_out(self, ipu: int) -> None:
-        """Divide the parameters of an ipu into chunks: what depends on shapes alone, before the first step."""
-        optimizer = self._optimizer
-        units = [unit for unit in self.state.units if unit in self.state.optimizer and unit.ipu == ipu]
-        groups = self._groups[ipu] = {}
-        for unit in units:
-            groups.setdefault(optimizer.group_of[unit.key], []).append(unit)
-        self._chunks[ipu] = [
-            (group, chunk)
-            for group, mine in sorted(groups.items())
-            for chunk in UpdateStep(
-                optimizer, {}, [self._part(u, self.state.weight(u), ()) for u in mine]
-            ).chunks
-        ]
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -112,16 +107,10 @@ class Updates:
         """Return how many indices a row has."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
-            return len(self.state.units) if self.looks_at_gradients else 0
+            return len(self.state.units) if self._looks_at_gradients else 0
         return len(self._chunks.get(task.ipu, ())) if task.index == "chunk" else 1
 
     # ---- gradients -------------------------------------------------------------------------------------------
-
-    @property
-    def looks_at_gradients(self) -> bool:
-        """Whether something has to be known of all gradients before the first update."""
-        has_norm = self._optimizer.max_grad_norm != float("inf")
-        return self.settings.automatic_loss_scaling or has_norm or self._may_overflow
 
     @property
     def _hyper(self) -> Hyper:
@@ -132,21 +121,12 @@ class Updates:
     def _scale(self) -> float:
         return self._hyper.loss_scaling * self.state.loss_factor
 
-    @property
-    def _may_overflow(self) -> bool:
-        """Whether a loss scale may make gradients overflow, which nothing else looks at."""
-        is_here = self.state.device.type == "cpu"  # an accelerator would be waited for
-        return self._scale != 1 and not self.settings.automatic_loss_scaling and is_here
-
     def _divisor(self) -> float:
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
             micro_batches = part.before + part.weight * counts.accumulation
             return self._scale * micro_batches * counts.global_replicas
         return self._scale
-
-    def _members(self, unit: Unit) -> tuple[int, ...]:
-        return self.settings.members(unit.key, unit.replica)
 
     def _exchange(self, row: int, _: int) -> None:
         """All-reduce the buckets of a row; the sums of the first replica of each group become the total."""
@@ -193,49 +173,46 @@ class Updates:
 
     def _look_at(self, index: int) -> None:
         """Compute the norm of a parameter's gradient, and whether it is finite, as far as they are needed."""
-        optimizer, unit = self._optimizer, self.state.units[index]
+        unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
-        part = self._part(unit, self.state.sums[unit.replica][unit.key], self._others(unit))
+        part = self._part(unit, self._sum(unit), self._sums_of_others(unit))
         self._reduce([part])
         self._divide([part])
         if self.settings.automatic_loss_scaling:
             self._counts[unit] = count([part.gradient], self._scale)
-        if self._may_overflow:
-            self._is_finite[unit] = all_finite([part.gradient])
-        if optimizer.max_grad_norm != float("inf"):
+        if self._needs_norms:
             (self._norms[unit],) = norms([part.gradient])
 
-    def _others(self, unit: Unit) -> tuple[Tensor, ...]:
+    def _sum(self, unit: Unit) -> Tensor:
+        return self.state.sums[unit.replica][unit.key]
+
+    def _sums_of_others(self, unit: Unit) -> tuple[Tensor, ...]:
         """Return the sums of other replicas that have the same parameter. (An exchange has added them up already.)"""
         if self._group is not None:
             return ()
-        return tuple(self.state.sums[replica][unit.key] for replica in self._members(unit)[1:])
+        members = self.settings.members(unit.key, unit.replica)
+        return tuple(self.state.sums[replica][unit.key] for replica in members[1:])
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin(self, _: int) -> None:
         """Compute what all updates need, make large memory, and commit the step: from here on it goes to its end."""
-        optimizer, hyper = self._optimizer, self._hyper
-        if optimizer.max_grad_norm != float("inf"):
+        optimizer = self._optimizer
+        if self._needs_norms:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
-        if self.settings.automatic_loss_scaling and not self._adapt_scale():
-            self._is_left_out = True
-        elif not all(self._is_finite.values()):
-            self.call.overflows.append((self.call.step, self._scale))
-        is_looked_at = self.looks_at_gradients
-        for ipu, groups in self._groups.items():
-            for group, units in groups.items():
-                parts = [
-                    self._part(
-                        unit,
-                        self.state.sums[unit.replica][unit.key],
-                        () if is_looked_at else self._others(unit),
-                        self._seed(unit),
-                    )
-                    for unit in units
-                ]
-                self._steps[ipu, group] = UpdateStep(optimizer, hyper.groups[group], parts)
+        self._is_left_out = self.settings.automatic_loss_scaling and not self._adapt_scale()
+        for place, units in self._groups.items():
+            parts = [
+                self._part(
+                    unit,
+                    self._sum(unit),
+                    () if self._looks_at_gradients else self._sums_of_others(unit),
+                    self._seed(unit),
+                )
+                for unit in units
+            ]
+            self._steps[place] = UpdateStep(optimizer, self._hyper.groups[place[1]], parts)
         if self._group is None:
             self.call.commit()
         else:
@@ -250,7 +227,7 @@ class Updates:
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Reduce, divide and clip the gradients of some parts, element by element. Returns: the parts."""
         optimizer = self._optimizer
-        if not self.looks_at_gradients:
+        if not self._looks_at_gradients:
             self._reduce(parts)
             self._divide(parts)
         gradients = [part.gradient for part in parts]
@@ -267,14 +244,11 @@ class Updates:
         if self.state.owner:
             shared = [unit for unit in self.state.units if unit.key in self.state.owner]
             for unit in shared:
-                wide = torch.promote_types(self._sum_type(unit), torch.float32)
+                wide = torch.promote_types(self._sum(unit).dtype, torch.float32)
                 found.setdefault(unit, torch.zeros((), dtype=wide))
             self._everywhere([found[unit] for unit in shared], [self.state.owner[u.key] for u in shared])
         ordered = sorted(found, key=lambda unit: (self._place[unit.key], unit.replica))
         return torch.linalg.vector_norm(torch.stack([found[unit] for unit in ordered]))
-
-    def _sum_type(self, unit: Unit) -> torch.dtype:
-        return self._optimizer.type_for(self.state.weight(unit).dtype)
 
     def _everywhere(self, values: list[Tensor], owners: Sequence[int]) -> None:
         """Give each value that of the process that owns it, in all processes."""
@@ -310,8 +284,8 @@ class Updates:
         return mix(mix(self.call.seed, self.call.step), self._place[unit.key])
 
     def _measure(self, ipu: int, index: int) -> None:
-        group, chunk = self._chunks[ipu][index]
-        step = self._steps[ipu, group]
+        place, chunk = self._chunks[ipu][index]
+        step = self._steps[place]
         if not self._is_left_out:
             step.measure(chunk, self._prepare(step.views(chunk)))
 
@@ -320,8 +294,8 @@ class Updates:
             step.trust()
 
     def _update(self, ipu: int, index: int) -> None:
-        group, chunk = self._chunks[ipu][index]
-        step = self._steps[ipu, group]
+        place, chunk = self._chunks[ipu][index]
+        step = self._steps[place]
         if not self._is_left_out:
             views = step.views(chunk)
             step.apply(chunk, views if step.layers is not None else self._prepare(views))
@@ -343,7 +317,7 @@ class Updates:
 
     def forget(self) -> None:
         """Forget the gradients of a step."""
-        for values in (self._norms, self._counts, self._is_finite, self._steps):
+        for values in (self._norms, self._counts, self._steps):
             values.clear()
         self._is_left_out, self._factor = False, None
         if not self.buckets:
