@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import shutil
 import sys
 import tempfile
@@ -18,11 +16,13 @@ import yaml
 
 from popengine.environment import pando_version
 
-from . import local, pods, skipped_programs
-from .render import named, placed
+from . import local, operator, remote, skipped_programs
+from .client import Refused, Unreachable
+from .files import Faults, load_job, read, read_jobs, with_changes
+from .render import placed
 from .render import render as make_objects
-from .rules import crd, parse, warnings_of
-from .spec import Document, Faults, Job, count, read
+from .rules import crd
+from .spec import Job, count
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
 conda say that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
@@ -42,20 +42,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except Faults as faults:
         print(faults, file=sys.stderr)
         return 2
+    except (Refused, Unreachable) as error:
+        print(f"ipujob: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # ends the command; a job in a cluster goes on
+        return 130
     except BrokenPipeError:  # `ipujob render FILE | head`
         sys.stderr.close()
         return 0
-
-
-def _lazily(module: str, name: str) -> Command:
-    """Return a command that imports its module when it runs, so that other commands don't load a cluster's client."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        from importlib import import_module
-
-        return getattr(import_module(f".{module}", __package__), name)(arguments)
-
-    return run
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -64,14 +58,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and sign):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
     return name, value
-
-
-def _clone(text: str) -> tuple[str, str]:
-    """Parse URL=FOLDER; the URL may hold "="."""
-    url, _, folder = text.rpartition("=")
-    if not (url and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form URL=FOLDER")
-    return url, folder
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,115 +80,73 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    added = command("check", check, "say everything that is wrong with files; needs no cluster")
-    added.add_argument("files", nargs="+", metavar="FILE", help="- is standard input")
+    add = command("check", check, "say everything that is wrong with files; needs no cluster").add_argument
+    add("files", nargs="+", metavar="FILE", help="- is standard input")
 
-    added = command("render", render, "print plain objects for clusters without our operator")
-    added.add_argument("file", metavar="FILE")
-    added.add_argument("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
-    added.add_argument("--name", help="in place of the file's name or generateName")
-    added.add_argument(
-        "--image", type=_pair, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *"
-    )
-    added.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the file doesn't say")
-    added.add_argument(
-        "--drop", default="", metavar="resources,security", help="leave these of the template away"
-    )
+    add = command("render", render, "print plain objects for clusters without our operator").add_argument
+    add("file", metavar="FILE")
+    add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
+    add("--name", help="in place of the file's name or generateName")
+    add("--image", type=_pair, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the file doesn't say")
+    add("--drop", default="", metavar="resources,security", help="leave these of the template away")
 
-    added = command("run", run, "run a file's workers here, as processes", _LOCAL)
-    added.add_argument("file", metavar="FILE")
-    added.add_argument("--local", action="store_true", help="as processes here; the one way so far")
-    added.add_argument("--name", help="in place of the file's name or generateName")
-    added.add_argument(
-        "--command", metavar="TEXT", help="run this text by bash instead of the file's command and args"
-    )
-    added.add_argument("--clone", type=_clone, action="append", default=[], metavar="URL=FOLDER")
-    added.add_argument("--env", type=_pair, action="append", default=[], metavar="NAME=VALUE")
-    added.add_argument(
-        "--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ..."
-    )
-    added.add_argument(
-        "--keep", action="store_true", help="leave the folder with the workers' homes and logs"
-    )
+    add = command("run", run, "run a file's workers here, as processes", _LOCAL).add_argument
+    add("file", metavar="FILE")
+    add("--local", action="store_true", help="as processes here; the one way so far")
+    add("--name", help="in place of the file's name or generateName")
+    add("--command", metavar="TEXT", help="run this text by bash instead of the file's command and args")
+    add("--clone", type=_pair, action="append", default=[], metavar="URL=FOLDER")
+    add("--env", type=_pair, action="append", default=[], metavar="NAME=VALUE")
+    add("--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ...")
+    add("--keep", action="store_true", help="leave the folder with the workers' homes and logs")
 
-    added = command(
+    add = command(
         "manifest", manifest, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
-    )
-    added.add_argument("--namespace", default="ipujob-system", help="of the operator")
-    added.add_argument("--image", default="pando:latest", help="with Pando in it")
-    added.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    ).add_argument
+    add("--namespace", default="ipujob-system", help="of the operator")
+    add("--image", default="pando:latest", help="with Pando in it")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    def with_namespace(name: str, says: str) -> argparse.ArgumentParser:
-        added = command(name, _lazily("remote", name), says)
-        added.add_argument("-n", "--namespace", help="else the file's, else the kubeconfig's")
-        return added
+    def with_namespace(name: str, run: Command, says: str) -> Callable[..., Any]:
+        add = command(name, run, says).add_argument
+        add("-n", "--namespace", help="else the file's, else the kubeconfig's")
+        return add
 
-    submit = with_namespace("submit", "create the jobs of a file in a cluster")
-    submit.add_argument("file", metavar="FILE")
-    submit.add_argument("--name", help="in place of the file's name or generateName")
-    submit.add_argument("--follow", action="store_true", help="print the log of worker 0 until the job ends")
-    submit.add_argument(
-        "--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed"
-    )
+    add = with_namespace("submit", remote.submit, "create the jobs of a file in a cluster")
+    add("file", metavar="FILE")
+    add("--name", help="in place of the file's name or generateName")
+    add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
+    add("--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed")
 
-    status = with_namespace("status", "print the jobs, or all about one")
-    status.add_argument("name", nargs="?", metavar="NAME")
-    status.add_argument("--watch", action="store_true", help="print again whenever it changes")
+    add = with_namespace("status", remote.status, "print the jobs, or all about one")
+    add("name", nargs="?", metavar="NAME")
+    add("--watch", action="store_true", help="print again whenever it changes")
 
-    logs = with_namespace("logs", "print what workers said")
-    logs.add_argument("name", metavar="NAME")
-    logs.add_argument("--worker", type=int, default=0, metavar="K")
-    logs.add_argument("--all", action="store_true", help="all workers, with their names before each line")
-    logs.add_argument("--follow", action="store_true")
-    logs.add_argument(
-        "--previous", action="store_true", help="of the container before its restart in the same pod"
-    )
+    add = with_namespace("logs", remote.logs, "print what workers said")
+    add("name", metavar="NAME")
+    add("--worker", type=int, default=0, metavar="K")
+    add("--all", action="store_true", help="all workers, with their names before each line")
+    add("--follow", action="store_true")
+    add("--previous", action="store_true", help="of the container before its restart in the same pod")
 
-    delete = with_namespace("delete", "delete jobs and their pods")
-    delete.add_argument("names", nargs="+", metavar="NAME")
-    delete.add_argument("--keep-pods", action="store_true", help="leave the pods, without an owner")
+    add = with_namespace("delete", remote.delete, "delete jobs and their pods")
+    add("names", nargs="+", metavar="NAME")
+    add("--keep-pods", action="store_true", help="leave the pods, without an owner")
 
-    operator = command(
-        "operator", _lazily("operator", "operator"), "bring a cluster's IPUJobs to their ends, for ever"
-    )
-    where = operator.add_mutually_exclusive_group()
+    parser = command("operator", operator.operator, "bring a cluster's IPUJobs to their ends, for ever")
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--namespace", help="this one only; else the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
-    operator.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
-    operator.add_argument("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
-    operator.add_argument("--alive", metavar="FILE", help="touch this file in every round")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    add("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
+    add("--alive", metavar="FILE", help="touch this file in every round")
 
 
 # ---- commands that need no cluster --------------------------------------------------------------------------------
-
-_OTHER_KINDS = "kubectl create -f; ipujob render passes other kinds through"
-
-
-def load_job(document: Document) -> Job:
-    """Return the job of a document, after printing warnings about unusual fields to standard error.
-
-    Raises:
-        Faults: everything that is wrong with the document
-    """
-    if not isinstance(document.value, dict):
-        raise Faults([document.locate((), f"this is a {document.kind()}, not an IPUJob", "kind: IPUJob")])
-    job, faults = parse(document.value)
-    faults = [*document.faults, *faults]
-    if faults or job is None:
-        lines = {document.locate(fault.place, fault.message, fault.fix): None for fault in faults}
-        raise Faults(list(lines))
-    for place, text in warnings_of(job, document.value):
-        print(document.locate(place, f"warning: {text}"), file=sys.stderr)
-    return job
-
-
-def warn_about_image(document: Document, job: Job, images: pods.Images = ()) -> None:
-    """Print a warning, if the pods' image is one of Graphcore's, which holds PopTorch itself."""
-    if text := pods.image_warning(job, images):
-        place = ("spec", "workers", "template", "spec", "containers", 0, "image")
-        print(document.locate(place, f"warning: {text}"), file=sys.stderr)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -213,11 +157,9 @@ def check(arguments: argparse.Namespace) -> int:
         except Faults as error:
             faults.append(str(error))
             continue
-        jobs = [document for document in documents if document.is_job()]
-        for document in jobs or documents:
+        for document in [each for each in documents if each.is_job()] or documents:
             try:
                 job = load_job(document)
-                warn_about_image(document, job)
                 print(f"{file}: {job.name}: {_describe(job)}")
             except Faults as error:
                 faults.append(str(error))
@@ -238,17 +180,15 @@ def _describe(job: Job) -> str:
 def render(arguments: argparse.Namespace) -> int:
     drop = [word for word in arguments.drop.split(",") if word]
     if unknown := set(drop) - {"resources", "security"}:
-        raise Faults(
-            [f"ipujob: --drop {','.join(sorted(unknown))}: only resources and security can be dropped"]
-        )
+        names = ",".join(sorted(unknown))
+        raise Faults([f"ipujob: --drop {names}: only resources and security can be dropped"])
     made: list[Any] = []
     for document in read(arguments.file):
         if not document.is_job():
             made.append(document.value)
             continue
         document = with_changes(document, arguments.name, drop=drop)
-        job = load_job(document)
-        warn_about_image(document, job, arguments.image)
+        job = load_job(document, arguments.image)
         try:
             objects, left_out = make_objects(job, arguments.way, arguments.device, arguments.image)
         except ValueError as error:
@@ -260,86 +200,40 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_jobs(file: str) -> list[Document]:
-    """Return the documents of a file that may hold IPUJobs only.
-
-    Raises:
-        Faults: one of the documents is another object
-    """
-    documents = read(file)
-    others = [document for document in documents if not document.is_job()]
-    if others:
-        said = "this is a {}, and only IPUJobs can be run"
-        raise Faults([each.locate(("kind",), said.format(each.kind()), _OTHER_KINDS) for each in others])
-    return documents
-
-
-def with_changes(
-    document: Document, name: str | None = None, command: str | None = None, drop: Sequence[str] = ()
-) -> Document:
-    """Return a document with changes from the command line; a malformed document is returned as it is.
-
-    Args:
-        name:    the job's name, in place of the file's
-        command: a script for bash, in place of the worker's and the launcher's command
-        drop:    "resources", "security": fields of the template that pods don't get
-    """
-    value = copy.deepcopy(document.value)
-    try:
-        value = named(value, name)
-        annotations = value["metadata"].get("annotations") or {}
-        value["metadata"]["annotations"] = annotations | {f"pando/{word}": "drop" for word in drop}
-        if command is not None:
-            own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
-            own |= {"command": ["/bin/bash", "-c", command], "args": []}
-            if "launcher" in value["spec"]:
-                value["spec"]["launcher"]["command"] = own["command"]
-    except (KeyError, TypeError, IndexError, AttributeError):
-        return document
-    return dataclasses.replace(document, value=value)
-
-
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.local:
-        raise Faults(
-            ["ipujob: run is for this machine\n  fix: --local; or ipujob submit, which runs it in a cluster"]
-        )
+        fix = "--local; or ipujob submit, which runs it in a cluster"
+        raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():
             raise Faults([f"ipujob: --clone: the folder {folder} doesn't exist"])
-    if unknown := set(filter(None, arguments.real.split(","))) - set(skipped_programs.ALL):
-        raise Faults(
-            [
-                f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {', '.join(skipped_programs.ALL)}"
-            ]
-        )
+    real = set(filter(None, arguments.real.split(",")))
+    if unknown := real - set(skipped_programs.ALL):
+        names = ", ".join(skipped_programs.ALL)
+        raise Faults([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
+    variables = dict(arguments.env)
     for document in read_jobs(arguments.file):
         document = with_changes(document, arguments.name, arguments.command)
-        job = load_job(document)
-        if faults := list(local.unsupported(job, dict(arguments.env))):
-            raise Faults([document.locate(fault.place, fault.message, fault.fix) for fault in faults])
+        job = load_job(document, images=None)
+        if faults := list(local.unsupported(job, variables)):
+            raise Faults([document.locate(*fault) for fault in faults])
         if not job.shape.instances:
             print(f"ipujob: {job.name}: no instances wanted", file=sys.stderr)
             continue
-        print(
-            f"ipujob: {job.name}: not looked at here: {', '.join(local.ignored_fields(job))}", file=sys.stderr
-        )
-        if code := _run(document.value, job, arguments):
+        ignored = ", ".join(local.ignored_fields(job))
+        print(f"ipujob: {job.name}: not looked at here: {ignored}", file=sys.stderr)
+        folder = Path(tempfile.mkdtemp(prefix="ipujob-"))
+        try:
+            skipped_programs.install(folder / "bin", dict(arguments.clone), real)
+            code = local.run(document.value, job, folder, variables)
+        finally:
+            if arguments.keep:
+                print(f"ipujob: {job.name}: homes and logs are in {folder}", file=sys.stderr)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        if code:
             return code
     return 0
-
-
-def _run(value: dict[str, Any], job: Job, arguments: argparse.Namespace) -> int:
-    """Run one job in a temporary folder."""
-    folder = Path(tempfile.mkdtemp(prefix="ipujob-"))
-    try:
-        skipped_programs.install(folder / "bin", dict(arguments.clone), arguments.real.split(","))
-        return local.run(value, job, folder, dict(arguments.env))
-    finally:
-        if arguments.keep:
-            print(f"ipujob: {job.name}: homes and logs are in {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def manifest(arguments: argparse.Namespace) -> int:

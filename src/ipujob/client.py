@@ -73,16 +73,10 @@ class Cluster:
 
     def watch(
         self, kind: str, namespace: str | None = None, labels: str = "", seconds: int = 300
-    ) -> Iterator[Object]:
-        """Yield all objects of a kind, and then each that changes, until the cluster ends the stream."""
+    ) -> Iterator[str]:
+        """Yield a line for each object of a kind, and for each change of one, until the cluster ends the stream."""
         params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
-        for line in self._lines(_path(kind, namespace), params):
-            event = json.loads(line)
-            if event["type"] == "ERROR":  # 410: the API server has dropped the history of this watch
-                raise Refused(
-                    event["object"].get("code", 500), event["object"].get("message", "the watch ended")
-                )
-            yield event["object"]
+        yield from self._lines(_path(kind, namespace), params)
 
     def create(self, made: Object) -> Object:
         """Create an object, and return it as the API server has it."""
@@ -120,9 +114,7 @@ class Cluster:
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": kind} if content else {}
         try:
-            answer = self._http.request(
-                method, path, content=content, headers=headers, params=_without_empty(params)
-            )
+            answer = self._http.request(method, path, content=content, headers=headers, params=params)
         except self._error as error:
             raise self._unreachable(error) from None
         if answer.is_error:
@@ -131,9 +123,7 @@ class Cluster:
 
     def _lines(self, path: str, params: Any) -> Iterator[str]:
         try:
-            with self._http.stream(
-                "GET", path, params=_without_empty(params), timeout=self._forever
-            ) as answer:
+            with self._http.stream("GET", path, params=params, timeout=self._forever) as answer:
                 if answer.is_error:
                     answer.read()
                     raise _refusal(answer.status_code, answer.text)
@@ -150,9 +140,8 @@ def _refusal(status: int, text: str) -> Refused:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
         message = text.strip() or "no reason given"
-    if status == 404 and (
-        "404 page not found" in message or "could not find the requested resource" in message
-    ):
+    unknown = ("404 page not found", "could not find the requested resource")
+    if status == 404 and any(words in message for words in unknown):
         message = (
             "the cluster knows no IPUJobs\n  fix: ipujob manifest | kubectl apply -f -, with an administrator's "
             "rights; or ipujob render FILE | kubectl apply -f -"
@@ -160,10 +149,6 @@ def _refusal(status: int, text: str) -> Refused:
     elif status in (401, 403):
         message = f"not allowed: {message}\n  fix: ask for rights to ipujobs and pods in this namespace"
     return Refused(status, message)
-
-
-def _without_empty(params: dict[str, str] | None) -> dict[str, str]:
-    return {key: value for key, value in (params or {}).items() if value}
 
 
 def _path(kind: str, namespace: str | None) -> str:

@@ -12,8 +12,9 @@ instance is kept in `status.instances`, and the status is written before pods ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,7 +28,6 @@ from .pods import (
     Object,
     describe_end,
     exit_code,
-    first_start,
     int_label,
     is_terminating,
     phase,
@@ -83,10 +83,8 @@ def observe(
     if job is None or invalid:
         return Decision(_patch(old, _invalid(old, invalid, now), now))
     actions = advance(job, old.get("instances") or {}, own_pods)
-    said = [text for _, text in warnings_of(job, value)] + [pods.image_warning(job, images)]
-    status = _status(
-        job, old, actions, own_pods, now, trouble if actions.create else None, "; ".join(filter(None, said))
-    )
+    said = "; ".join(text for _, text in warnings_of(job, value, images))
+    status = _status(job, old, actions, own_pods, now, trouble if actions.create else None, said)
     create = [pods.pod(job, number, attempt, device, images) for number, attempt in actions.create]
     delete = list(actions.delete)
     if status.get("completionTime"):
@@ -120,10 +118,10 @@ def _changed(value: Object, own_pods: Sequence[Object]) -> str:
     """Return an error, if a field of the spec has changed since the pods were created; else an empty string."""
     now = pods.field_hashes(value)
     for pod in own_pods:
-        then = pods.field_hashes_of(pod)
-        fields = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)] if then else []
-        if fields:
-            return f"spec.{fields[0]} changed after the job began: delete and create it"
+        then = json.loads((pod["metadata"].get("annotations") or {}).get(pods.SPEC, "null")) or now
+        for key in sorted({*then, *now}):
+            if then.get(key) != now.get(key):
+                return f"spec.{key} changed after the job began: delete and create it"
     return ""
 
 
@@ -177,10 +175,11 @@ def _status(
             now,
         ),
     }
-    began = old.get("startTime") or first_start(own_pods)
-    return (
-        status | ({"startTime": began} if began else {}) | ({"completionTime": stamp(now)} if ended else {})
-    )
+    if any(phase(pod) != "Pending" for pod in own_pods):
+        status.setdefault("startTime", stamp(now))
+    if ended:
+        status["completionTime"] = stamp(now)
+    return status
 
 
 def _summary(job: Job, actions: Actions, remaining: Sequence[Object]) -> tuple[str, str]:
@@ -210,20 +209,20 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
     """Return the conditions with new messages; a condition is true if its message isn't empty."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in true.items():
-        before = conditions.get(kind)
-        if before is None and not message:
-            continue
+        before = conditions.get(kind, {})
         new = {
             "type": kind,
             "status": "True" if message else "False",
             "reason": _REASONS[kind],
             "message": message or "no longer",  # some API servers take an empty string for none
         }
-        if before is None or any(before.get(key) != item for key, item in new.items()):
-            since = stamp(now)
-            if before is not None and before["status"] == new["status"]:
-                since = before.get("lastTransitionTime", since)
-            conditions[kind] = {**new, "lastUpdateTime": stamp(now), "lastTransitionTime": since}
+        if (before or message) and {**before, **new} != before:
+            is_same = before.get("status") == new["status"]
+            since = before.get("lastTransitionTime") if is_same else None
+            conditions[kind] = new | {
+                "lastUpdateTime": stamp(now),
+                "lastTransitionTime": since or stamp(now),
+            }
     return list(conditions.values())
 
 
@@ -236,29 +235,11 @@ _REASONS = {
 
 
 def _patch(old: Object, new: Object, now: datetime) -> Object:
-    change = _merge(old, new)
+    """Return the merge patch from one status to another; empty, if nothing has changed."""
+    change = {key: item for key, item in new.items() if old.get(key) != item}
+    if "instances" in change:
+        change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None removes
     return {**change, "lastReconcileTime": stamp(now)} if change else {}
-
-
-def merged(old: Object, patch: Object) -> Object:
-    """Apply a merge patch to an object."""
-    new = {key: item for key, item in old.items() if patch.get(key, item) is not None}
-    for key, item in patch.items():
-        if item is not None:
-            new[key] = merged(new.get(key) or {}, item) if isinstance(item, dict) else item
-    return new
-
-
-def _merge(old: Any, new: Any) -> Object:
-    """Return the merge patch that turns one object into the other."""
-    change: Object = {key: None for key in old if key not in new}
-    for key, item in new.items():
-        if isinstance(item, dict) and isinstance(old.get(key), dict):
-            inner = _merge(old[key], item)
-            change |= {key: inner} if inner else {}
-        elif key not in old or old[key] != item:
-            change[key] = item
-    return change
 
 
 # ---- instances ----------------------------------------------------------------------------------------------------
@@ -272,9 +253,6 @@ class Instance:
     state: str
     restarts: int
     pods: tuple[Object, ...]
-
-    def then(self, state: str, restarts: int | None = None) -> Instance:
-        return Instance(self.number, state, self.restarts if restarts is None else restarts, self.pods)
 
 
 @dataclass(frozen=True)
@@ -319,18 +297,17 @@ def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Ob
     there = {int_label(pod, WORKER) for pod in current}
     missing = [worker for worker in range(job.shape.workers) if worker not in there]
     if instance.state in ("Restarting", "Lost"):
-        instance = instance.then("Pending")
+        instance = replace(instance, state="Pending")
     failed = [pod for pod in current if phase(pod) == "Failed" and not _ended_by_ttl(job, pod)]
     own = [pod for pod in failed if not (is_terminating(pod) or was_disrupted(pod))]
     done = not missing and all(phase(pod) == "Succeeded" or _ended_by_ttl(job, pod) for pod in current)
     if own or done:
         return _end(job, instance, min(own, key=when_ended) if own else None)
-    if len(own) < len(failed) or (
-        instance.state == "Running" and (missing or any(map(is_terminating, current)))
-    ):
-        return instance.then("Lost"), [], current
+    is_incomplete = missing or any(map(is_terminating, current))
+    if len(own) < len(failed) or (instance.state == "Running" and is_incomplete):
+        return replace(instance, state="Lost"), [], current
     if not missing and any(phase(pod) != "Pending" for pod in current):
-        return instance.then("Running"), [], []
+        return replace(instance, state="Running"), [], []
     return instance, missing, []
 
 
@@ -338,8 +315,9 @@ def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance
     """Restart or end an instance: all its workers succeeded, or one, the `culprit`, failed."""
     code = exit_code(culprit) if culprit else 0
     if job.restarts.wanted(culprit is not None, code, instance.restarts):
-        return instance.then("Restarting", instance.restarts + 1), [], list(instance.pods)
-    ended = instance.then("Failed" if culprit else "Succeeded")
+        again = replace(instance, state="Restarting", restarts=instance.restarts + 1)
+        return again, [], list(instance.pods)
+    ended = replace(instance, state="Failed" if culprit else "Succeeded")
     return ended, [], _leftovers(ended)
 
 
@@ -360,12 +338,10 @@ def clean(job: Job, pods: Sequence[Object]) -> list[Object]:
     if job.clean == "None":
         return []
     keeps_log = job.clean == "Workers" and job.mode == "launched"
-    return [
-        pod for pod in pods if not is_terminating(pod) and not (keeps_log and int_label(pod, WORKER) == 0)
-    ]
+    gone = [pod for pod in pods if not (keeps_log and int_label(pod, WORKER) == 0)]
+    return [pod for pod in gone if not is_terminating(pod)]
 
 
 def _ended_by_ttl(job: Job, pod: Object) -> bool:
-    return (
-        job.ttl is not None and phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
-    )
+    is_late = phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
+    return job.ttl is not None and is_late

@@ -7,9 +7,9 @@ condition that the job is as it was read (optimistic locking), so two operators 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -47,7 +47,7 @@ class Operator:
 
     Args:
         device: of jobs without a device in their annotations
-        images: returns the replacements of images
+        images: a file of image replacements, which may change between rounds
         log:    called with a line for each action
         clock:  returns seconds, for the delay after a refused creation
         beat:   called before each job; touches the file of a liveness probe
@@ -58,7 +58,7 @@ class Operator:
         cluster: Cluster,
         namespace: str | None = None,
         device: str = "cpu",
-        images: Callable[[], Images] = tuple,
+        images: str | None = None,
         log: Callable[[str], Any] = print,
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], Any] = lambda: None,
@@ -96,7 +96,7 @@ class Operator:
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
         trouble = self.trouble.get(job["metadata"]["uid"])
         said = trouble.message if trouble else None
-        decision = observe(job, owned, datetime.now(UTC), said, self.device, self.images())
+        decision = observe(job, owned, datetime.now(UTC), said, self.device, images_in(self.images))
         create = () if trouble and self.clock() < trouble.until else decision.create
         if decision.status or create:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
@@ -131,29 +131,23 @@ class Operator:
 
     def _report(self, job: Object, patch: Object) -> None:
         """Log a restart or an end of a job, and create an Event for it."""
-        said = patch.get("lastMessage") or job.get("status", {}).get("lastMessage", "")
         if patch.get("restartCount"):
-            reason, kind = "Restarting", "Warning"
-            said = f"restart {patch['restartCount']}"
+            reason, said = "Restarting", f"restart {patch['restartCount']}"
         elif patch.get("launcherStatus") in ("Completed", "Failed"):
-            reason, kind = (
-                patch["launcherStatus"],
-                "Warning" if patch["launcherStatus"] == "Failed" else "Normal",
-            )
+            reason = patch["launcherStatus"]
+            said = patch.get("lastMessage") or job["status"]["lastMessage"]
         else:
             return
         self.log(f"{_name(job)}: {reason}: {said}")
         metadata, when = job["metadata"], stamp(datetime.now(UTC))
+        name = f"{metadata['name']}.{secrets.token_hex(8)}"
         keys = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
         event = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {
-                "name": f"{metadata['name']}.{secrets.token_hex(8)}",
-                "namespace": metadata["namespace"],
-            },
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
             "involvedObject": {"apiVersion": job["apiVersion"], "kind": "IPUJob", **keys},
-            "type": kind,
+            "type": "Normal" if reason == "Completed" else "Warning",
             "reason": reason,
             "message": said[:1000],
             "firstTimestamp": when,
@@ -182,47 +176,35 @@ def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> No
         except (Refused, Unreachable) as error:
             operator.log(str(error))
         operator.beat()
-        retry = min(
-            (trouble.until - operator.clock() for trouble in operator.trouble.values()), default=_ROUND
-        )
+        retries = [trouble.until - operator.clock() for trouble in operator.trouble.values()]
         stop.wait(_PAUSE)
-        wake.wait(max(0.0, min(retry, _ROUND)))
+        wake.wait(max(0.0, min([_ROUND, *retries])))
 
 
 def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, stop: threading.Event) -> None:
     """Set `wake` at each change of an object of this kind, until `stop` is set."""
     while not stop.is_set():
-        try:
+        with contextlib.suppress(Exception):  # the loop reports errors of the cluster
             for _ in operator.cluster.watch(kind, operator.namespace, labels):
                 wake.set()
-        except Exception:  # the loop reports errors of the cluster
-            stop.wait(1)
         wake.set()
+        stop.wait(1)
 
 
-def images_of(file: str | None) -> Callable[[], Images]:
-    """Return a function that reads lines OLD=NEW; the file of a ConfigMap may change between rounds."""
-
-    def read() -> Images:
-        try:
-            lines = Path(file).read_text().splitlines() if file else []
-        except OSError:
-            return ()
-        pairs = (line.strip().partition("=") for line in lines if not line.startswith("#"))
-        return [(old.strip(), new.strip()) for old, sign, new in pairs if sign and new.strip()]
-
-    return read
+def images_in(file: str | None) -> Images:
+    """Return the replacements in the lines OLD=NEW of a file; none, if it is missing."""
+    try:
+        lines = Path(file).read_text().splitlines() if file else []
+    except OSError:
+        return ()
+    pairs = (line.strip().partition("=") for line in lines if not line.startswith("#"))
+    return [(old.strip(), new.strip()) for old, sign, new in pairs if sign and new.strip()]
 
 
 def operator(arguments: argparse.Namespace) -> int:
     """Run the command `ipujob operator`, and return its exit code."""
-    try:
-        cluster = Cluster()
-    except Unreachable as error:
-        print(f"ipujob: {error}", file=sys.stderr)
-        return 1
+    cluster = Cluster()
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
-    images = images_of(arguments.images)
 
     def log(text: str) -> None:
         print(f"{stamp(datetime.now(UTC))} {text}", flush=True)
@@ -232,5 +214,5 @@ def operator(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: (stop.set(), wake.set()))
     log(f"operator of {'all namespaces' if namespace is None else namespace} at {cluster.server}")
     beat = Path(arguments.alive).touch if arguments.alive else lambda: None
-    loop(Operator(cluster, namespace, arguments.device, images, log, beat=beat), stop, wake)
+    loop(Operator(cluster, namespace, arguments.device, arguments.images, log, beat=beat), stop, wake)
     return 0

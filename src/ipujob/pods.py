@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
@@ -19,16 +19,8 @@ SPEC = "pando/spec"  # annotation of a pod: hashes of the fields that the pod wa
 _MAX_CORES = 16  # requested at most, where the template requests none
 _GRACE = 30  # seconds
 ENDED = ("Succeeded", "Failed")
-_DISRUPTIONS = (
-    "Evicted",
-    "Preempting",
-    "NodeLost",
-    "Shutdown",
-    "NodeShutdown",
-    "Terminated",
-    "NodeAffinity",
-    "UnexpectedAdmissionError",
-)
+_DISRUPTIONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity")
+_DISRUPTIONS += ("UnexpectedAdmissionError",)
 
 Object = dict[str, Any]
 Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
@@ -41,15 +33,10 @@ def pod(job: Job, number: int, attempt: int = 0, device: str = "cpu", images: Im
     first = f"{job.name}-worker-{instance * job.shape.workers}.{job.name}"
     environment = variables(job, instance, str(worker), first) | {"PANDO_RESTARTS": str(attempt)}
     made = template(job, environment, device, images)
-    labels = {INSTANCE: str(instance), WORKER: str(worker), ATTEMPT: str(attempt)}
-    made["metadata"]["labels"] |= labels
+    made["metadata"]["labels"] |= {INSTANCE: str(instance), WORKER: str(worker), ATTEMPT: str(attempt)}
     metadata = {**made["metadata"], "name": name, "namespace": job.namespace}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata,
-        "spec": made["spec"] | {"hostname": name},
-    }
+    spec = made["spec"] | {"hostname": name}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict[str, Any]:
@@ -123,28 +110,17 @@ def owned(made: Object, owner: Object) -> Object:
         "blockOwnerDeletion": False,
     }
     annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
-    return {
-        **made,
-        "metadata": {**made["metadata"], "annotations": annotations, "ownerReferences": [reference]},
-    }
+    metadata = {**made["metadata"], "annotations": annotations, "ownerReferences": [reference]}
+    return {**made, "metadata": metadata}
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
     """Return a hash of each field of an IPUJob's spec that may not change while the job runs."""
-    fields = {key: value for key, value in owner["spec"].items() if key != "jobInstances"}
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-        for key, value in sorted(fields.items())
+        for key, value in sorted(owner["spec"].items())
+        if key != "jobInstances"
     }
-
-
-def field_hashes_of(pod: Object) -> dict[str, str]:
-    """Return the `field_hashes` of the spec that a pod was made from; empty, if the annotation was removed."""
-    try:
-        hashes = json.loads((pod["metadata"].get("annotations") or {}).get(SPEC, "{}"))
-    except ValueError:
-        return {}
-    return hashes if isinstance(hashes, dict) else {}
 
 
 def image(job: Job, images: Images = ()) -> str:
@@ -152,14 +128,6 @@ def image(job: Job, images: Images = ()) -> str:
     written = job.worker["image"]
     matching = (new for old, new in images if fnmatch.fnmatchcase(written, old))
     return job.annotations.get(IMAGE) or next(matching, written)
-
-
-def image_warning(job: Job, images: Images = ()) -> str | None:
-    """Return a warning, if the worker's image is one of Graphcore's, which holds PopTorch itself."""
-    chosen = image(job, images)
-    if not chosen.startswith(("graphcore/", "docker.io/graphcore/")):
-        return None
-    return f"image {chosen} holds Graphcore's PopTorch, which looks for IPUs: name one with Pando by {IMAGE} or --image"
 
 
 def command(job: Job) -> dict[str, list[str]]:
@@ -171,14 +139,9 @@ def command(job: Job) -> dict[str, list[str]]:
         return {"command": ["sleep", str(job.ttl)], "args": []}
     if job.mode == "joined":
         shape = job.shape
-        poprun = [
-            "poprun",
-            "--num-instances",
-            str(shape.workers),
-            "--num-replicas",
-            str(shape.workers * shape.replicas),
-        ]
-        return {"command": [*poprun, "--ipus-per-replica", str(shape.ipus_per_replica), *own["command"]]}
+        poprun = f"poprun --num-instances {shape.workers} --num-replicas {shape.workers * shape.replicas}"
+        poprun += f" --ipus-per-replica {shape.ipus_per_replica}"
+        return {"command": [*poprun.split(), *own["command"]]}
     return {}
 
 
@@ -197,25 +160,15 @@ def _drop_security(spec: Object) -> None:
     """Remove hostIPC and IPC_LOCK, which serve RDMA to IPUs, and which clusters often refuse."""
     spec.pop("hostIPC", None)
     for container in spec["containers"] + (spec.get("initContainers") or []):
-        context = container.get("securityContext") or {}
-        capabilities = context.get("capabilities") or {}
-        if "IPC_LOCK" in (capabilities.get("add") or []):
+        capabilities = (container.get("securityContext") or {}).get("capabilities") or {}
+        if capabilities.get("add"):
             capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
-            if not capabilities["add"]:
-                del capabilities["add"]
-            if not capabilities:
-                del context["capabilities"]
-            if not context:
-                del container["securityContext"]
 
 
 def _request_devices(job: Job, container: Object, device: str) -> None:
     """Request cores or GPUs for a worker's ipus, where the template requests none."""
-    resources = {
-        kind: dict(names or {})
-        for kind, names in (container.get("resources") or {}).items()
-        if kind != "claims"
-    }
+    given = container.get("resources") or {}
+    resources = {kind: dict(given[kind] or {}) for kind in ("limits", "requests") if kind in given}
     named = {name for names in resources.values() for name in names}
     ipus = job.shape.ipus_per_worker
     if device == "cuda":
@@ -224,7 +177,7 @@ def _request_devices(job: Job, container: Object, device: str) -> None:
             resources.setdefault("limits", {})["nvidia.com/gpu"] = str(gpus)
     elif "cpu" not in named:
         resources.setdefault("requests", {})["cpu"] = str(min(ipus, _MAX_CORES))
-    container["resources"] = {**(container.get("resources") or {}), **resources}
+    container["resources"] = {**given, **resources}
 
 
 def _mount_shared_memory(spec: Object, container: Object) -> None:
@@ -251,15 +204,13 @@ def is_terminating(pod: Object) -> bool:
 
 def exit_code(pod: Object) -> int | None:
     """Return the exit code of the pod's worker; None, if the worker has not ended."""
-    ended = _worker(pod).get("state", {}).get("terminated") or {}
-    return ended.get("exitCode")
+    return _ended(pod).get("exitCode")
 
 
 def describe_end(pod: Object) -> str:
     """Describe how a pod ended, for a message."""
     code, status = exit_code(pod), pod.get("status", {})
-    ended = _worker(pod).get("state", {}).get("terminated") or {}
-    reason = status.get("reason") or ended.get("reason")
+    reason = status.get("reason") or _ended(pod).get("reason")
     if code is None or status.get("reason"):
         return f"failed: {reason or 'no reason given'}" + (
             f", {status['message']}" if status.get("message") else ""
@@ -271,11 +222,8 @@ def why_pending(pods: Sequence[Object]) -> str:
     """Return the cluster's reason why pods don't run yet."""
     for pod in pods:
         for condition in pod.get("status", {}).get("conditions") or []:
-            if (
-                condition["type"] == "PodScheduled"
-                and condition["status"] != "True"
-                and condition.get("message")
-            ):
+            is_held = condition["type"] == "PodScheduled" and condition["status"] != "True"
+            if is_held and condition.get("message"):
                 return condition["message"]
     for pod in pods:
         for container in _containers(pod):
@@ -285,38 +233,26 @@ def why_pending(pods: Sequence[Object]) -> str:
     return "its pods have not begun"
 
 
-def first_start(pods: Sequence[Object]) -> str | None:
-    """Return the time at which the first container of these pods began to run; None, if none has."""
-    times = [
-        state["startedAt"]
-        for pod in pods
-        for container in _containers(pod)
-        for state in (container.get("state") or {}).values()
-        if state and state.get("startedAt")
-    ]
-    return min(times, default=None)
-
-
 def int_label(pod: Object, name: str) -> int:
     """Return the number in a pod's label; -1, if the label is missing or no number."""
     text = pod["metadata"].get("labels", {}).get(name, "")
     return int(text) if text.isdecimal() else -1
 
 
-def _containers(pod: Object) -> Iterator[Object]:
-    yield from pod.get("status", {}).get("containerStatuses") or []
+def _containers(pod: Object) -> list[Object]:
+    return pod.get("status", {}).get("containerStatuses") or []
 
 
-def _worker(pod: Object) -> Object:
-    """Return the status of the first container, in which the program runs."""
+def _ended(pod: Object) -> Object:
+    """Return how the first container, in which the program runs, has ended; empty, if it has not."""
     name = pod["spec"]["containers"][0]["name"]
-    return next((each for each in _containers(pod) if each.get("name") == name), {})
+    worker = next((each for each in _containers(pod) if each.get("name") == name), {})
+    return worker.get("state", {}).get("terminated") or {}
 
 
 def when_ended(pod: Object) -> tuple[str, int]:
     """Return a key that sorts pods by their end, and those that ended at the same time by their worker."""
-    ended = _worker(pod).get("state", {}).get("terminated") or {}
-    return ended.get("finishedAt") or "9999", int_label(pod, WORKER)
+    return _ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)
 
 
 def was_disrupted(pod: Object) -> bool:

@@ -3,59 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from .cli import load_job, read_jobs, warn_about_image, with_changes
 from .client import Cluster, Refused, Unreachable
+from .files import load_job, read_jobs, with_changes
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds
 _PATIENCE = 60  # seconds; a wait survives a cluster that can't be reached for this time
-_ENDED = ("Completed", "Failed")
-
-
-def _command(run: Callable[[Cluster, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that prints an error of the cluster in place of a traceback, with exit code 1."""
-
-    @functools.wraps(run)
-    def command(arguments: argparse.Namespace) -> int:
-        try:
-            return run(Cluster(), arguments)
-        except (Refused, Unreachable) as error:
-            print(f"ipujob: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:  # ends the command; the job goes on
-            return 130
-
-    return command
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    documents = [
-        with_changes(document, arguments.name) if arguments.name else document
-        for document in read_jobs(arguments.file)
-    ]
-    jobs = [load_job(document) for document in documents]
-    for document, job in zip(documents, jobs, strict=True):
-        warn_about_image(document, job)
-    return _command(_submit)(argparse.Namespace(values=[d.value for d in documents], **vars(arguments)))
-
-
-def _submit(cluster: Cluster, arguments: argparse.Namespace) -> int:
-    created = []
-    for value in arguments.values:
-        place = arguments.namespace or value["metadata"].get("namespace") or cluster.namespace
-        made = cluster.create({**value, "metadata": {**value["metadata"], "namespace": place}})
+    documents = read_jobs(arguments.file)
+    if arguments.name:
+        documents = [with_changes(document, arguments.name) for document in documents]
+    for document in documents:
+        load_job(document)
+    cluster, created = Cluster(), []
+    for document in documents:
+        metadata = document.value["metadata"]
+        place = arguments.namespace or metadata.get("namespace") or cluster.namespace
+        made = cluster.create({**document.value, "metadata": {**metadata, "namespace": place}})
         print(f"ipujob.graphcore.ai/{made['metadata']['name']} created", flush=True)
         created.append(made)
     if not (arguments.wait or arguments.follow):
         return 0
-    return max([_wait(cluster, job, arguments.follow) for job in created], default=0)
+    return max(_wait(cluster, job, arguments.follow) for job in created)
 
 
 def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
@@ -84,14 +62,15 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
                 raise
             now = job
         status = now.get("status", {})
-        if status.get("launcherStatus") in _ENDED:
-            print(f"{name}: {status['launcherStatus']}: {status.get('lastMessage', '')}", file=sys.stderr)
-            return int(status["launcherStatus"] == "Failed")
+        word = status.get("launcherStatus")
+        if word in ("Completed", "Failed"):
+            print(f"{name}: {word}: {status.get('lastMessage', '')}", file=sys.stderr)
+            return int(word == "Failed")
         time.sleep(_POLL)
 
 
-@_command
-def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> int:
+    cluster = Cluster()
     place = arguments.namespace or cluster.namespace
     last = None
     while True:
@@ -109,18 +88,23 @@ def status(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 def _job_table(jobs: Sequence[Object]) -> str:
     """Return the columns of `kubectl get ipujobs`; empty, if there is no job."""
-    rows: list[tuple[str, ...]] = [("NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE")]
-    for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
-        said = job.get("status", {})
-        fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
-        rows.append(
-            (job["metadata"]["name"], *(str(said.get(key, "")) for key in fields), _age(job["metadata"]))
+    fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
+    rows = [
+        (
+            job["metadata"]["name"],
+            *(job.get("status", {}).get(key, "") for key in fields),
+            _age(job["metadata"]),
         )
-    return _columns(rows) if jobs else ""
+        for job in sorted(jobs, key=lambda job: job["metadata"]["name"])
+    ]
+    return _columns(["NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE"], rows)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text, padded to columns."""
+def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
+    """Return a table with padded columns; empty, if it has no rows."""
+    if not values:
+        return ""
+    rows = [names, *([str(value) for value in row] for row in values)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -138,58 +122,57 @@ def _age(metadata: Object) -> str:
 
 def _details(cluster: Cluster, job: Object) -> str:
     """Describe one job: its instances, pods, conditions and last events."""
-    said, name = job.get("status", {}), job["metadata"]["name"]
-    parts = [_job_table([job])]
-    if known := said.get("instances"):
-        rows = [
-            (number, each["state"], str(each["restarts"]))
-            for number, each in sorted(known.items(), key=lambda item: int(item[0]))
-        ]
-        parts.append(_columns([("INSTANCE", "STATE", "RESTARTS"), *rows]))
-    if pods := _pods(cluster, job):
-        rows = []
-        for pod in pods:
-            code, metadata = exit_code(pod), pod["metadata"]
-            ended = "" if code is None else str(code)
-            attempt, node = metadata["labels"].get(ATTEMPT, ""), pod["spec"].get("nodeName", "")
-            rows.append((metadata["name"], phase(pod), ended, attempt, node))
-        parts.append(_columns([("POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"), *rows]))
-    notes = [
-        f"{each['type']}: {each.get('message', '')}"
-        for each in said.get("conditions", [])
-        if each["status"] == "True"
+    said, metadata = job.get("status", {}), job["metadata"]
+    instances = [
+        (number, each["state"], each["restarts"])
+        for number, each in sorted(said.get("instances", {}).items(), key=lambda item: int(item[0]))
     ]
-    events = cluster.list("Event", job["metadata"]["namespace"], fields=f"involvedObject.name={name}")
+    pods = []
+    for pod in _pods(cluster, job):
+        code, attempt = exit_code(pod), pod["metadata"]["labels"].get(ATTEMPT, "")
+        ended, node = "" if code is None else code, pod["spec"].get("nodeName", "")
+        pods.append((pod["metadata"]["name"], phase(pod), ended, attempt, node))
+    true = [each for each in said.get("conditions", []) if each["status"] == "True"]
+    notes = [f"{each['type']}: {each.get('message', '')}" for each in true]
+    events = cluster.list("Event", metadata["namespace"], fields=f"involvedObject.name={metadata['name']}")
     events.sort(key=lambda event: event.get("lastTimestamp") or "")
     notes += [f"{each.get('lastTimestamp')} {each['reason']}: {each['message']}" for each in events[-5:]]
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+    parts = [
+        _job_table([job]),
+        _columns(["INSTANCE", "STATE", "RESTARTS"], instances),
+        _columns(["POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"], pods),
+        "\n".join(notes),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
-@_command
-def logs(cluster: Cluster, arguments: argparse.Namespace) -> int:
+def logs(arguments: argparse.Namespace) -> int:
+    cluster = Cluster()
     job = _job(cluster, arguments.name, arguments.namespace or cluster.namespace)
     pods = [pod for pod in _pods(cluster, job) if arguments.all or _number(pod) == arguments.worker]
     if not pods:
         said = job.get("status", {})
         which = arguments.name if arguments.all else f"{arguments.name}-worker-{arguments.worker}"
-        raise Refused(
-            404, f"{which} has no pod: the job is {said.get('launcherStatus')}: {said.get('lastMessage')}"
-        )
+        reason = f"the job is {said.get('launcherStatus')}: {said.get('lastMessage')}"
+        raise Refused(404, f"{which} has no pod: {reason}")
+
+    def copy(pod: Object) -> None:
+        prefix = f"[{pod['metadata']['name']}] " if arguments.all else ""
+        _copy_log(cluster, pod, arguments.follow, arguments.previous, prefix)
+
     if len(pods) == 1 or not arguments.follow:
         for pod in pods:
-            _copy_log(
-                cluster, pod, arguments.follow, arguments.previous, _prefix(pod) if arguments.all else ""
-            )
+            copy(pod)
         return 0
     errors: list[Exception] = []
 
-    def copy(pod: Object) -> None:
+    def follow(pod: Object) -> None:
         try:
-            _copy_log(cluster, pod, True, arguments.previous, _prefix(pod))
+            copy(pod)
         except (Refused, Unreachable) as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=copy, args=(pod,), daemon=True) for pod in pods]
+    threads = [threading.Thread(target=follow, args=(pod,), daemon=True) for pod in pods]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,22 +187,15 @@ def _copy_log(
 ) -> int:
     """Print a pod's log without its first `skip` lines, and return its number of lines."""
     lines = 0
-    for line in cluster.logs(pod, follow, previous):
-        lines += 1
+    for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:
-            sys.stdout.write(f"{prefix}{line}\n")
-            sys.stdout.flush()
+            print(f"{prefix}{line}\n", end="", flush=True)  # one write: other threads print, too
     return max(lines, skip)
 
 
-def _prefix(pod: Object) -> str:
-    return f"[{pod['metadata']['name']}] "
-
-
-@_command
-def delete(cluster: Cluster, arguments: argparse.Namespace) -> int:
+def delete(arguments: argparse.Namespace) -> int:
+    cluster, code = Cluster(), 0
     place = arguments.namespace or cluster.namespace
-    code = 0
     for name in arguments.names:
         try:
             cluster.delete(_job(cluster, name, place), orphan=arguments.keep_pods)
@@ -242,10 +218,8 @@ def _pods(cluster: Cluster, job: Object) -> list[Object]:
     """Return the pods of a job in the order of their numbers."""
     listed = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
     uid = job["metadata"]["uid"]
-    owned = [
-        pod for pod in listed if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences") or [])
-    ]
-    return sorted(owned, key=_number)
+    owners = [{owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []} for pod in listed]
+    return sorted((pod for pod, uids in zip(listed, owners, strict=True) if uid in uids), key=_number)
 
 
 def _number(pod: Object) -> int:

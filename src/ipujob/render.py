@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,22 +9,8 @@ from . import pods
 from .pods import INSTANCE, JOB, Images, Object
 from .spec import MAX_HOST, TTL, Job, exit_codes
 
-WAYS = ("job", "pod", "jobset")
-_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those that an API server draws
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-
-
-def named(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: the argument, its own, or its `generateName` with five random letters."""
-    metadata = {**value["metadata"]}
-    start = metadata.pop("generateName", None)
-    if not (name or metadata.get("name") or start):
-        return value
-    metadata["name"] = (
-        name or metadata.get("name") or start + "".join(secrets.choice(_LETTERS) for _ in range(5))
-    )
-    return {**value, "metadata": metadata}
 
 
 def render(

@@ -4,96 +4,76 @@ from __future__ import annotations
 
 import copy
 import difflib
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import takewhile
 from typing import Any
 
 import yaml
 
-from .spec import ANNOTATIONS, API, MAX_HOST, MAX_NAME, Fault, Job, Place, Restarts, Shape, count
+from .pods import Images, image
+from .spec import ANNOTATIONS, API, IMAGE, MAX_HOST, MAX_NAME, Fault, Job, Place, Restarts, Shape, count
 
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_POD = ("spec", "workers", "template", "spec")
+_NO_TEMPLATE = {"spec": {"containers": [{"command": ["true"]}]}}
 
 
 def parse(value: Mapping[str, Any]) -> tuple[Job | None, list[Fault]]:
     """Return the job of an IPUJob object; or None, and everything that is wrong with the object."""
     if value.get("kind") != "IPUJob":
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", "kind: IPUJob")]
-    faults = [*_check_head(value), *check_schema(dict(value))]
-    if faults:
-        value = _without_faults(value, faults)
-    metadata, spec = value["metadata"], value["spec"]
-    annotations = metadata.get("annotations") or {}
-    policy = spec.get("restartPolicy") or {"type": "Never"}
-    launcher = spec.get("launcher") or {}
-    workers = int(spec["workers"].get("replicas") or spec.get("workersPerJobInstance") or 1)
-    replicas = int(spec.get("modelReplicasPerWorker") or 1)
-    limit = 3 if policy.get("backOffLimit") is None else policy["backOffLimit"]
-    job = Job(
-        name=metadata.get("name") or metadata["generateName"],
-        namespace=metadata.get("namespace") or "default",
-        shape=Shape(spec["jobInstances"], workers, replicas, int(spec["ipusPerJobInstance"])),
-        template=spec["workers"]["template"],
-        mode="launched" if launcher else "joined" if workers > 1 else "single",
-        launch=tuple(launcher.get("command", ())),
-        launch_env=tuple(launcher.get("env") or ()),
-        restarts=Restarts(policy["type"], int(limit), policy.get("exitCodes") or ""),
-        clean=spec.get("cleanPodPolicy") or "None",
-        ttl=(spec.get("interactive") or {}).get("ttl"),
-        annotations=annotations,
-    )
-    faults += _check_job(job, spec, "name" if metadata.get("name") else "generateName")
+    faults = list(_check_value(value, _schema(), ()))
+    metadata = value.get("metadata")
+    if isinstance(metadata, dict) and not (metadata.get("name") or metadata.get("generateName")):
+        fix = "give it metadata.name, or metadata.generateName"
+        faults.append(Fault(("metadata",), "the job has no name", fix))
+    # What is wrong is left out, so that the rules between fields can be checked, too.
+    value = _without(value, [fault.place for fault in faults])
+    metadata, spec = value.get("metadata") or {}, value.get("spec") or {}
+    job = _job(metadata, spec)
+    faults += [*_check_annotations(job.annotations), *_check_job(job, metadata, spec)]
     return (None, faults) if faults else (job, [])
 
 
-def _without_faults(value: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
-    """Return an object with defaults in place of wrong fields, so that the rules between fields can be checked too."""
-    value = copy.deepcopy(dict(value))
-    for fault in faults:
-        names = list(itertools.takewhile(lambda key: isinstance(key, str), fault.place))
+def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, Any]:
+    """Return an object without its parts at these places; of a list the whole is left out."""
+    value = copy.deepcopy(dict(value)) if places else value
+    for place in filter(None, places):
+        *above, last = takewhile(lambda key: isinstance(key, str), place)
         parent: Any = value
-        for key in names[:-1]:
-            parent = parent.get(key) if isinstance(parent, dict) else None
-        if isinstance(parent, dict):
-            parent.pop(names[-1], None)
-    metadata, spec = value.setdefault("metadata", {"name": "job"}), value.setdefault("spec", {})
-    if not (metadata.get("name") or metadata.get("generateName")):
-        metadata["name"] = "job"
-    spec.setdefault("jobInstances", 1)
-    template = spec.setdefault("workers", {}).setdefault("template", {}).setdefault("spec", {})
-    template.setdefault("containers", [{"command": ["true"]}])
-    if "type" not in (spec.get("restartPolicy") or {}):
-        spec.pop("restartPolicy", None)
-    if "command" not in (spec.get("launcher") or {}):
-        spec.pop("launcher", None)
-    workers = int(spec["workers"].get("replicas") or spec.get("workersPerJobInstance") or 1)
-    spec.setdefault("ipusPerJobInstance", workers * int(spec.get("modelReplicasPerWorker") or 1))
+        for key in above:
+            parent = parent.get(key, {})
+        parent.pop(last, None)
     return value
 
 
-def _check_head(value: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check the fields above the spec: apiVersion and metadata."""
-    if value.get("apiVersion") != API:
-        yield Fault(("apiVersion",), f"apiVersion {value.get('apiVersion')} is unknown", f"apiVersion: {API}")
-    metadata = value.get("metadata")
-    if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
-        yield Fault(("metadata",), "the job has no name", "give it metadata.name, or metadata.generateName")
-        return
-    for key in ("name", "generateName", "namespace"):
-        if not isinstance(metadata.get(key, ""), str):
-            yield Fault(("metadata", key), f"metadata.{key} must be of type string", "write it in quotes")
-    for key in ("labels", "annotations"):
-        words = metadata.get(key) or {}
-        if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-            yield Fault(
-                ("metadata", key), f"all values of metadata.{key} must be strings", "write them in quotes"
-            )
-        elif key == "annotations":
-            yield from _check_annotations(words)
+def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Job:
+    """Return the job of a checked object, with defaults for fields that are missing."""
+    of_workers, policy = spec.get("workers") or {}, spec.get("restartPolicy") or {}
+    launcher, template = spec.get("launcher") or {}, of_workers.get("template") or {}
+    workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance") or 1)
+    replicas = int(spec.get("modelReplicasPerWorker") or 1)
+    ipus = int(spec.get("ipusPerJobInstance", workers * replicas))
+    limit = policy.get("backOffLimit")
+    return Job(
+        name=metadata.get("name") or metadata.get("generateName") or "job",
+        namespace=metadata.get("namespace") or "default",
+        shape=Shape(spec.get("jobInstances", 1), workers, replicas, ipus),
+        template=template if (template.get("spec") or {}).get("containers") else _NO_TEMPLATE,
+        mode="launched" if launcher else "joined" if workers > 1 else "single",
+        launch=tuple(launcher.get("command") or ()),
+        launch_env=tuple(launcher.get("env") or ()),
+        restarts=Restarts(
+            policy.get("type", "Never"), 3 if limit is None else limit, policy.get("exitCodes") or ""
+        ),
+        clean=spec.get("cleanPodPolicy") or "None",
+        ttl=(spec.get("interactive") or {}).get("ttl"),
+        annotations=metadata.get("annotations") or {},
+    )
 
 
 def _check_annotations(words: Mapping[str, str]) -> Iterator[Fault]:
@@ -107,13 +87,12 @@ def _check_annotations(words: Mapping[str, str]) -> Iterator[Fault]:
             yield Fault(place, f"annotation {key} must be {ANNOTATIONS[key][1]}, and is {word!r}")
 
 
-def _check_job(job: Job, spec: Mapping[str, Any], named: str) -> Iterator[Fault]:
+def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[Fault]:
     """Check the rules between fields."""
-    yield from _check_name(job, named)
-    shape, of_workers = job.shape, spec["workers"].get("replicas")
-    if of_workers and spec.get("workersPerJobInstance") and of_workers != int(spec["workersPerJobInstance"]):
-        other = spec["workersPerJobInstance"]
-        message = f"workers.replicas {of_workers} and workersPerJobInstance {other} differ"
+    yield from _check_name(job, "name" if metadata.get("name") else "generateName")
+    shape, other = job.shape, spec.get("workersPerJobInstance")
+    if other and shape.workers != int(other):
+        message = f"workers.replicas {shape.workers} and workersPerJobInstance {other} differ"
         yield Fault(("spec", "workers", "replicas"), message, "keep one of them")
     elif shape.ipus % (shape.workers * shape.replicas):
         over = f"{count(shape.workers, 'worker')} with {count(shape.replicas, 'replica')} each"
@@ -130,9 +109,8 @@ def _check_job(job: Job, spec: Mapping[str, Any], named: str) -> Iterator[Fault]
         fix = f"poprun in place of {job.launch[0]}: every worker runs it, and it starts its worker's share"
         yield Fault(("spec", "launcher", "command", 0), message, fix)
     if job.mode == "joined" and not job.worker.get("command") and job.ttl is None:
-        place: Place = ("spec", "workers", "template", "spec", "containers", 0)
         message = "several workers need a command in their template: an image's own can't be put under poprun"
-        yield Fault(place, message, "write the container's command")
+        yield Fault((*_POD, "containers", 0), message, "write the container's command")
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
@@ -145,75 +123,45 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
         yield Fault(place, message, f"at most {MAX_NAME} characters")
     elif not _LABEL.fullmatch(name):
-        yield Fault(
-            place, f"{said} can't be a host's", "small letters, digits and dashes, no dash at the ends"
-        )
+        fix = "small letters, digits and dashes, no dash at the ends"
+        yield Fault(place, f"{said} can't be a host's", fix)
     elif job.has_service and not name[0].isalpha():
         yield Fault(place, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
 
-def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Yield the place and text of a warning for each valid field that has another meaning here, or none."""
+def warnings_of(
+    job: Job, value: Mapping[str, Any], images: Images | None = ()
+) -> Iterator[tuple[Place, str]]:
+    """Yield the place and text of a warning for each valid field that has another meaning here, or none.
+
+    Args:
+        images: as in `pods.template`; None, if no image is used
+    """
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
-        yield (
-            ("spec", "ipusPerJobInstance"),
-            f"{ipus} ipus are no power of two up to 64: IPUs would not run this",
-        )
+        message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
+        yield ("spec", "ipusPerJobInstance"), message
     policy = job.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
-        yield (
-            ("spec", "workers", "template", "spec", "restartPolicy"),
-            f"the template's restartPolicy {policy} is not used: the job's own is {job.restarts.policy}",
-        )
+        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.restarts.policy}"
+        yield (*_POD, "restartPolicy"), message
     if spec["workers"].get("strategy"):
         yield ("spec", "workers", "strategy"), "workers.strategy has no effect: pods of a job don't change"
     if job.restarts.codes and job.restarts.policy != "ExitCode":
-        place = ("spec", "restartPolicy", "exitCodes")
-        yield place, f"exitCodes have no effect with restartPolicy {job.restarts.policy}"
+        message = f"exitCodes have no effect with restartPolicy {job.restarts.policy}"
+        yield ("spec", "restartPolicy", "exitCodes"), message
+    chosen = "" if images is None else image(job, images)
+    if chosen.startswith(("graphcore/", "docker.io/graphcore/")):
+        fix = f"name one with Pando by {IMAGE} or --image"
+        message = f"image {chosen} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
+        yield (*_POD, "containers", 0, "image"), message
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
 
-_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+_TYPES = {"object": Mapping, "array": list, "string": str, "integer": int}
 _INT32 = 2**31 - 1
-# The template is passed on unchecked, but for the parts that pods.py writes into.
 _OPEN = "x-kubernetes-preserve-unknown-fields"
-_OBJECT = {"type": "object", _OPEN: True}
-_WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
-_NAMED = {
-    "type": "array",
-    "items": {**_OBJECT, "required": ["name"], "properties": {"name": {"type": "string"}}},
-}
-_MOUNTS = {**_NAMED, "items": {**_NAMED["items"], "properties": {"mountPath": {"type": "string"}}}}
-_CONTAINER = {
-    **_OBJECT,
-    "properties": {
-        "env": _NAMED,
-        "volumeMounts": _MOUNTS,
-        "resources": {**_OBJECT, "properties": {"limits": _OBJECT, "requests": _OBJECT}},
-        "securityContext": {
-            **_OBJECT,
-            "properties": {"capabilities": {**_OBJECT, "properties": {"add": {"type": "array"}}}},
-        },
-    },
-}
-_TEMPLATE = {
-    **_OBJECT,
-    "properties": {
-        "metadata": {**_OBJECT, "properties": {"labels": _WORDS, "annotations": _WORDS}},
-        "spec": {
-            **_OBJECT,
-            "properties": {
-                "containers": {"type": "array", "items": _CONTAINER},
-                "initContainers": {"type": "array", "items": _CONTAINER},
-                "volumes": _NAMED,
-                "restartPolicy": {"type": "string"},
-                "terminationGracePeriodSeconds": {"type": "integer", "minimum": 0},
-            },
-        },
-    },
-}
 _RENAMED = {"modelReplicas": "modelReplicasPerWorker", "ipusPerModelReplica": "ipusPerJobInstance"}
 
 
@@ -223,55 +171,52 @@ def crd() -> dict[str, Any]:
     return yaml.safe_load(resources.files("ipujob").joinpath("crd.yaml").read_text())
 
 
-def check_schema(value: dict[str, Any]) -> Iterator[Fault]:
-    """Yield a fault for each part of an IPUJob that an API server would refuse or drop."""
-    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    faults = list(_check_value(value.get("spec"), schema, ("spec",)))
-    yield from faults
-    place = ("spec", "workers", "template")
-    if not any(place[: len(fault.place)] == fault.place[:3] for fault in faults):
-        yield from _check_value(value["spec"]["workers"]["template"], _TEMPLATE, place)
+@cache
+def _schema() -> dict[str, Any]:
+    """Return the schema of a whole IPUJob: that of the CRD, and what an API server demands of every object."""
+    text = {"type": "string"}
+    words = {"type": "object", "additionalProperties": text}
+    metadata = {"name": text, "generateName": text, "namespace": text, "labels": words, "annotations": words}
+    properties = {
+        "apiVersion": {**text, "enum": [API]},
+        "kind": text,
+        "metadata": {"type": "object", _OPEN: True, "properties": metadata},
+        "spec": crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"],
+        "status": {"type": "object", _OPEN: True},
+    }
+    return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
 def _check_value(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
-    name = _path(place)
+    """Yield a fault for each part of a value that an API server would refuse or drop."""
+    name, shown = _path(place), _show(value)
     if schema.get("x-kubernetes-int-or-string"):
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            yield Fault(place, f"{name} must be a number, as a string or as it is, and is {_show(value)}")
-        elif not re.search(schema["pattern"], str(value)):
-            yield Fault(
-                place,
-                f"{name} must be a whole number that matches {schema['pattern']}, and is {_show(value)}",
-            )
+        if not re.search(schema["pattern"], str(value)):
+            message = f"{name} must be a whole number that matches {schema['pattern']}, and is {shown}"
+            yield Fault(place, message)
         return
-    kind = schema.get("type")
-    if kind and (not isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, bool))):
-        what = "is missing" if value is None else f"must be of type {kind}, and is {_show(value)}"
-        yield Fault(place, f"{name} {what}")
-        return
-    if "enum" in schema and value not in schema["enum"]:
-        yield Fault(
-            place,
-            f"{name} {_show(value)} is none of {', '.join(schema['enum'])}",
-            _near(str(value), schema["enum"]),
-        )
-    if "pattern" in schema and not re.search(schema["pattern"], value):
-        yield Fault(place, f"{name} {_show(value)} doesn't match {schema['pattern']}")
-    if kind == "integer" and not schema["minimum"] <= value <= schema.get("maximum", _INT32):
-        limits = f"{schema['minimum']} to {schema.get('maximum', _INT32)}"
-        yield Fault(place, f"{name} is {value}, and must be within {limits}")
-    if (kind == "array" and not value and schema.get("minItems")) or (
-        value == "" and schema.get("minLength")
-    ):
+    kind = schema["type"]
+    least, most = schema.get("minimum", 0), schema.get("maximum", _INT32)
+    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
+        fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
+        yield Fault(place, f"{name} must be of type {kind}, and is {shown}", fix)
+    elif "enum" in schema and value not in schema["enum"]:
+        message = f"{name} {shown} is none of {', '.join(schema['enum'])}"
+        yield Fault(place, message, _near(value, schema["enum"]))
+    elif "pattern" in schema and not re.search(schema["pattern"], value):
+        yield Fault(place, f"{name} {shown} doesn't match {schema['pattern']}")
+    elif kind == "integer" and not least <= value <= most:
+        yield Fault(place, f"{name} is {value}, and must be within {least} to {most}")
+    elif not value and (schema.get("minItems") or schema.get("minLength")):
         yield Fault(place, f"{name} must not be empty")
-    if kind == "array":
+    elif kind == "array":
         for index, item in enumerate(value):
-            yield from _check_value(item, schema.get("items", {}), (*place, index))
-    if kind == "object" and isinstance(value, dict):
+            yield from _check_value(item, schema["items"], (*place, index))
+    elif kind == "object":
         yield from _check_object(value, schema, place)
 
 
-def _check_object(value: dict[str, Any], schema: dict[str, Any], place: Place) -> Iterator[Fault]:
+def _check_object(value: Mapping[str, Any], schema: dict[str, Any], place: Place) -> Iterator[Fault]:
     known = schema.get("properties", {})
     for key in schema.get("required", ()):
         if value.get(key) is None:

@@ -5,7 +5,7 @@ import itertools
 from datetime import UTC, datetime
 
 from ipujob.client import Refused
-from ipujob.observe import merged, stamp
+from ipujob.observe import stamp
 
 RUNS = "runs"  # what a script answers for a container that goes on
 END = ("Succeeded", "Failed")
@@ -89,7 +89,9 @@ class Pretend:
             raise Refused(409, "the object has been modified")
         # The real server of 2021 took an empty message for none, refused the status, and the job never ended.
         assert all(condition["message"] for condition in patch.get("conditions", ()))
-        mine["status"] = merged(mine.get("status", {}), patch)
+        mine["status"] = mine.get("status", {}) | patch
+        instances = mine["status"].get("instances", {})
+        mine["status"]["instances"] = {name: each for name, each in instances.items() if each is not None}
         mine["metadata"]["resourceVersion"] = str(next(self._numbers))
         self.after("patch", known)
 

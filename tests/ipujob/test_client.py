@@ -103,12 +103,6 @@ def test_a_refusal_is_one_sentence(cluster, answer, status, message):
     assert refused.value.status == status and str(refused.value).startswith(message)
 
 
-def test_a_watch_that_is_no_longer_remembered_says_so(cluster):
-    gone = json.dumps({"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
-    with pytest.raises(Refused, match="too old"):
-        list(cluster((200, gone)).watch("Pod"))
-
-
 def test_a_cluster_that_does_not_answer_is_named(kubeconfig, capsys):
     assert main(["status"]) == 1
     assert capsys.readouterr().err.startswith(

@@ -8,7 +8,7 @@ from jobs import job
 from pretend import RUNS, Pretend, attempt
 
 from ipujob.client import Refused, Unreachable
-from ipujob.operator import Operator, images_of
+from ipujob.operator import Operator, images_in
 
 SILENT = dict(log=lambda text: None)
 
@@ -196,8 +196,7 @@ def test_what_happened_is_told_as_events():
 
 def test_images_come_from_a_file_that_may_change(tmp_path):
     file = tmp_path / "images"
-    read = images_of(str(file))
-    assert read() == ()
+    assert images_in(str(file)) == ()
     file.write_text("# ours\ngraphcore/* = pando:1\n\nnonsense\nb=c=d\n")
-    assert read() == [("graphcore/*", "pando:1"), ("b", "c=d")]
-    assert images_of(None)() == []
+    assert images_in(str(file)) == [("graphcore/*", "pando:1"), ("b", "c=d")]
+    assert images_in(None) == []

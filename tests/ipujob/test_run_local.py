@@ -189,8 +189,8 @@ def test_other_kinds_and_other_places_are_refused(run, tmp_path, capfd):
 
 
 def test_a_program_that_is_not_there_fails(run):
-    code, _, err = run(job(container={"command": ["no-such-program"]}))
-    assert code == 127 and "no-such-program: No such file or directory" in err
+    code, out, _ = run(job(container={"command": ["no-such-program"]}))
+    assert code == 127 and "no-such-program" in out and "No such file or directory" in out
 
 
 def test_an_interrupt_ends_all_that_workers_started(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from jobs import job, seed
 
 from ipujob import pods
-from ipujob.render import named
+from ipujob.files import named
 from ipujob.rules import parse
 
 
@@ -118,7 +118,8 @@ def test_what_serves_rdma_to_ipus_can_be_dropped():
     value = named(seed("bert"), "bert")
     value["metadata"]["annotations"] = {"pando/security": "drop"}
     pod = made(value)
-    assert "hostIPC" not in pod["spec"] and "securityContext" not in pod["spec"]["containers"][0]
+    assert "hostIPC" not in pod["spec"]
+    assert pod["spec"]["containers"][0]["securityContext"] == {"capabilities": {"add": []}}
     context = {"capabilities": {"add": ["IPC_LOCK", "SYS_NICE"]}}
     pod = made(job(annotations={"pando/security": "drop"}, container={"securityContext": context}))
     assert pod["spec"]["containers"][0]["securityContext"] == {"capabilities": {"add": ["SYS_NICE"]}}

@@ -1,0 +1,168 @@
+"""IPUJob files: YAML documents with the line of each of their parts, and the jobs in them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .pods import Images, Object
+from .rules import parse, warnings_of
+from .spec import Fault, Job, Place
+
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those that an API server draws
+
+
+class Faults(Exception):
+    """All errors in files, each a line of the form `FILE:LINE: message`."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document of a file, with the line of each of its parts."""
+
+    file: str
+    value: Any
+    line: int
+    lines: dict[Place, int] = field(repr=False)
+    faults: tuple[Fault, ...] = ()  # duplicate keys
+
+    def is_job(self) -> bool:
+        return isinstance(self.value, dict) and self.value.get("kind") == "IPUJob"
+
+    def kind(self) -> str:
+        return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
+
+    def locate(self, place: Place, message: str, fix: str = "") -> str:
+        """Return the message with its file and line; a place that is missing has the line of the part around it."""
+        while place not in self.lines and place:
+            place = place[:-1]
+        text = f"{self.file}:{self.lines.get(place, self.line)}: {message}"
+        return f"{text}\n  fix: {fix}" if fix else text
+
+
+def read(file: str) -> list[Document]:
+    """Return the documents of a file that aren't empty; "-" is standard input.
+
+    Raises:
+        Faults: the file can't be read, is no YAML, or holds nothing
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't text"
+        raise Faults([f"{file}: can't be read: {reason}"]) from None
+    loader = yaml.SafeLoader(text)
+    documents = []
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            assert node is not None
+            lines: dict[Place, int] = {}
+            duplicates = tuple(_walk(node, (), lines))
+            value = loader.construct_document(node)
+            if value is not None:
+                documents.append(Document(file, value, node.start_mark.line + 1, lines, duplicates))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise Faults([f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}"]) from None
+    if not documents:
+        raise Faults([f"{file}:1: the file is empty\n  fix: write an IPUJob into it"])
+    return documents
+
+
+def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fault]:
+    """Write each part's line into `lines`, and yield a fault for each duplicate key (YAML would keep the last)."""
+    lines.setdefault(place, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*place, str(key.value))
+            if inner in lines and key.value != "<<":
+                message = f"{key.value} stands twice here, first on line {lines[inner]}"
+                yield Fault(inner, message, "keep one of them")
+            lines[inner] = key.start_mark.line + 1
+            yield from _walk(value, inner, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _walk(value, (*place, index), lines)
+
+
+def read_jobs(file: str) -> list[Document]:
+    """Return the documents of a file that may hold IPUJobs only.
+
+    Raises:
+        Faults: one of the documents is another object
+    """
+    documents = read(file)
+    others = [document for document in documents if not document.is_job()]
+    if others:
+        fix = "kubectl create -f; ipujob render passes other kinds through"
+        said = "this is a {}, and only IPUJobs can be run"
+        raise Faults([each.locate(("kind",), said.format(each.kind()), fix) for each in others])
+    return documents
+
+
+def load_job(document: Document, images: Images | None = ()) -> Job:
+    """Return the job of a document, after printing warnings about unusual fields to standard error.
+
+    Args:
+        images: as in `warnings_of`
+    Raises:
+        Faults: everything that is wrong with the document
+    """
+    if not isinstance(document.value, dict):
+        raise Faults([document.locate((), f"this is a {document.kind()}, not an IPUJob", "kind: IPUJob")])
+    job, faults = parse(document.value)
+    faults = [*document.faults, *faults]
+    if faults or job is None:
+        raise Faults([document.locate(*fault) for fault in faults])
+    for place, text in warnings_of(job, document.value, images):
+        print(document.locate(place, f"warning: {text}"), file=sys.stderr)
+    return job
+
+
+def named(value: Object, name: str | None = None) -> Object:
+    """Return an IPUJob with a name: the argument, its own, or its `generateName` with five random letters."""
+    metadata = {**value["metadata"]}
+    start = metadata.pop("generateName", None)
+    if not (name or metadata.get("name") or start):
+        return value
+    drawn = "".join(secrets.choice(_LETTERS) for _ in range(5))
+    metadata["name"] = name or metadata.get("name") or start + drawn
+    return {**value, "metadata": metadata}
+
+
+def with_changes(
+    document: Document, name: str | None = None, command: str | None = None, drop: Sequence[str] = ()
+) -> Document:
+    """Return a document with changes from the command line; a malformed document is returned as it is.
+
+    Args:
+        name:    the job's name, in place of the file's
+        command: a script for bash, in place of the worker's and the launcher's command
+        drop:    "resources", "security": fields of the template that pods don't get
+    """
+    value = copy.deepcopy(document.value)
+    try:
+        value = named(value, name)
+        annotations = value["metadata"].get("annotations") or {}
+        value["metadata"]["annotations"] = annotations | {f"pando/{word}": "drop" for word in drop}
+        if command is not None:
+            own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
+            own |= {"command": ["/bin/bash", "-c", command], "args": []}
+            if "launcher" in value["spec"]:
+                value["spec"]["launcher"]["command"] = own["command"]
+    except (KeyError, TypeError, IndexError, AttributeError):
+        return document
+    return dataclasses.replace(document, value=value)
