@@ -141,3 +141,31 @@ def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tm
     assert "ended with exit code 137: the others go on" in run.said()
     assert "instance 1 of 2" in run.said() and "instance 0 of 1" in run.said()
     assert run.nothing_left()
+
+
+@pytest.mark.slow
+def test_a_leader_that_stops_is_replaced_and_takes_part_again_when_it_continues(
+    poprun, tmp_path, undisturbed
+):
+    """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT."""
+    words = command(
+        tmp_path, "--instances-per-node=2", "--hang-timeout=30", holds=["1-0", "4-0", "7-0"], instances="2:4"
+    )
+    first = poprun("-v", *words)
+    first.until("holds 1-0 of 2")
+    second = poprun("-v", *words)
+    first.until("a node has come")
+    (tmp_path / "go-1-0").touch()
+    first.until("holds 4-0 of 4")
+    agent = first.agent()
+    os.kill(agent, signal.SIGSTOP)
+    second.until("leads the training")
+    second.until("holds 4-0 of 2")
+    os.kill(agent, signal.SIGCONT)
+    second.until("a node has come")
+    (tmp_path / "go-4-0").touch()
+    second.until("holds 7-0 of 4")
+    (tmp_path / "go-7-0").touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
+    assert difference(outcome(tmp_path, 4), undisturbed) == ""
+    assert first.nothing_left() and second.nothing_left()
