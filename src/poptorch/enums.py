@@ -135,4 +135,4 @@ class OverlapMode(enum.Enum):
     OverlapDeviceIterationLoop = "overlap_device_iteration_loop"
 
 
-__all__ = [name for name, kind in vars().items() if isinstance(kind, enum.EnumType)]
+__all__ = [name for name, kind in vars().items() if isinstance(kind, enum.EnumType)]  # pyright: ignore

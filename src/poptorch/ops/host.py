@@ -32,16 +32,14 @@ class HostCall:
 
     Args:
         outputs:   shape and type of each tensor that it returns
-        read_only: of each input, whether the function must not change it
-        fix:       last line of the error if it does
+        unchanged: positions of the inputs that the function must not change
         weights:   the model's tensors on the host, which it must not change either
     """
 
     name: str
     function: Callable[..., Sequence[Tensor]]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    read_only: tuple[bool, ...]
-    fix: str
+    unchanged: tuple[int, ...]
     weights: tuple[tuple[str, weakref.ref[Tensor]], ...]
 
 
@@ -55,33 +53,28 @@ def host_call(
     function: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor],
     like: Sequence[Tensor],
-    writes: Sequence[int] = (),
-    scratch: Sequence[int] = (),
-    fix: str = "",
+    writes: Sequence[int] | None = (),
 ) -> list[Tensor]:
     """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`.
 
     Args:
-        writes:  positions of inputs that it changes in place; their new values are returned after the outputs
-        scratch: positions of inputs that it may change, whose new values are dropped
-        fix:     last line of the error for a function that writes into another input
+        writes: positions of inputs that it changes in place; their new values are returned after the outputs.
+            None: it may change all inputs, which are copies, and the new values are dropped
     """
     wrong = [type(value).__name__ for value in like if not isinstance(value, Tensor)]
     if wrong:
         raise Error(f"{name} must return a tensor, or a list or tuple of tensors; found {', '.join(wrong)}")
     handle = next(_handles)
-    changed = [inputs[position] for position in writes]
-    read_only = tuple(i not in writes and i not in scratch for i in range(len(inputs)))
+    written = writes or ()
 
     def run(*given: Tensor) -> list[Tensor]:
-        made = list(function(*given))
-        return [*made, *(given[position] for position in writes)]
+        return [*function(*given), *(given[position] for position in written)]
 
-    shapes = tuple((tuple(value.shape), value.dtype) for value in (*like, *changed))
+    shapes = tuple((tuple(v.shape), v.dtype) for v in (*like, *(inputs[position] for position in written)))
+    unchanged = () if writes is None else tuple(i for i in range(len(inputs)) if i not in writes)
     capture = current()
-    members = () if capture is None else capture.members
-    weights = tuple((key, weakref.ref(value)) for key, value in members)
-    _calls[handle] = HostCall(name, run if changed else function, shapes, read_only, fix, weights)
+    weights = tuple((key, weakref.ref(value)) for key, value in (capture.members if capture else ()))
+    _calls[handle] = HostCall(name, run, shapes, unchanged, weights)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
@@ -110,12 +103,13 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 "  why: what is written there is overwritten when the weights are next copied to the host\n"
                 "  fix: give it to the function as an input, and declare that with `writes=[...]`"
             )
-        for position, (value, before, version) in enumerate(zip(given, inputs, versions, strict=True)):
-            if call.read_only[position] and (value._version != version or not _same(value, before)):
+        for i in call.unchanged:
+            if given[i]._version != versions[i] or not _same(given[i], inputs[i]):
                 raise Error(
-                    f"{call.name} changes its input {position} in place, and the change would be lost\n"
+                    f"{call.name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
-                    f"  fix: work on a copy, `inputs[{position}].clone()`; {call.fix}"
+                    f"  fix: work on a copy, `inputs[{i}].clone()`, or declare the write: writes=[{i}] of"
+                    " poptorch.registerCustomOp or poptorch.CPU"
                 )
     found = tuple((tuple(value.shape), value.dtype) for value in made)
     if found != call.outputs:
@@ -198,7 +192,6 @@ class CPU:
             inputs,
             as_list(example),
             self._writes,
-            fix=f"or say which inputs it writes: poptorch.CPU(layer, {self._name!r}, writes=[...])",
         )
         made = written_back(inputs, self._writes, made)
         return type(example)(made) if many else made[0]
@@ -310,8 +303,7 @@ class _HostFunction(torch.autograd.Function):
         def run(*given: Tensor) -> list[Tensor]:
             return as_list(op.forward(*given, **attributes))
 
-        fix = "or say which inputs it writes: poptorch.registerCustomOp(..., writes=[...])"
-        made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes, fix=fix)
+        made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes)
         ctx.mark_non_differentiable(*made[len(examples) :])
         return tuple(made)
 
@@ -330,14 +322,9 @@ class _HostFunction(torch.autograd.Function):
             made = as_list(op.backward(sums, values, **attributes))
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
-        like = [inputs[i] for i in wanted]
         name = f"the backward of the custom operation {ctx.name}"
-        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
-        scratch = range(count if op.backward is not None else count + len(inputs))
-        fix = "inputs that forward writes can't be written by backward"
-        made = dict(
-            zip(wanted, host_call(name, run, [*gradients, *inputs], like, (), scratch, fix), strict=True)
-        )
+        made = host_call(name, run, [*gradients, *inputs], [inputs[i] for i in wanted], writes=None)
+        made = dict(zip(wanted, made, strict=True))
         return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
 
 

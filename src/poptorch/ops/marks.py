@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
-from ..enums import MultiConvPlanType, OverlapMode, by_name
+from ..enums import MultiConvPlanType, OverlapMode
 from .library import mark
 
 mark("nop(Tensor input) -> Tensor")
@@ -104,7 +104,6 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
-    mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
 
