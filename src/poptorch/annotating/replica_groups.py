@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,43 +18,35 @@ from popengine.settings import ReplicaGroups
 
 from ..enums import CommGroupType, VariableRetrievalMode
 
+Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of `replicaGrouping`
 
-@dataclass(frozen=True)
-class Grouping:
-    """The arguments of one `replicaGrouping`."""
 
-    kind: CommGroupType
-    shards: int
-    retrieval: VariableRetrievalMode
+def _checked(name: str, given: Any) -> Grouping:
+    """Return the grouping of a parameter. Raises Error if it is none."""
+    match given:
+        case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
+            return kind, size, retrieval
+    raise Error(
+        f"replicaGrouping of {name!r} takes a poptorch.CommGroupType, a number of replicas and a"
+        f" poptorch.VariableRetrievalMode; found {given!r}\n"
+        "  fix: (poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.OnePerGroup), for example"
+    )
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.kind, CommGroupType) or not isinstance(self.retrieval, VariableRetrievalMode):
-            raise Error(
-                "replicaGrouping takes a poptorch.CommGroupType, a number of replicas and a "
-                f"poptorch.VariableRetrievalMode; found {self.kind!r}, {self.shards!r}, {self.retrieval!r}"
-            )
 
-    def groups(self, replicas: int) -> ReplicaGroups:
-        """Return the group of each replica.
-
-        Raises:
-            Error: the size of a group does not divide the replicas
-        """
-        size = self.shards
-        if self.kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (
-            size < 1 or replicas % size
-        ):
-            raise Error(
-                f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
-            )
-        of = {
-            CommGroupType.All: lambda replica: 0,
-            CommGroupType.Consecutive: lambda replica: replica // size,
-            CommGroupType.Orthogonal: lambda replica: replica % (replicas // size),
-            CommGroupType.NoGrouping: lambda replica: replica,
-        }[self.kind]
-        all_rows = self.retrieval is VariableRetrievalMode.AllReplicas
-        return ReplicaGroups(tuple(map(of, range(replicas))), all_rows)
+def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
+    """Return the group of each replica. Raises Error if the size of a group does not divide the replicas."""
+    kind, size, retrieval = grouping
+    if kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (size < 1 or replicas % size):
+        raise Error(
+            f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
+        )
+    of = {
+        CommGroupType.All: lambda replica: 0,
+        CommGroupType.Consecutive: lambda replica: replica // size,
+        CommGroupType.Orthogonal: lambda replica: replica % (replicas // size),
+        CommGroupType.NoGrouping: lambda replica: replica,
+    }[kind]
+    return ReplicaGroups(tuple(map(of, range(replicas))), retrieval is VariableRetrievalMode.AllReplicas)
 
 
 class GroupableParameter(nn.Parameter):
@@ -97,7 +88,7 @@ class GroupableParameter(nn.Parameter):
                 f"replicaGrouping of {name!r} comes after compilation, which has fixed the groups\n"
                 "  fix: call it before the first call of the model, or call destroy() first"
             )
-        groupings[name] = Grouping(comm_group_type, shards, variable_retrieval_mode)
+        groupings[name] = _checked(name, (comm_group_type, shards, variable_retrieval_mode))
 
 
 def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
@@ -106,10 +97,8 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     Raises:
         Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
     """
-    # Programs also write the arguments of replicaGrouping as a tuple.
-    written: dict[str, Any] = dict(groupings)
-    groupings.update({n: Grouping(*given) for n, given in written.items() if _is_triple(n, given)})
-    groups_by_name = {name: grouping.groups(replicas) for name, grouping in groupings.items()}
+    # Programs also write into `per_replica_params`.
+    groups_by_name = {name: _groups(_checked(name, given), replicas) for name, given in groupings.items()}
     for name, groups in groups_by_name.items():
         parameter = model._parameters.get(name)
         if parameter is None:
@@ -130,18 +119,6 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
                 "  fix: its first dimension has one row a group"
             )
     return groups_by_name
-
-
-def _is_triple(name: str, given: Any) -> bool:
-    """Return True for a tuple of arguments of `Grouping`, False for a `Grouping`. Raises: Error for other types."""
-    if isinstance(given, tuple | list) and len(given) == 3:
-        return True
-    if not isinstance(given, Grouping):
-        raise Error(
-            f"per_replica_params[{name!r}] is {given!r}\n"
-            "  fix: (poptorch.CommGroupType..., number of replicas, poptorch.VariableRetrievalMode...)"
-        )
-    return False
 
 
 @contextlib.contextmanager

@@ -102,8 +102,9 @@ class ExecutionStrategy:
     _mode: Mode
 
     def __init__(self, stages: Iterable[Stage]) -> None:
+        self._order = tuple(stages)
         self._stages: dict[str, Stage] = {}
-        for stage in stages:
+        for stage in self._order:
             for block in stage.blocks:
                 assert block not in self._stages, (
                     f"Block {block!r} is associated with more than one stage. Name it once only."
@@ -130,7 +131,7 @@ class ExecutionStrategy:
 
     def freeze(self) -> Strategy:
         """Return the engine's value of this strategy."""
-        raise NotImplementedError
+        return Strategy(self._mode, None, tuple(stage.freeze() for stage in self._order))
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,8 @@ class PipelinedExecution(ExecutionStrategy):
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         first, *others = args or (AutoStage.SameAsIpu,)
         self._auto = first if isinstance(first, AutoStage | AutoBalance) and not others else None
-        self._order = tuple(map(_as_stage, args)) if self._auto is None else ()
         self._or_sharded = False
-        super().__init__(self._order)
+        super().__init__(map(_as_stage, args) if self._auto is None else ())
 
     @property
     def _is_default(self) -> bool:
@@ -186,12 +186,10 @@ class PipelinedExecution(ExecutionStrategy):
         return self
 
     def freeze(self) -> Strategy:
-        strategy = Strategy(
-            self._mode, None, tuple(map(Stage.freeze, self._order)), or_sharded=self._or_sharded
-        )
+        strategy = replace(super().freeze(), or_sharded=self._or_sharded)
         if isinstance(self._auto, AutoBalance):
             return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
-        return replace(strategy, auto=None if self._auto is None else _RULES[self._auto])
+        return strategy if self._auto is None else replace(strategy, auto=_RULES[self._auto])
 
     def __repr__(self) -> str:
         stages = ", ".join(map(repr, self._order))
@@ -242,9 +240,6 @@ class _PhasedExecution(ExecutionStrategy):
             "tensors_liveness": self._liveness.value,
             "serial_phases_execution": self._serial,
         }
-
-    def freeze(self) -> Strategy:
-        return Strategy("phased", None, tuple(s.freeze() for phase in self._phases for s in phase.stages))
 
     def __repr__(self) -> str:
         settings = f"separate_backward_phase={self._separate_backward_phase}, liveness={self._liveness.name}"

@@ -105,7 +105,10 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
     if not isinstance(mode, OverlapMode):
-        raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
+        raise Error(
+            f"the mode must be one of poptorch.OverlapMode's; found {mode!r}\n"
+            "  fix: poptorch.OverlapMode.OverlapAccumulationLoop, for example"
+        )
 
     def marked(value: Any) -> Tensor:
         if not isinstance(value, Tensor):
