@@ -10,7 +10,7 @@ from popengine.compile.recording.branches_and_loops import trace
 from popengine.compile.recording.current_capture import Capture, current
 from popengine.errors import Error
 
-from .library import listed
+from .library import check_tensors, listed
 
 
 def cond(
@@ -121,8 +121,5 @@ def _flat(name: str, body: Callable[..., Any]) -> Callable[[list[Tensor]], list[
 
 def _outputs(name: str, result: Any) -> list[Tensor]:
     values = list(result) if isinstance(result, (list, tuple)) else [result]
-    if not all(isinstance(value, Tensor) for value in values):
-        raise Error(
-            f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors; found {result!r}"
-        )
+    check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

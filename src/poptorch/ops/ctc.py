@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from .library import computed
+from .library import check_tensors, computed
 
 aten = torch.ops.aten
 _NEVER = -math.inf
@@ -129,11 +129,7 @@ def ctc_beam_search_decoder(
     Returns: log-probabilities of the paths [B, P], their lengths [B, P] and the paths [B, P, T], padded with
         `blank`; best first
     """
-    if not isinstance(probs, Tensor) or not isinstance(lengths, Tensor):
-        raise Error(
-            "ctc_beam_search_decoder takes tensors: probs [T, B, C] and lengths [B]; found"
-            f" {type(probs).__name__} and {type(lengths).__name__}"
-        )
+    check_tensors("ctc_beam_search_decoder takes tensors: probs [T, B, C] and lengths [B]", probs, lengths)
     if probs.dim() != 3 or lengths.shape != probs.shape[1:2] or not 0 <= blank < probs.shape[2]:
         raise Error(
             f"ctc_beam_search_decoder: probs must be [T, B, C], lengths [B] and blank one of the C classes; found"

@@ -21,7 +21,7 @@ from popengine.ir import Plan
 from popengine.operations import calls_within
 
 from .known_operations import KNOWN, computed_here
-from .library import computed, listed
+from .library import check_tensors, computed, listed
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -61,9 +61,7 @@ def host_call(
         writes: positions of inputs that it changes in place; their new values are returned after the outputs.
             None: it may change all inputs, which are copies, and the new values are dropped
     """
-    wrong = [type(value).__name__ for value in like if not isinstance(value, Tensor)]
-    if wrong:
-        raise Error(f"{name} must return a tensor, or a list or tuple of tensors; found {', '.join(wrong)}")
+    check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
     handle = next(_handles)
     written = writes or ()
 
@@ -181,9 +179,7 @@ class CPU:
                 f"poptorch.CPU ({self._name!r}) is only supported in inference\n"
                 "  why: it has no gradient\n  fix: poptorch.registerCustomOp, with a backward of your own"
             )
-        wrong = [type(value).__name__ for value in inputs if not isinstance(value, Tensor)]
-        if wrong:
-            raise Error(f"poptorch.CPU ({self._name!r}) takes tensors; found {', '.join(wrong)}")
+        check_tensors(f"poptorch.CPU {self._name!r} takes tensors", *inputs)
         example = self._example(inputs)
         many = isinstance(example, (list, tuple))
         made = host_call(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.errors import Error
+
 LIBRARY = torch.library.Library("poptorch", "DEF")
 
 
@@ -69,6 +71,13 @@ def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., A
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
+
+
+def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
+    """Raise an error with this rule and the types found, unless all values are tensors."""
+    wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
+    if wrong:
+        raise error(f"{rule}; found {', '.join(wrong)}")
 
 
 def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -17,7 +17,7 @@ from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
 from ..enums import MultiConvPlanType, OverlapMode
-from .library import mark
+from .library import check_tensors, mark
 
 mark("nop(Tensor input) -> Tensor")
 mark("recomputation_checkpoint(Tensor input) -> Tensor")
@@ -50,8 +50,7 @@ def isRunningOnIpu() -> bool:
 
 def nop(tensor: Tensor) -> Tensor:
     """Return the tensor itself; the operation is kept in the graph."""
-    if not isinstance(tensor, Tensor):
-        raise Error(f"nop takes a tensor; found {type(tensor).__name__}\n  fix: poptorch.nop(x)")
+    check_tensors("nop takes a tensor", tensor)
     return torch.ops.poptorch.nop(tensor)
 
 
@@ -64,16 +63,11 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     Raises:
         ValueError: an argument is not a tensor
     """
-    if len(tensors) == 1 and isinstance(tensors[0], Tensor):
-        return torch.ops.poptorch.recomputation_checkpoint(tensors[0])
     many = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
-    wrong = [type(value).__name__ for value in many if not isinstance(value, Tensor)]
-    if wrong:
-        raise ValueError(
-            f"All inputs must be tensors: recomputationCheckpoint found {', '.join(wrong)}\n"
-            "  fix: give it the tensors only: poptorch.recomputationCheckpoint(x, y)"
-        )
+    check_tensors("All inputs must be tensors of recomputationCheckpoint", *many, error=ValueError)
     kept = [torch.ops.poptorch.recomputation_checkpoint(value) for value in many]
+    if many is tensors and len(kept) == 1:
+        return kept[0]
     return kept if isinstance(many, list) else tuple(kept)
 
 
@@ -84,12 +78,9 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
         tensor: result of a matrix product or convolution
         available_memory_proportion: share of an IPU's tile memory for that operation, 0 to 1
     """
-    if not isinstance(tensor, Tensor):
-        raise Error(
-            "poptorch.set_available_memory: you may only set available memory on a tensor, the result of a matmul"
-            f" or convolution; found {type(tensor).__name__}\n"
-            "  fix: y = poptorch.set_available_memory(torch.matmul(a, b), 0.3)"
-        )
+    check_tensors(
+        "you may only set available memory on a tensor, the result of a matmul or convolution", tensor
+    )
     return torch.ops.poptorch.set_available_memory(tensor, float(available_memory_proportion))
 
 
@@ -111,11 +102,7 @@ def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
         )
 
     def marked(value: Any) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise Error(
-                f"poptorch.set_overlap_for_{kind}: you may only set overlap on tensors, in tuples, lists and"
-                f" dictionaries; found {type(value).__name__}\n  fix: pass the tensors only"
-            )
+        check_tensors("you may only set overlap on tensors, in tuples, lists and dictionaries", value)
         return getattr(torch.ops.poptorch, f"set_overlap_for_{kind}")(value, mode.value)
 
     return tree_map(marked, tensors)

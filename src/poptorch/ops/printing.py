@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from popengine.compile.recording.current_capture import current
-from popengine.errors import Error
 
-from .library import mark
+from .library import check_tensors, mark
 
 _FORMATS = ("auto", "fixed", "scientific", "none")
 _LEFT_OUT = "..."
@@ -52,8 +51,7 @@ def ipu_print_tensor(
     Raises:
         KeyError: another float format
     """
-    if not isinstance(tensor, Tensor):
-        raise Error(f"ipu_print_tensor takes a tensor; found {type(tensor).__name__}")
+    check_tensors("ipu_print_tensor takes a tensor", tensor)
     if float_format not in _FORMATS:
         raise KeyError(f"float_format must be one of {', '.join(_FORMATS)}; found {float_format!r}")
     if current() is None:

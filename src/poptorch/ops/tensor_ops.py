@@ -11,7 +11,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from ..enums import MatMulSerializationMode
-from .library import computed
+from .library import check_tensors, computed
 
 _INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -38,8 +38,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
         start: integer tensor with one element
     """
     _check_slice("dynamic_update", input, dim, start, size)
-    if not isinstance(src, Tensor):
-        raise Error(f"dynamic_update: src must be a tensor; found {type(src).__name__}")
+    check_tensors("dynamic_update: src must be a tensor", src)
     if src.dtype != input.dtype:
         raise Error(
             f"dynamic_update: src is {src.dtype} and input {input.dtype}; they must have the same type\n"
@@ -56,8 +55,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
 
 
 def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise Error(f"{name}: takes a tensor; found {type(tensor).__name__}")
+    check_tensors(f"{name} takes a tensor", tensor)
     if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
         raise Error(
             f"{name}: dim must be a dimension of a tensor of shape {tuple(tensor.shape)}; found {dim!r}"
@@ -93,8 +91,7 @@ def serializedMatMul(
         factor:   number of pieces, a divisor of that dimension (0: not cut)
         keep_precision: sum the products of ReducingDim in float32 if the operands are narrower
     """
-    assert isinstance(lhs, Tensor), f"serializedMatMul: lhs must be a tensor; found {type(lhs).__name__}"
-    assert isinstance(rhs, Tensor), f"serializedMatMul: rhs must be a tensor; found {type(rhs).__name__}"
+    check_tensors("serializedMatMul: lhs and rhs must be tensors", lhs, rhs, error=AssertionError)
     assert isinstance(mode, MatMulSerializationMode), (
         f"serializedMatMul: mode must be one of poptorch.MatMulSerializationMode's; found {mode!r}"
     )
@@ -136,8 +133,7 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
         random_start: begin with a random point of the cloud instead of its first
     Returns: the rows of the sampled points, cloud after cloud
     """
-    if not isinstance(src, Tensor):
-        raise Error(f"fps: src must be a tensor of points [N, F]; found {type(src).__name__}")
+    check_tensors("fps: src must be a tensor of points [N, F]", src)
     if not isinstance(ptr, list) or len(ptr) < 2 or not all(isinstance(value, int) for value in ptr):
         raise Error(
             f"fps: ptr must be a list of at least two integers, the boundaries of the clouds; found {ptr!r}\n"
@@ -188,8 +184,7 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
         batch_x, batch_y: sorted numbers of the points' clouds; only points of the same cloud are compared. Lists or
             tensors, both or none
     """
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise Error(f"nearest takes tensors; found {type(x).__name__} and {type(y).__name__}")
+    check_tensors("nearest takes tensors", x, y)
     if (batch_x is None) != (batch_y is None):
         raise Error("nearest: give batch_x and batch_y both, or none of them")
     x, y = (points.reshape(len(points), -1) for points in (x, y))
