@@ -18,7 +18,7 @@ from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, kind_of
 from ..optim.optimizer_state import (
     TorchLink,
-    check_states,
+    check_shapes,
     engine_state,
     state_entries,
     states_of,
@@ -119,13 +119,11 @@ class OptimizerLink:
 
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
         """Upload these states of torch's format before the next call. `names`: id(parameter) -> canonical name"""
-        loaded = {
+        self._loaded |= {
             names[id(parameter)]: engine_state(self.frozen, state)
             for parameter, state in states.items()
             if id(parameter) in names
         }
-        check_states(self.frozen.kind, loaded)
-        self._loaded.update(loaded)
 
     def discard_loaded(self) -> None:
         """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
@@ -187,7 +185,7 @@ class OptimizerLink:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # of which the host has one row for each replica or group
         shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
-        check_states(self.frozen.kind, states_of(self.frozen.kind, entries), shapes)
+        check_shapes(states_of(self.frozen.kind, entries), shapes)
 
     # ---- rates -------------------------------------------------------------------------------------------
 

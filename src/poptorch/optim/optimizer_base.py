@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, refuse_other_rules, renamed, states_of
+from poptorch.optim.optimizer_state import refuse_other_rules
 from poptorch.optim.rates import load_rates
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
@@ -160,8 +160,8 @@ class Optimizer:
         optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another rule, or
-                a state that no update leaves; nothing is loaded then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or has the state of another rule
+                or model; nothing is loaded then
         """
         if not state_dict:
             raise RuntimeError(
@@ -179,7 +179,6 @@ class Optimizer:
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         refuse_other_rules(self._kind, self, rest)
-        check_states(self._kind, states_of(self._kind, ipu_state or {}))
         if self._state_check is not None:
             self._state_check(ipu_state or {})
         super().load_state_dict(rest)  # type: ignore[misc]
@@ -218,9 +217,14 @@ class Optimizer:
             names: id(parameter) -> canonical name in the next executor
         """
         kept, self._kept_state = self._kept_state, None
-        if kept is not None and kept[0] is not None and self._pending_torch_state is None:
-            news = {name: names[key] for key, name in self._kept_names.items() if key in names}
-            self._pending_state = self._pending_state or (renamed(kept[0], news), renamed(kept[1], news))
+        if kept is None or kept[0] is None or self._pending_state or self._pending_torch_state:
+            return
+        news = {name: names[key] for key, name in self._kept_names.items() if key in names}
+        parts = [(key.partition("___"), value) for key, value in kept[0].items()]
+        self._pending_state = (
+            {f"{name}{mark}{news.get(old, old)}": v for (name, mark, old), v in parts},
+            kept[1],
+        )
 
     # Copies -----------------------------------------------------------------------------------------
 

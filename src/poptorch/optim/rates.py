@@ -17,7 +17,7 @@ from popengine.update.optimizer_rules import RULES, Rule
 logger = logging.getLogger("poptorch::python")
 
 MAX_WEIGHT_NORM = 65500.0  # of LAMB
-SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
+_SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
 _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
 
@@ -89,7 +89,7 @@ def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[st
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
         for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
-            entries[f"{name}{SPECIFIC}{parameter}"] = torch.tensor(value)
+            entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
     return entries
 
 
@@ -101,11 +101,11 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
     """
     loaded = {key: float(value) for key, value in ipu_param.items()}
     optimizer.loss_scaling = _newer(loaded.get("lossScaling_FLOAT"), optimizer.loss_scaling)
-    names = dict.fromkeys(key.partition(SPECIFIC)[2] for key in loaded if SPECIFIC in key)
+    names = dict.fromkeys(key.partition(_SPECIFIC)[2] for key in loaded if _SPECIFIC in key)
     groups = enumerate(optimizer.param_groups)
     group_of = dict(zip(names, [index for index, group in groups for _ in group["params"]], strict=False))
     for name, index in group_of.items():
-        suffix = f"{SPECIFIC}{name}"
+        suffix = f"{_SPECIFIC}{name}"
         entries = {key.removesuffix(suffix): value for key, value in loaded.items() if key.endswith(suffix)}
         _load_group(RULES[kind], optimizer.param_groups[index], entries, optimizer.loss_scaling)
     used = hyperparameter_entries(group_of, rates_of(kind, optimizer.param_groups, optimizer.loss_scaling))
