@@ -79,7 +79,7 @@ def _torch_kinds() -> dict[type, str]:
 
 def supported_optimizers() -> str:
     """Return the names of all optimizers that executors can run, for messages."""
-    ours = [f"poptorch.optim.{kind.__name__}" for kind in Optimizer.classes]
+    ours = [f"poptorch.optim.{kind.__name__}" for kind in Optimizer._classes]
     return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _torch_kinds())])
 
 
@@ -239,7 +239,7 @@ class OptimizerGuard:
 
     def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
-        if kind in _torch_kinds() or kind in Optimizer.classes or kind in self._warned:
+        if kind in _torch_kinds() or kind in Optimizer._classes or kind in self._warned:
             return
         self._warned.add(kind)
         logger.warning(

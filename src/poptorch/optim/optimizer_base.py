@@ -92,11 +92,11 @@ class Optimizer:
     accum_type: torch.dtype = torch.float32
     variable_attrs: VariableAttributes
 
-    classes: ClassVar[list[type]] = []  # those of this package, which have a rule; not the user's subclasses
+    _classes: ClassVar[list[type]] = []  # those of this package, which have a rule; not the user's subclasses
 
     def __init_subclass__(cls) -> None:
         if "_kind" in vars(cls):
-            Optimizer.classes.append(cls)
+            Optimizer._classes.append(cls)
 
     @property
     def _attributes(self) -> tuple[str, ...]:

@@ -62,12 +62,11 @@ class ExecutionOptions(OptionsDict):
             )
         if input_group_type is CommGroupType.NoGrouping:
             input_group_size, input_group_type = 1, CommGroupType.Consecutive
-        if not isinstance(input_group_size, int) or input_group_size < 1:
-            raise ValueError(f"input_group_size is a number from 1; found {input_group_size!r}")
-        if input_group_size > self.replication_factor or self.replication_factor % input_group_size:
+        size = input_group_size
+        if not isinstance(size, int) or size < 1 or self.replication_factor % size:
             raise ValueError(
-                f"input_group_size {input_group_size} must not be larger than the replication factor "
-                f"{self.replication_factor}, and must divide it; call replicationFactor first"
+                f"input_group_size {size!r} must be a number from 1 that divides the replication factor "
+                f"{self.replication_factor}; call replicationFactor first"
             )
         return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
 
@@ -119,9 +118,10 @@ class ExecutionOptions(OptionsDict):
     def enableSyntheticData(self, enabled: bool | int) -> Self:
         """Generate the inputs once instead of reading them; outputs have no meaning. Also takes a
         `popart.SyntheticDataMode`."""
-        assert isinstance(enabled, int), f"enableSyntheticData takes a bool; found {enabled!r}"
+        assert isinstance(enabled, int) and 0 <= enabled <= 3, (
+            f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
+        )
         mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
-        assert 0 <= mode <= 3, f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {mode}"
         return self._set_popart("syntheticDataMode", mode)
 
     def compiler(self, backend: str) -> Self:
