@@ -27,7 +27,7 @@ from .recording.capture_contexts import (
 )
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
-from .recording.graph_recorder import Recorder
+from .recording.graph_recorder import Recorder, like
 from .recording.known_values import CaptureRecorder
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns, adoption
@@ -64,17 +64,11 @@ def capture(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def pretend(like: Tensor) -> Tensor:
-        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-
     # Only shapes are read: what a tensor subclass does when it is used has no place here.
     with torch._C.DisableTorchFunctionSubclass(), fake:
-        stand_ins = StandIns(module, pretend, needs_values)
-        inputs = [pretend(sample) for sample in samples]
-        scale = pretend(torch.empty(()))
-    if training:
-        stand_ins.check_writable()
-        stand_ins.take_hooks()
+        stand_ins = StandIns(module, training, needs_values)
+        inputs = [like(sample) for sample in samples]
+        scale = torch.empty(())
     state = Capture(training)
     state.members = stand_ins.members()
     recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
@@ -113,7 +107,7 @@ def capture(
         *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),
     ]
-    graph = as_graph(recorder, results, fake, tuple(state.visits), set(stand_ins.trained()))
+    graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     return graph
 
@@ -144,13 +138,6 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
                 " or say `.detach()`, if it is meant as a constant"
             )
     found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
-    sparse = [name for name, value in found.items() if value.layout is not torch.strided]
-    if sparse:
-        raise CaptureError(
-            f"the gradients of {', '.join(sparse)} are sparse\n"
-            "  why: gradients are summed over micro-batches and replicas as dense tensors\n"
-            "  fix: nn.Embedding(..., sparse=False), and an optimizer for dense gradients"
-        )
     if not found:
         raise CaptureError(
             "the model would not train: no parameter gets a gradient\n"

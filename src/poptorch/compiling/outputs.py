@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.errors import CaptureError, Error, did_you_mean
+from popengine.errors import Error, did_you_mean
 from popengine.ir import Graph, Result
 from popengine.run.call import Results
 from popengine.settings import Anchor, Outputs
@@ -154,13 +154,6 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
         where: the line of forward
     """
     template, traced = without_values(value, where)
-    for tensor in traced:
-        if tensor.layout is not torch.strided:
-            raise CaptureError(
-                f"forward, at {where}, returns a sparse tensor ({tensor.layout}) of shape {tuple(tensor.shape)}\n"
-                "  why: the outputs of a call are dense tensors\n"
-                "  fix: return `value.to_dense()`"
-            )
     if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from ...operations import Body
 from ..partition import emit
 from .current_capture import Capture, suspended
-from .functional import drop_what_does_nothing, functionalized, is_mutable
-from .graph_recorder import Recorder
+from .functional import drop_what_does_nothing, functionalized
+from .graph_recorder import Recorder, is_write, like
 
 _BODY = -1  # stands where a piece has its stage, so that a failing line is looked for in the piece around
 
@@ -41,7 +41,7 @@ def trace(
     block = capture.block
     with suspended() as fake, fake:
         recorder = _BodyRecorder(capture.describe)
-        given = [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) for v in inputs]
+        given = [like(value) for value in inputs]
         for position, value in enumerate(given):
             recorder.placeholder(f"input_{position}", value, role="input", key=str(position))
         with recorder:
@@ -50,9 +50,9 @@ def trace(
         capture.block = block
         recorder.graph.output(tuple(nodes))
         graph, outer = recorder.graph, recorder.constants
-        if is_mutable(graph):
+        if any(map(is_write, graph.nodes)):
             with torch._C.DisableTorchFunction():
-                graph = functionalized(graph, {}, fake).graph
+                graph = functionalized(graph, {}).graph
     drop_what_does_nothing(graph)
     return _packed(graph, [*map(str, range(len(inputs))), *outer]), list(outer.values())
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, Recorder, is_write, memory_of
+from .graph_recorder import PLACE, Recorder, is_write, like, memory_of
 
 aten = torch.ops.aten
 # Of a node's meta, when it's replayed.
 _KEPT = (*PLACE, "scope", "attributes", "group", "numbers")
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-
-
-def is_mutable(graph: fx.Graph) -> bool:
-    """Return whether an operation in it writes into one of its operands."""
-    return any(map(is_write, graph.nodes))
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
@@ -74,37 +71,66 @@ def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | 
     return None
 
 
-def functionalized(graph: fx.Graph, constants: dict[str, Tensor], fake: FakeTensorMode) -> Recorder:
-    """Return the same graph without operations in place: replayed through torch's functionalization."""
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the result of a node's operation on these values of its operands."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def replayed(
+    graph: fx.Graph,
+    constants: dict[str, Tensor],
+    run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
+) -> Recorder:
+    """Return a recorder with the operations that run when a graph is run on new fake tensors.
+
+    Args:
+        run:    runs a node, in place of its operation
+        around: changes the function from the graph's inputs to its outputs
+    """
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
+    recorder.constants.update(constants)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
 
-    def replay(*values: Tensor) -> Any:
-        env: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
+    def replay(*inputs: Tensor) -> Any:
+        values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
                 meta.clear()
                 meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
-                env[node] = node.target(*args, **kwargs)
-        return tuple(env[node] for node in output.args[0])
+                values[node] = run(node, values)
+        return tuple(values[node] for node in output.args[0])
 
-    values = []
-    with fake:
-        for node in placeholders:
-            like = node.meta["val"]
-            values.append(
-                torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-            )
-    for node, value in zip(placeholders, values, strict=True):
-        recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
-    recorder.constants.update(constants)
-    with fake, recorder, torch.no_grad():
-        outputs = torch.func.functionalize(replay, remove="mutations")(*values)
+    known = (node.meta.get("val") for node in graph.nodes)
+    fake = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
+    with fake, torch.no_grad():
+        inputs = [like(node.meta["val"]) for node in placeholders]
+        for node, value in zip(placeholders, inputs, strict=True):
+            recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
+        with recorder:
+            outputs = around(replay)(*inputs)
     recorder.graph.output(tuple(recorder.node(value) for value in outputs))
     return recorder
+
+
+def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
+    """Return the same graph without operations in place: replayed through torch's functionalization."""
+    return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
+
+
+def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
+    """Return a functional graph with what `run` does in place of each node's operation."""
+    code = replayed(graph.code, graph.constants, run).graph
+    drop_what_does_nothing(code)
+    (output,) = (node for node in code.nodes if node.op == "output")
+    results = [
+        replace(result, name=node.name) for result, node in zip(graph.results, output.args[0], strict=True)
+    ]
+    return replace(graph, code=code, results=tuple(results))
 
 
 def drop_what_does_nothing(graph: fx.Graph) -> None:
@@ -141,7 +167,6 @@ def _draws(node: fx.Node) -> bool:
 def as_graph(
     recorder: Recorder,
     results: Sequence[tuple[Key, str, fx.Node]],
-    fake: FakeTensorMode,
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
@@ -156,8 +181,8 @@ def as_graph(
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     constants = recorder.constants
     replace_simple_writes(graph)
-    if is_mutable(graph):
-        functional = functionalized(graph, constants, fake)
+    if any(map(is_write, graph.nodes)):
+        functional = functionalized(graph, constants)
         for node, value in functional.written.items():
             kind = _kind_of_written(node, value, trained)
             if kind is not None:

@@ -6,10 +6,11 @@ backward alike. So a model's forward runs exactly once to be captured.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import SUPPORTED_NODES, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import CaptureError
 
@@ -35,11 +36,10 @@ _OURS = tuple(
         Path(__file__).parents[3] / "poptorch",
     )
 )
-_ours_by_file: dict[str, bool] = {}
 
 
 def user_line() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor ours."""
+    """Return `file:line` of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _is_ours(frame.f_code.co_filename):
@@ -49,47 +49,51 @@ def user_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """`file:line` of the innermost frame behind an error that is neither torch's nor ours."""
+    """Return `file:line` of the innermost frame behind an error that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     return next(
         (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line()
     )
 
 
+@functools.cache
 def _is_ours(file: str) -> bool:
-    ours = _ours_by_file.get(file)
-    if ours is None:
-        ours = _ours_by_file[file] = file.startswith(_OURS) or "contextlib" in file
-    return ours
+    return file.startswith(_OURS) or "contextlib" in file
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested arguments with `change` applied to each leaf; `value` itself, if no leaf changes.
+    """Return nested arguments with `change` applied to each leaf.
 
     A `torch.Size` is a leaf: torch's tree_map makes a tuple of it, which `Tensor.new` takes as data.
     """
-    kind = type(value)
-    if kind is list or kind is tuple:
-        changed = [map_leaves(change, item) for item in value]
-        same = all(new is old for new, old in zip(changed, value, strict=True))
-        return value if same else kind(changed)
-    if kind is dict:
-        made = {key: map_leaves(change, item) for key, item in value.items()}
-        return value if all(made[key] is item for key, item in value.items()) else made
-    if kind is torch.Size or (kind not in SUPPORTED_NODES and not hasattr(value, "_fields")):
-        return change(value)
     return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
 
 
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among an operation's arguments, which are lists at the most."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def like(value: Tensor) -> Tensor:
+    """Return a tensor of the same size, strides and dtype; under a fake mode it is a fake tensor."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+
+
+def check_dense(value: Any, where: str) -> None:
+    """Raises CaptureError, if a value is a sparse tensor."""
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise CaptureError(
+            f"a sparse tensor of shape {tuple(value.shape)} is used or made at {where}\n"
+            "  why: a compiled model computes with dense tensors, also its gradients\n"
+            "  fix: use `to_dense()`, or keep `indices()` and `values()` in place of the tensor; and"
+            " nn.Embedding(..., sparse=False)"
+        )
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation writes into."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
 
 
 def is_write(node: fx.Node) -> bool:
@@ -102,9 +106,7 @@ def memory_of(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None  # a sparse tensor has several memories
-    return value.untyped_storage()._cdata
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _like_grouped_mm(
@@ -170,21 +172,21 @@ class Recorder(TorchDispatchMode):
         """Return a placeholder for a tensor from outside."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
-        return self._outside(name, value, role)
-
-    def _outside(self, name: str, value: Tensor, role: str) -> fx.Node:
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
             return self.placeholder(name, value, role=role, key=name)
 
     def constant(self, real: Tensor) -> Tensor:
         """Return a fake tensor for a real one that the code has made."""
-        name = f"constant_{len(self.constants)}"
-        self.constants[name] = real
-        self.fresh.add(name)
-        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype)
-        self._outside(name, fake, "constant")
-        return fake
+        node = self.stranger(real, "constant")
+        self.fresh.add(node.meta["key"])
+        return self.replaced(node, like(real))
+
+    def replaced(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Make `value` the tensor of a placeholder, and return it."""
+        node.meta["val"] = value
+        self.bind(value, node)
+        return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -194,12 +196,11 @@ class Recorder(TorchDispatchMode):
             func = _SAID_IN_PLACE[func]
         meta = self._describe(func)
         out = (_like_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
+        check_dense(out, meta.get("where", "?"))
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
             made = self.node(args[0])
             self.fresh.add(made.meta["key"])
-            made.meta["val"] = out
-            self.bind(out, made)
-            return out
+            return self.replaced(made, out)
         if func is aten.copy_.default and self.node(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node(args[0])] = self.node(args[1])
             return out

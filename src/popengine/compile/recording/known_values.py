@@ -18,10 +18,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ...errors import CaptureError
-from .graph_recorder import Recorder, is_write, map_leaves, memory_of, tensors_in, user_line
+from .graph_recorder import (
+    Recorder,
+    check_dense,
+    is_write,
+    like,
+    map_leaves,
+    memory_of,
+    tensors_in,
+    user_line,
+    written,
+)
 
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
@@ -58,11 +68,7 @@ class CaptureRecorder(Recorder):
 
     def _keep_saved(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy what autograd saved of the memory that an operation is about to write into."""
-        operands = zip(func._schema.arguments, args, strict=False)
-        written = [value for argument, value in operands if argument.is_write] + [
-            kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_write
-        ]
-        for value in tree_leaves(written):
+        for value in tensors_in(written(func, args, kwargs)):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
                     saved[0] = saved[0].clone()
@@ -76,14 +82,11 @@ class CaptureRecorder(Recorder):
                 "  why: a compiled model has the shapes of its capture, and its tensors keep their memory\n"
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
-        operands = tensors_in((*args, *(kwargs or {}).values()))
-        real = [value for value in operands if not isinstance(value, FakeTensor)]
-        if any(value.layout is not torch.strided for value in real):
-            with self:
-                return self._from_sparse(func, args, kwargs or {}, operands)
-        if func is not aten.lift_fresh.default and (real or func._schema.is_mutable):
+        kwargs = kwargs or {}
+        has_real = not all(isinstance(value, FakeTensor) for value in tensors_in((args, kwargs)))
+        if func is not aten.lift_fresh.default and (has_real or func._schema.is_mutable):
             with self:  # a view that is made now is recorded
-                args, kwargs = map_leaves(self._from_outside, (args, kwargs or {}))
+                args, kwargs = map_leaves(self._from_outside, (args, kwargs))
                 if func._schema.is_mutable:
                     self._keep_saved(func, args, kwargs)
         try:
@@ -96,39 +99,16 @@ class CaptureRecorder(Recorder):
         """Return what the graph has in place of a real tensor: a stand-in, a view of one, or a constant."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
+        check_dense(value, user_line())
         found = self.adopted(value)
         # Without dimensions it may be a number, and torch promotes numbers and tensors differently.
         if found is value and value.dim():
             if id(value) not in self._constant_of:
-                node = self.node(value)
-                node.meta["val"] = self._constant_of[id(value)] = torch.empty_strided(
-                    value.size(), value.stride(), dtype=value.dtype
-                )
-                self.bind(node.meta["val"], node)
+                self._constant_of[id(value)] = self.replaced(self.node(value), like(value))
             found = self._constant_of[id(value)]
         return found
 
-    def _from_sparse(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> Any:
-        """Compute with sparse constants now: what they hold is known, and only dense tensors are recorded."""
-        if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
-            raise CaptureError(
-                f"{func} writes into a sparse constant, or takes a tensor of the model with it, at {user_line()}\n"
-                "  why: a compiled model computes with dense tensors\n"
-                "  fix: use `constant.to_dense()`; or its `indices()` and `values()`, with index_select and index_add"
-            )
-        with _disable_current_modes():
-            result = func(*args, **kwargs)
-
-        def as_constant(leaf: Any) -> Any:
-            return self.constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
-
-        return tree_map(as_constant, result)
-
     def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        if func is aten.masked_select.default:
-            shape = torch.broadcast_shapes(*(value.shape for value in args))
-            value, mask = (value.expand(shape) for value in args)
-            return aten.index.Tensor(value, self._without_masks([mask], error))
         if func is aten.index.Tensor:
             value, indices = args
             return aten.index.Tensor(value, self._without_masks(indices, error))
@@ -206,12 +186,5 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> set[int | None]:
-    target: Any = node.target
-    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
-    given.update(node.kwargs)
-    written = [
-        given.get(argument.name)
-        for argument in target._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return {memory_of(operand) for operand in written if isinstance(operand, fx.Node)}
+    into = written(node.target, node.args, node.kwargs)
+    return {memory_of(operand) for operand in into if isinstance(operand, fx.Node)}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError
-from .graph_recorder import map_leaves, user_line
+from .graph_recorder import like, map_leaves, user_line
 
 
 class _Member(NamedTuple):
@@ -32,24 +33,17 @@ class _Member(NamedTuple):
 class StandIns:
     """The fake tensors of one capture, by canonical name."""
 
-    def __init__(
-        self, module: nn.Module, pretend: Callable[[Tensor], Tensor], needs_values: bool = True
-    ) -> None:
-        _check_values(module, needs_values)
+    def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
+        _check_members(module, training, needs_values)
+        self._module = module
         self.parameters = {
-            name: nn.Parameter(pretend(real), requires_grad=real.requires_grad)
+            name: nn.Parameter(like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
-        self.buffers = {name: pretend(real) for name, real in module.named_buffers()}
-        self._module = module
-        self._members = [
-            _Member(name, real, fake)
-            for given, fakes in (
-                (module.named_parameters(), self.parameters),
-                (module.named_buffers(), self.buffers),
-            )
-            for (name, real), fake in zip(given, fakes.values(), strict=True)
-        ]
+        self.buffers = {name: like(real) for name, real in module.named_buffers()}
+        fakes = {**self.parameters, **self.buffers}
+        given = (*module.named_parameters(), *module.named_buffers())
+        self._members = [_Member(name, real, fakes[name]) for name, real in given]
         self._by_id = {id(member.real): member for member in self._members}
         self._by_memory: dict[int, list[_Member]] = {}
         for member in self._members:
@@ -58,15 +52,16 @@ class StandIns:
                 self._by_memory.setdefault(memory, []).append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
         self.hooks: list[tuple[Any, str]] = []  # of parameters, with what they are called in an error
-        self.orphans: list[
-            tuple[Tensor, str]
-        ] = []  # require a gradient, and are no parameters; with the user's line
+        # What requires a gradient, and is no parameter; with the user's line.
+        self.orphans: list[tuple[Tensor, str]] = []
+        if training:
+            self._take_hooks()
 
     def members(self) -> list[tuple[str, Tensor]]:
         """Return the user's own tensors, by name."""
         return [(member.name, member.real) for member in self._members]
 
-    def take_hooks(self) -> None:
+    def _take_hooks(self) -> None:
         """Have the hooks of the user's parameters change the gradients of their stand-ins.
 
         Raises:
@@ -82,16 +77,6 @@ class StandIns:
             for hook in (real._backward_hooks or {}).values():
                 fake.register_hook(hook)
                 self.hooks.append((hook, f"a hook of {name}"))
-
-    def check_writable(self) -> None:
-        """Raises CaptureError, where a parameter or buffer can't be given a new value."""
-        made_for_inference = [name for name, real, _ in self._members if real.is_inference()]
-        if made_for_inference:
-            raise CaptureError(
-                f"{', '.join(made_for_inference[:5])} of the model were made inside torch.inference_mode()\n"
-                "  why: torch lets nothing be written to such tensors outside of it, so training can't change them\n"
-                "  fix: make the model, and move or cast it, outside of torch.inference_mode()"
-            )
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters that require a gradient."""
@@ -130,7 +115,8 @@ class StandIns:
         member = touched[0]
         begin, end = _extent(member.real)
         replays = value._base is member.real
-        if len(touched) > 1 or not (begin <= first and last <= end) or not (replays or _alike(value, member)):
+        is_inside = begin <= first and last <= end
+        if len(touched) > 1 or not is_inside or not (replays or value.dtype == member.real.dtype):
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)}, used at {user_line()}, shares its memory with"
                 f" {', '.join(member.name for member in touched)}\n"
@@ -156,7 +142,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """They stand in the module while its forward runs; then the user's are put back."""
+        """Put the stand-ins into the module while the body runs; then the user's tensors are put back."""
         shelves = [
             (child, attribute, dict(getattr(child, attribute)))
             for child in self._module.modules()
@@ -204,58 +190,61 @@ class StandIns:
     # ---- afterwards --------------------------------------------------------------------------------------
 
     def check_shared(self, changed: set[str]) -> None:
-        """Two names over the same memory would drift apart, if one of them changes.
-
-        Raises:
-            CaptureError: naming both
-        """
+        """Raises CaptureError, where two members have the same memory, and one of them is changed."""
         for sharing in self._by_memory.values():
-            for position, one in enumerate(sharing):
-                for other in sharing[position + 1 :]:
-                    if {one.name, other.name} & changed and _overlap(one.real, other.real):
-                        raise CaptureError(
-                            f"{one.name} and {other.name} share their memory, but are two tensors; a compiled"
-                            " model keeps each of them, and only one would change\n"
-                            "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`,"
-                            " or make the other one in forward"
-                        )
+            for one, other in combinations(sharing, 2):
+                if {one.name, other.name} & changed and _overlap(one.real, other.real):
+                    raise CaptureError(
+                        f"{one.name} and {other.name} share their memory, but are two tensors; a compiled"
+                        " model keeps each of them, and only one would change\n"
+                        "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`,"
+                        " or make the other one in forward"
+                    )
 
 
-def _check_values(module: nn.Module, needs_values: bool) -> None:
-    """Raises CaptureError, where a parameter or buffer has no shape or no values yet."""
-    state = [*module.named_parameters(), *module.named_buffers()]
-    shapeless = [name for name, value in state if nn.parameter.is_lazy(value)]
-    empty = [name for name, value in state if name not in shapeless and value.is_meta]
-    sparse = [name for name, value in state if value.layout is not torch.strided]
-    if sparse:
-        raise CaptureError(
-            f"{', '.join(sparse[:5])} of the model are sparse\n"
-            "  why: the state of a compiled model is dense tensors\n"
-            "  fix: register `value.to_dense()`; or keep a constant as a plain attribute, and use its `to_dense()`,"
-            " or `indices()` and `values()`, in forward"
-        )
-    if shapeless:
-        raise CaptureError(
-            f"{', '.join(shapeless[:5])} of the model have no shape yet\n"
+def _check_members(module: nn.Module, training: bool, needs_values: bool) -> None:
+    """Raises CaptureError, where a parameter or buffer has no shape, no values, or can't be given a new value."""
+    problems = (
+        (
+            nn.parameter.is_lazy,
+            "have no shape yet\n"
             "  why: a lazy layer gets its weights when it first sees data, and a compiled model needs them before\n"
-            "  fix: run the model once in plain PyTorch, `model(*micro_batch)`, before it is wrapped"
-        )
-    if empty and needs_values:
-        raise CaptureError(
-            f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
-            "  fix: `model.to_empty(device='cpu')`, then set or load the weights, before the first call"
-        )
+            "  fix: run the model once in plain PyTorch, `model(*micro_batch)`, before it is wrapped",
+        ),
+        (
+            lambda value: value.layout is not torch.strided,
+            "are sparse\n"
+            "  why: the state of a compiled model is dense tensors\n"
+            "  fix: register `value.to_dense()`",
+        ),
+        (
+            lambda value: needs_values and value.is_meta,
+            "are on the meta device, and have no values\n"
+            "  fix: `model.to_empty(device='cpu')`, then set or load the weights, before the first call",
+        ),
+        (
+            lambda value: training and value.is_inference(),
+            "were made inside torch.inference_mode()\n"
+            "  why: torch lets nothing be written to such tensors outside of it, so training can't change them\n"
+            "  fix: make the model, and move or cast it, outside of torch.inference_mode()",
+        ),
+    )
+    for is_wrong, why_and_fix in problems:
+        state = (*module.named_parameters(), *module.named_buffers())
+        names = [name for name, value in state if is_wrong(value)]
+        if names:
+            raise CaptureError(f"{', '.join(names[:5])} of the model {why_and_fix}")
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Recurrent layers read their weights from a list of their own."""
+    """Update the list from which each recurrent layer reads its weights."""
     for child in module.modules():
         if isinstance(child, nn.RNNBase):
             child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
 
 
 def _memory(value: Tensor) -> int | None:
-    """Which memory a tensor lies in; None if that can't be said, or it has none."""
+    """Return what is equal for tensors in the same memory; None if a tensor has none, or that is not known."""
     with torch._C.DisableTorchFunction():
         if value.layout is not torch.strided or value.is_meta or not value.numel():
             return None
@@ -278,14 +267,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return first < end and begin < last
 
 
-def _alike(value: Tensor, member: _Member) -> bool:
-    """Return whether strides alone say where a view's elements are."""
-    return value.dtype == member.real.dtype and member.fake.storage_offset() == 0
-
-
 @contextlib.contextmanager
 def adoption(stand_ins: StandIns) -> Iterator[None]:
-    """While it is on, stand-ins are what torch's functions are given, and functions with a backward of their own."""
+    """Replace the module's tensors by their stand-ins in what torch's functions, and autograd Functions, are given."""
     own, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,15 +7,14 @@ converted once a step, as casts of weights are. Results differ from those of the
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...ir import Graph
-from ..recording.functional import drop_what_does_nothing
-from ..recording.graph_recorder import PLACE, Recorder
+from ..recording.functional import with_replayed
 
 aten = torch.ops.aten
 _OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # the first so many arguments
@@ -58,48 +57,18 @@ def has_convolutions(graph: Graph) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph:
-    """Replay the graph on fake tensors with the operands of convolutions in channels_last."""
-    nodes = list(graph.code.nodes)
-    replayed = nodes[0]
+    """Return the graph with the operands of convolutions in channels_last."""
+    converted: dict[Any, Tensor] = {}
 
-    def meta(func: Any) -> dict[str, Any]:
-        # Other entries belong to the node that was replayed, not to conversions that are inserted for it.
-        only = () if func is replayed.target else PLACE
-        known = replayed.meta.items()
-        return {
-            name: value for name, value in known if name in only or (not only and name not in ("val", "draw"))
-        }
+    def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+        target: Any = node.target
+        count = _OPERANDS.get(target, 0)
+        layout = torch.contiguous_format if _is_broken(target, args) else None
+        given = [_converted(value, layout, converted) for value in args[:count]] + list(args[count:])
+        return _ANY_LAYOUT.get(target, target)(*given, **kwargs)
 
-    recorder = Recorder(meta)
-    fake = next(node.meta["val"] for node in nodes if node.op == "placeholder").fake_mode
-    env: dict[fx.Node, Any] = {}
-    with fake, torch.no_grad():
-        for node in nodes:
-            if node.op == "placeholder":
-                like = node.meta["val"]
-                env[node] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-                recorder.placeholder(node.name, env[node], role=node.meta["role"], key=node.meta["key"])
-        converted: dict[Any, Tensor] = {}
-        with recorder:
-            for replayed in nodes:
-                if replayed.op == "call_function":
-                    env[replayed] = _replayed(replayed, env, converted)
-    output: Any = nodes[-1]
-    made: Any = recorder.graph.output(tuple(recorder.node(env[node]) for node in output.args[0]))
-    drop_what_does_nothing(recorder.graph)
-    results = [
-        replace(result, name=node.name) for result, node in zip(graph.results, made.args[0], strict=True)
-    ]
-    return replace(graph, code=recorder.graph, results=tuple(results))
-
-
-def _replayed(node: fx.Node, env: dict[fx.Node, Any], converted: dict[Any, Tensor]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
-    target: Any = node.target
-    count = _OPERANDS.get(target, 0)
-    layout = torch.contiguous_format if _is_broken(target, args) else None
-    given = [_converted(value, layout, converted) for value in args[:count]] + list(args[count:])
-    return _ANY_LAYOUT.get(target, target)(*given, **kwargs)
+    return with_replayed(graph, run)
 
 
 def _is_broken(target: Any, args: Any) -> bool:
