@@ -174,6 +174,25 @@ def test_outputs_are_added_up_in_the_64_bits_that_the_model_has():
 # ---- loss scales -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ipus", [(0, 0), (0, 1)])
+def test_gradients_that_a_loss_scale_makes_overflow_are_told_of_once(ipus, caplog):
+    model = Slope(torch.float16, ipus)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=1024.0)
+    executor = poptorch.trainingModel(model, quiet(iterations=2, accumulation=3), optimizer)
+    x = torch.ones(6, 4, dtype=torch.float16)
+    with caplog.at_level(logging.WARNING):
+        executor(x)
+        assert "infinity" not in caplog.text
+        x[4] = 900
+        for _ in range(2):
+            executor(x)
+    told = [record.getMessage() for record in caplog.records if "infinity" in record.getMessage()]
+    assert len(told) == 1
+    assert "gradients of step 3 hold an infinity or a NaN" in told[0]
+    assert "the loss scale is 1024" in told[0]
+    assert "setAutomaticLossScaling(True)" in told[0]
+
+
 def test_the_final_loss_scale_is_the_one_that_the_last_update_used():
     model = Slope()
     options = quiet()

@@ -187,6 +187,7 @@ class EngineCall:
     threads: int  # the caller's number for one operation, to be put back
     name: str  # for messages
     done: int = 0
+    overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None
     is_over: bool = False
     is_committed: bool = False

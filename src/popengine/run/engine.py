@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,14 @@ from .recorder import Recorder
 from .row_functions import RowFunctions
 from .state import State
 
+logger = logging.getLogger("popengine")
 _BUFFERS_TAG = 10  # of messages
+
+_OVERFLOW = (
+    "gradients of step %d hold an infinity or a NaN, and so will the weights: the loss scale is %g\n"
+    "  fix: a smaller loss_scaling; or options.Training.setAutomaticLossScaling(True), which leaves such updates out\n"
+    "  where it is made: options.Precision.enableFloatingPointExceptions(True) names the operation"
+)
 
 
 class Engine:
@@ -69,6 +77,7 @@ class Engine:
             self._group.publish(self.state) if self._group is not None and self.state.owner else ""
         )
         self._calls = 0 if previous is None else previous._calls
+        self._has_warned = False  # of gradients that overflow
         self._latest: EngineCall | None = None  # that threads may still work on
         # Threads of the user's that call at the same time run one by one. (Re-entrant: after an interrupt at the very
         # end of a call it may still be held, and then its thread can call again.)
@@ -137,6 +146,9 @@ class Engine:
                 recorder.end_call(call.done, failed=call.done < call.steps)
         if call.failure is not None:
             raise call.failure
+        if call.overflows and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_OVERFLOW, *min(call.overflows))
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:

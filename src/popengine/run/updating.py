@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import ir
 from ..settings import Hyper, Optimizer, Settings
 from ..update.chunks import Chunk, Part
-from ..update.gradients import Count, clamp_, clipping_factor, count, next_factor, norms, scale_
+from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
 from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
@@ -231,6 +231,10 @@ class Updates:
             self._reduce(parts)
             self._divide(parts)
         gradients = [part.gradient for part in parts]
+        # A loss scale may make gradients overflow. (Not read on an accelerator, for which the host would wait.)
+        is_scaled = self._scale != 1 and self.state.device.type == "cpu"
+        if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
+            self.call.overflows.append((self.call.step, self._scale))
         if self._factor is not None:
             scale_(gradients, self._factor)
         if optimizer.max_grad_value != float("inf"):

@@ -10,6 +10,7 @@ halves. An update whose gradients overflowed is skipped (our addition).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,13 @@ def count(gradients: Sequence[Tensor], scale: float) -> Count:
         large = int((gradient.abs() > LARGE / scale).sum())
         total += Count(gradient.numel(), large, bool(gradient.isfinite().all()))
     return total
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether no element is an infinity or a NaN."""
+    return all(
+        math.isfinite(bound) for gradient in gradients if gradient.numel() for bound in gradient.aminmax()
+    )
 
 
 def next_factor(factor: float, seen: Count) -> float:
