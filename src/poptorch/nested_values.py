@@ -76,6 +76,10 @@ class Spec:
     children: tuple[Spec, ...] = ()
     constant: Constant | None = None
 
+    def parts(self) -> dict[Any, Spec]:
+        """Return the children by key, field name or index."""
+        return dict(zip(self.keys or range(len(self.children)), self.children, strict=True))
+
 
 class Constant:
     """A value that is compared by its contents, also if its own `==` returns an array or compares identities."""
@@ -97,12 +101,12 @@ class Constant:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value`, in walking order."""
-    return [tensor for tensor, _ in _walk(value, "")]
+    return [leaf for leaf, _, _ in _leaves(value, "") if isinstance(leaf, torch.Tensor)]
 
 
 def paths_of(value: Any, name: str) -> list[str]:
     """Return the path of each of `tensors_of(value)`, as in code: `name[0]`, `name["key"]`."""
-    return [path for _, path in _walk(value, name)]
+    return [path for leaf, path, _ in _leaves(value, name) if isinstance(leaf, torch.Tensor)]
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
@@ -136,33 +140,29 @@ def describe(value: Any) -> Spec:
     return Spec(type(value), keys=keys, children=tuple(describe(part) for _, part in parts))
 
 
-def constants_of(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
+def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield each part that is neither tensor nor container, its path, and whether the path ends in a name."""
-    if type(value) in _parsers or isinstance(value, torch.Tensor):
-        return
-    if not _is_container(value):
-        yield value, path, is_named
-    for key, part in _parts(value):
-        yield from constants_of(part, _path(value, path, key), isinstance(key, str))
+    return (leaf for leaf in _leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[torch.Tensor, str]]:
+def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
+    """Yield each tensor and constant, its path, and whether the path ends in a name."""
     parser = _parsers.get(type(value))
     if parser is not None:
-        yield from ((tensor, f"{path}[{index}]") for index, tensor in enumerate(parser.yieldTensors(value)))
-    elif isinstance(value, torch.Tensor):
-        yield value, path
+        for index, tensor in enumerate(parser.yieldTensors(value)):
+            yield tensor, f"{path}[{index}]", False
+    elif isinstance(value, torch.Tensor) or not _is_container(value):
+        yield value, path, is_named
     else:
         for key, part in _parts(value):
-            yield from _walk(part, _path(value, path, key))
+            yield from _leaves(part, path + step_to(type(value), key), isinstance(key, str))
 
 
-def _path(container: Any, path: str, key: Any) -> str:
-    """Return the path of a part of a container."""
-    if is_dataclass(container) and not _is_dict(container):
-        return f"{path}.{key}"
-    word = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
-    return f"{path}[{word}]"
+def step_to(container: type, key: Any) -> str:
+    """Return the last step of the path of a container's part, as in code."""
+    if is_dataclass(container) and not issubclass(container, dict | UserDict):
+        return f".{key}"
+    return f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]"
 
 
 def _is_dict(value: Any) -> bool:

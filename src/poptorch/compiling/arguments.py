@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,15 +16,12 @@ from popengine.errors import BatchError, Error
 from popengine.ir import Signature
 from popengine.settings import Counts
 from poptorch.logs import logger
-from poptorch.nested_values import Spec, constants_of, describe, paths_of, tensors_of, with_tensors
+from poptorch.nested_values import Spec, constants_of, describe, paths_of, step_to, tensors_of, with_tensors
 
-_WHY = "\n  why: a compiled model has fixed inputs"
-_OTHER_SHAPES = (
-    f"{_WHY}\n  fix: options.allowNewShapes() lets calls have other sizes and leave out arguments; without it, call"
-    " destroy() on the executor first"
-)
-_OTHER_INPUTS = (
-    f"{_WHY}\n  fix: call destroy() on the executor: its next call compiles the model for these inputs"
+_HINT = (
+    "\n  why: a compiled model has fixed inputs\n"
+    "  fix: options.allowNewShapes() lets calls have other sizes and leave out arguments; for other inputs call"
+    " destroy() on the executor first, and its next call compiles the model for them"
 )
 
 
@@ -63,17 +61,12 @@ class BoundCall:
     def in_words(self, samples: Sequence[Tensor]) -> str:
         """Return the type of each argument but None, and the shapes of `samples`, which are its tensors as forward gets
         them."""
-        words = {
-            path: f"{sample.dtype} {tuple(sample.shape)}"
-            for path, sample in zip(self.paths, samples, strict=True)
-        }
+        words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.paths, samples, strict=True)]
         for name, value in self.bound.arguments.items():
-            words |= {
-                path: type(part).__name__
-                for part, path, _ in constants_of(value, name)
-                if part is not self.bound.signature.parameters[name].default
-            }
-        return ", ".join(f"{path}: {kind}" for path, kind in words.items())
+            default = self.bound.signature.parameters[name].default
+            parts = constants_of(value, name)
+            words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
+        return ", ".join(words)
 
     def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
         """Call `forward` with these tensors in place of the call's own."""
@@ -97,24 +90,17 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
     Raises:
         MissingArgument: a mandatory parameter is missing
         AssertionError: too many arguments, an unknown one, or one given twice
+        Error: an input is no dense tensor with values
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = signature.parameters.values()
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        partial = set(list(signature.parameters)[: len(args)]) | set(kwargs)
-        missing = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.name not in partial
-            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        ]
-        unknown = not takes_any and set(kwargs) - set(signature.parameters)
-        if missing and not unknown and str(error).startswith("missing"):
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        unknown = set() if takes_any else kwargs.keys() - signature.parameters.keys()
+        missing = re.search(r"missing a required .*'(\w+)'", str(error))
+        if missing and not unknown:
             raise MissingArgument(
-                f"Mandatory parameter {missing[0]} missing in the call of the model\n"
+                f"Mandatory parameter {missing[1]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
             ) from None
         what = f"unknown arguments {', '.join(sorted(unknown))}" if unknown else error
@@ -122,10 +108,12 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
             f"the model can't be called like this: {what}; forward is forward{signature}"
         ) from None
     bound.apply_defaults()
-    return BoundCall(bound, len(args))
+    call = BoundCall(bound, len(args))
+    _check_kinds(call)
+    return call
 
 
-def check_kinds(call: BoundCall) -> None:
+def _check_kinds(call: BoundCall) -> None:
     """Check that all inputs are dense tensors with values. Raises: Error, if one is not."""
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
@@ -242,15 +230,18 @@ def sample(tensor: Tensor, counts: Counts) -> Tensor:
     return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
 
 
+@dataclass(frozen=True)
 class CompiledInputs:
-    """The structure, constants, dtypes and shapes of the arguments that a model was compiled for."""
+    """The structure, constants, dtypes and shapes of the arguments that a model was compiled for.
 
-    def __init__(self, call: BoundCall, counts: Counts, wide: bool) -> None:
-        self.counts = counts
-        self.wide = wide  # see `narrowed`
-        self.kind = call.kind
-        self.paths = call.paths
-        self._positional = call.positional
+    Args: wide: see `narrowed`
+    """
+
+    kind: InputKind
+    paths: list[str]
+    positional: int
+    counts: Counts
+    wide: bool
 
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes.
@@ -258,31 +249,24 @@ class CompiledInputs:
         Args:
             any_shape: accept other shapes, and arguments, parts of containers and keys that are left out or added
         """
-        for index, ((name, compiled), (_, found)) in enumerate(
-            zip(self.kind.specs, call.kind.specs, strict=True)
-        ):
+        pairs = zip(self.kind.specs, call.kind.specs, strict=True)
+        for index, ((name, compiled), (_, found)) in enumerate(pairs):
             if found == compiled:
                 continue
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
-            if kind is inspect.Parameter.VAR_POSITIONAL or index >= min(call.positional, self._positional):
-                self._check_number(call.positional, any_shape)
+            is_left_out = index >= min(call.positional, self.positional)
+            if (is_left_out or kind is inspect.Parameter.VAR_POSITIONAL) and not any_shape:
+                what = "Number of positional arguments mismatch"
+                _check(what, f"{self.positional} arguments", f"{call.positional} arguments")
             _compare(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for tensor, path in zip(call.tensors, call.paths, strict=True):
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
-            if tensor.dtype != dtype:
-                raise _differs(f"Data type mismatch for {path}", dtype, tensor.dtype)
-            if tensor.shape != shape and not any_shape:
+            _check(f"Data type mismatch for {path}", dtype, tensor.dtype)
+            if not any_shape:
                 explained = self._explained(shape, tensor.shape)
-                raise _differs(
-                    f"Shape mismatch for {path}", shape, f"{tensor.shape}{explained}", _OTHER_SHAPES
-                )
-
-    def _check_number(self, positional: int, any_shape: bool) -> None:
-        if positional != self._positional and not any_shape:
-            what = f"Number of positional arguments mismatch: expected {self._positional} arguments"
-            raise BatchError(f"{what} but got {positional}{_OTHER_SHAPES}")
+                _check(f"Shape mismatch for {path}", shape, tensor.shape, explained)
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
         """Return a fix for inputs that are one micro-batch, as torch's own loader makes them; else an empty text."""
@@ -296,36 +280,33 @@ class CompiledInputs:
 
 
 def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
-    """Raise BatchError, unless both are equal, or differ in what `any_shape` allows; `keywords`: they are the parts of
-    **kwargs."""
-    if expected == found:
-        return
-    if expected.type is not found.type:
-        # An argument that is left out is a constant in place of a tensor or a container.
-        is_left_out = (expected.constant is None) != (found.constant is None)
-        if is_left_out and any_shape:
-            return
-        hint = _OTHER_SHAPES if is_left_out else _OTHER_INPUTS
-        raise _differs(f"Type mismatch for {path}", expected.type, found.type, hint)
+    """Raise BatchError, unless both are equal, or differ in what `any_shape` allows.
+
+    Args: keywords: they are the parts of **kwargs
+    """
+    if (
+        any_shape
+        and expected.type is not found.type
+        and (expected.constant is None) != (found.constant is None)
+    ):
+        return  # an argument that is left out is a constant in place of a tensor or a container
+    _check(f"Type mismatch for {path}", expected.type, found.type)
     if expected.keys != found.keys and not any_shape:
         missing = [str(key) for key in expected.keys if key not in found.keys]
         unexpected = [str(key) for key in found.keys if key not in expected.keys]
         words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
         words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
-        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_OTHER_SHAPES}")
-    if len(expected.children) != len(found.children) and not any_shape:
-        raise _differs(
-            f"Length mismatch for {path}", len(expected.children), len(found.children), _OTHER_SHAPES
-        )
-    if expected.constant != found.constant:
-        raise _differs(f"Value mismatch for {path}", expected.constant, found.constant)
-    others = dict(zip(found.keys or range(len(found.children)), found.children, strict=True))
-    for name, one in zip(expected.keys or range(len(expected.children)), expected.children, strict=True):
-        record = is_dataclass(expected.type) and not issubclass(expected.type, dict)
-        step = f".{name}" if record else f"[{name!r}]".replace("'", '"')
-        if name in others:
-            _compare(one, others[name], str(name) if keywords else path + step, any_shape)
+        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
+    if not any_shape:
+        _check(f"Length mismatch for {path}", len(expected.children), len(found.children))
+    _check(f"Value mismatch for {path}", expected.constant, found.constant)
+    others = found.parts()
+    for key, part in expected.parts().items():
+        if key in others:
+            step = str(key) if keywords else path + step_to(expected.type, key)
+            _compare(part, others[key], step, any_shape)
 
 
-def _differs(what: str, expected: Any, found: Any, hint: str = _OTHER_INPUTS) -> BatchError:
-    return BatchError(f"{what}: expected {expected} but got {found}{hint}")
+def _check(what: str, expected: Any, found: Any, explained: str = "") -> None:
+    if expected != found:
+        raise BatchError(f"{what}: expected {expected} but got {found}{explained}{_HINT}")

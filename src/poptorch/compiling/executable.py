@@ -116,9 +116,9 @@ def compile_model(
     settings = with_work_enough(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return replace(
-        new, plan=plan, settings=settings, inputs=CompiledInputs(run.call, run.counts, wide), key=run.key
-    )
+    call = run.call
+    inputs = CompiledInputs(call.kind, call.paths, call.positional, run.counts, wide)
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)
 
 
 def _micro_batch(of: Run | CompiledInputs) -> Any:

@@ -107,7 +107,6 @@ class PoplarExecutor(PublicNames):
             "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
         )
         call = arguments.bind(self._signature, args, kwargs)
-        arguments.check_kinds(call)
         with self._turn:
             self._updates, whole = 0, self._lease.current
             runs, finished = self._runs(call), []
@@ -263,7 +262,6 @@ class PoplarExecutor(PublicNames):
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
-        arguments.check_kinds(call)
         self._warn_of_other_counts(call, settings.counts)
         arguments.check_batch(call, run.counts)
         if not self._lease.plans:
@@ -310,7 +308,8 @@ class PoplarExecutor(PublicNames):
     def _run_for(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Run, Options, Settings]:
-        options = (options and resolved(options, self._wrapped.training, self._user_model)) or self.options
+        training, model = self._wrapped.training, self._user_model
+        options = self.options if options is None else resolved(options, training, model)
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
         return run, options, self._settings_for(run, options)
 
