@@ -6,11 +6,11 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from popengine.compile import compile_graph
@@ -139,9 +139,8 @@ def _captured(
 ) -> Executable:
     """Return an executable with the captured graph, without a plan."""
     requests = requests_of(options)
-    tracing = _Tracing(
-        model, run.call, options, settings.training, {request.long_name for request in requests.values()}
-    )
+    wanted = {request.long_name for request in requests.values()}
+    tracing = _Tracing(model, run.call, options, settings.training, wanted)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
@@ -160,10 +159,10 @@ def _captured(
         _call_hooks("Post")
     _check_overlap(graph, options)
     graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
-    notes = tuple(tracing.notes)
-    anchors = replace(anchors, noted=tuple(anchor for note in notes for anchor in note.anchors))
+    anchors = replace(anchors, noted=tuple(anchor for note in tracing.notes for anchor in note.anchors))
     unknown: Any = None
-    return Executable(unknown, settings, unknown, tracing.template, tracing.returned, anchors, notes, graph)
+    outputs = tracing.template, tracing.returned
+    return Executable(unknown, settings, unknown, *outputs, anchors, tracing.notes, graph)
 
 
 def _rewritten(
@@ -222,43 +221,45 @@ class Flags(NamedTuple):
                     parameter.requires_grad_(requires_grad)
 
 
+@dataclass
 class _Tracing:
-    """A model's forward as capture calls it: from tensors to tensors. Its attributes describe the outputs.
+    """A model's forward as capture calls it: from tensors to tensors. The fields with defaults describe the outputs.
 
     Args:
         wanted: the names of inputs and losses that become outputs
+        traced: the output of each name; -1: it is no output
     """
 
-    def __init__(
-        self, model: nn.Module, call: BoundCall, options: Options, training: bool, wanted: set[str]
-    ) -> None:
-        self._model, self._call, self._options, self._wanted = model, call, options, wanted
-        precision = options.Precision
-        self._policy = precision.autocast_policy if precision.autocast_enabled else None
-        self._training = training
-        self.template: Any = None
-        self.returned = 0
-        self.traced: dict[str, int] = {}  # the output of each name; -1: it is no output
-        self.notes: list[Note] = []
+    model: nn.Module
+    call: BoundCall
+    options: Options
+    training: bool
+    wanted: set[str]
+    template: Any = None
+    returned: int = 0
+    traced: dict[str, int] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        with following(self._policy), TracedFunctions():
-            value = self._call.given_to(self._model, tensors)
-        code = getattr(inspect.unwrap(self._model.forward), "__code__", None)
+        precision = self.options.Precision
+        policy = precision.autocast_policy if precision.autocast_enabled else None
+        with following(policy), TracedFunctions():
+            value = self.call.given_to(self.model, tensors)
+        code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
         self.template, outputs = traced_outputs(value, where)
         self.returned = len(outputs)
         state = current()
         assert state is not None
-        if self._training:
-            choose_loss(value, state, self._options, where)
-        named = dict(zip(self._call.paths, tensors, strict=True))
+        if self.training:
+            choose_loss(value, state, self.options, where)
+        named = dict(zip(self.call.paths, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
         for name, value in named.items():
-            self.traced[name] = len(outputs) if name in self._wanted else -1
-            outputs += [value] if name in self._wanted else []
-        self.notes.extend(notes_of(state.notes, outputs, where))
+            self.traced[name] = len(outputs) if name in self.wanted else -1
+            outputs += [value] if name in self.wanted else []
+        self.notes = tuple(notes_of(state.notes, outputs, where))
         return outputs
 
 
@@ -281,7 +282,7 @@ def _check_buffers(graph: Graph, replicas: int) -> None:
 
 # ---- overlapped input and output -----------------------------------------------------------------------
 
-_INPUT, _OUTPUT = "set_overlap_for_input", "set_overlap_for_output"
+_INPUT, _OUTPUT = "poptorch.set_overlap_for_input.default", "poptorch.set_overlap_for_output.default"
 
 
 def _check_overlap(graph: Graph, options: Options) -> None:
@@ -289,38 +290,29 @@ def _check_overlap(graph: Graph, options: Options) -> None:
 
     Raises: Error, if a mark is misplaced, or the options don't allow overlap
     """
-    code: Any = graph.code
-    marks = [(node, name) for node in code.nodes if (name := _overlap_function(node)) is not None]
+    nodes: Any = graph.code.nodes
+    marks = [
+        node
+        for node in nodes
+        if str(node.target) in (_INPUT, _OUTPUT) and node.args[1] != OverlapMode.NoOverlap.value
+    ]
     if not marks:
         return
-    output = next(node for node in code.nodes if node.op == "output")
-    for node, name in marks:
-        if name == _INPUT:
+    (output,) = graph.code.find_nodes(op="output")
+    results = zip(output.args[0], graph.results, strict=True)
+    outputs = [value for value, result in results if result.kind == "output"]
+    for node in marks:
+        if str(node.target) == _INPUT:
             place, source = "the first operation on an input of the model, and its only use", node.args[0]
             fits = source.op == "placeholder" and source.meta["role"] == "input" and len(source.users) == 1
         else:
-            place = "on an output of the model that is returned once"
-            results = zip(output.args[0], graph.results, strict=True)
-            fits = [value for value, result in results if result.kind == "output"].count(node) == 1
+            place, fits = "on an output of the model that is returned once", outputs.count(node) == 1
         if not fits:
             raise Error(
-                f"poptorch.{name} is misplaced, at {node.meta.get('where', '?')}\n"
+                f"{str(node.target).removesuffix('.default')} is misplaced, at {node.meta.get('where', '?')}\n"
                 f"  why: it must be {place}: only then can the transfer overlap with computation\n"
                 "  fix: move it there"
             )
-    _check_options(options, any(name == _OUTPUT for _, name in marks))
-
-
-def _overlap_function(node: fx.Node) -> str | None:
-    """Return the name of the set_overlap function that a node calls; None for other nodes and for NoOverlap."""
-    if node.op != "call_function" or node.args[1:2] == (OverlapMode.NoOverlap.value,):
-        return None
-    name = str(node.target).removeprefix("poptorch.").removesuffix(".default")
-    return name if name in (_INPUT, _OUTPUT) else None
-
-
-def _check_options(options: Options, has_output: bool) -> None:
-    """Check the options of a model with overlapped inputs, or outputs (`has_output`)."""
     strategy = options._execution_strategy
     if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
         raise Error(
@@ -332,10 +324,11 @@ def _check_options(options: Options, has_output: bool) -> None:
             "overlapped IO needs at least 32 tiles for it, and numIOTiles is not set\n"
             "  fix: options.TensorLocations.numIOTiles(32)"
         )
+    has_output = any(str(node.target) == _OUTPUT for node in marks)
     if has_output and options.output_mode not in (OutputMode.All, OutputMode.Sum):
         raise Error(
-            f"{_OUTPUT} needs OutputMode.All or OutputMode.Sum; it is OutputMode.{OutputMode(options.output_mode).name}"
-            "\n  fix: options.outputMode(poptorch.OutputMode.All)"
+            "set_overlap_for_output needs OutputMode.All or OutputMode.Sum; it is OutputMode."
+            f"{OutputMode(options.output_mode).name}\n  fix: options.outputMode(poptorch.OutputMode.All)"
         )
 
 
