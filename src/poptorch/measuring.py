@@ -26,7 +26,7 @@ from popengine.settings import Hyper
 from popengine.update.group_update import init_state, update
 
 from .compiling.executable import Executable
-from .compiling.tune import _calls_out
+from .compiling.tune import calls_user_code
 
 # Bytes of state, FLOPs of a micro-batch: the engine runs such a model within a second or two.
 _SMALL = 2**29, 5e10
@@ -46,7 +46,7 @@ def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, An
     assert graph is not None
     state = sum(slot.nbytes for slot in graph.slots)
     with torch.random.fork_rng():
-        if state < _SMALL[0] and flops < _SMALL[1] and not _calls_out(graph):
+        if state < _SMALL[0] and flops < _SMALL[1] and not calls_user_code(graph):
             return {"steps": _steps(found, hyper)}
         return _operations(found, hyper)
 

@@ -34,6 +34,7 @@ from .arguments import weights_of
 _MOST = 1.0  # seconds of a micro-batch; a slower one is not run several more times
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
+_STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
 
 
 class Hints(NamedTuple):
@@ -71,51 +72,40 @@ def tune(
     Raises:
         PartitionError: see `balanced`
     """
-    found = NO_HINTS
+    hints = NO_HINTS
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if is_measurable and options._profile_directory(settings.training) is not None:
         with one_row_each(model, settings.replica_groups):
-            found = hints(graph, options, memory_format, model, samples)
+            hints = _hints(graph, options, memory_format, model, samples)
     if settings.strategy.auto == "balance":
         settings = balanced(graph, settings, weights_of(model), samples, together)
-    return settings, found
+    return settings, hints
 
 
 # ---- hints ---------------------------------------------------------------------------------------------------
 
 
-def hints(
-    graph: Graph,
-    options: Options,
-    memory_format: str,
-    model: nn.Module,
-    samples: Sequence[Tensor],
+def _hints(
+    graph: Graph, options: Options, memory_format: str, model: nn.Module, samples: Sequence[Tensor]
 ) -> Hints:
-    """Measure; nothing where the model calls the user's code, or a micro-batch takes more than a second.
+    """Measure; nothing where the model calls the user's code, or a micro-batch takes more than a second."""
 
-    Args:
-        graph:         as it will run
-        memory_format: of its convolutions
-        samples:       one micro-batch
-    """
-    if _calls_out(graph):
+    def sample(graph: Graph) -> Sample:
+        return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
+
+    if calls_user_code(graph):
         return NO_HINTS
-    now = _sample(graph, model, samples)
-    alone = with_threads(1, lambda: now.several(1))
-    if alone > _MOST:
+    now = sample(graph)
+    if with_threads(1, lambda: now.several(1)) > _MOST:
         return NO_HINTS
     alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
     changed = {
-        name: with_threads(1, partial(speedups, now.several, _sample(other, model, samples).several, alone))
+        name: with_threads(1, partial(speedups, now.several, sample(other).several, alone))
         for name, other in _others(graph, options, memory_format).items()
     }
     threads = torch.get_num_threads()
     shared = {threads: sharing(now.several, threads, alone)} if threads > 1 else {}
     return Hints(changed, shared)
-
-
-def _sample(graph: Graph, model: nn.Module, samples: Sequence[Tensor]) -> Sample:
-    return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
@@ -130,13 +120,10 @@ def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Gra
     return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
 
 
-def _calls_out(graph: Graph) -> bool:
+def calls_user_code(graph: Graph) -> bool:
     """Return whether a graph calls the user's code, whose side effects must not happen twice."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)
-
-
-_STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
 
 
 # ---- AutoBalance ---------------------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def balanced(
     settings: Settings,
     weights: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
-    together: bool = False,
+    together: bool,
 ) -> Settings:
     """Return the settings with the stages that `AutoBalance` chooses for this model.
 
@@ -156,7 +143,7 @@ def balanced(
         inputs:   one micro-batch
         together: all instances call this now, and in training take the seconds that instance 0 has measured
     Raises:
-        PartitionError: fewer blocks than ipus, or they don't fit the capacity
+        PartitionError: there are fewer blocks than ipus, or they don't fit the capacity
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
