@@ -27,35 +27,32 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 
 @contextlib.contextmanager
-def progress(shown: bool, passed: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
     """Draw a progress bar for the passes of a compilation, log their times, and add a pass's name to its error.
 
     The context's value is a function, to be called with the name of each finished pass.
 
     Args:
-        shown:  whether the bar is drawn
-        passed: also called with the name of each finished pass
+        shown: whether the bar is drawn
+        times: gets the seconds of each pass
     """
     remaining: list[str] = list(_PASSES)
-    times: list[str] = []
-    began = since = time.perf_counter()
+    since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
         def done(name: str) -> None:
             nonlocal since
             now = time.perf_counter()
-            logger.debug("compilation: pass %s took %.1f ms", name, 1000 * (now - since))
-            times.append(f"{name} {now - since:.2f} s")
-            since = now
+            times[name], since = now - since, now
+            logger.debug("compilation: pass %s took %.1f ms", name, 1000 * times[name])
             del remaining[: remaining.index(name) + 1]
             bar.update(len(_PASSES) - len(remaining) - bar.n)
-            if passed is not None:
-                passed(name)
 
         try:
             yield done
-            logger.info("compiled in %.2f s: %s", time.perf_counter() - began, ", ".join(times))
+            each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+            logger.info("compiled in %.2f s: %s", sum(times.values()), each)
         except (CaptureError, PartitionError, ScheduleError) as error:  # the message stays as it is
             error.raised_by_engine(f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile")
             raise

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -212,13 +211,13 @@ class PoplarExecutor(PublicNames):
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)  # destroy() has unmarked it
         options, model, lease = self.options, self._wrapped.traced, self._lease
-        settings, started = self._settings_for(run, options), time.perf_counter()
+        settings = self._settings_for(run, options)
         exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
             self._compiled_flags, self._compiled_mode = Flags.of(model), self._user_model.training
-        reporter = self._reporter_of(number)
-        with progress(options._show_progress_bar, reporter and reporter.passed) as done:
+        reporter, times = self._reporter_of(number), dict[str, float]()
+        with progress(options._show_progress_bar, times) as done:
             with with_flags(model, self._compiled_flags):
                 earlier = [plan.executable for plan in lease.plans.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
@@ -235,7 +234,9 @@ class PoplarExecutor(PublicNames):
                 raise
             executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
-        self._compiled_plans, self._compilation_seconds = number, time.perf_counter() - started
+        self._compiled_plans, self._compilation_seconds = number, sum(times.values())
+        if reporter is not None:
+            reporter.passes = times
         if before is not None:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in run.call.tensors)
             logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
@@ -244,10 +245,7 @@ class PoplarExecutor(PublicNames):
     def _reporter_of(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number; None if no profile is asked for."""
         reporter, self._next_reporter = self._next_reporter, None
-        if reporter is None:
-            return reporter_for(self, self.options, self._profile_directory, number)
-        reporter.compiling()
-        return reporter
+        return reporter or reporter_for(self, self.options, self._profile_directory, number)
 
     def _settings_for(self, run: Run, options: Options) -> Settings:
         """Return the settings of a whole call.

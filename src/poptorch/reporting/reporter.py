@@ -53,22 +53,11 @@ class Reporter:
     def __init__(self, path: Path, options: Options, number: int) -> None:
         self.path, self.options, self.number = path, options, number
         self.recorder = Recorder()
-        self.passes: list[profile.Pass] = []
+        self.passes: dict[str, float] = {}  # seconds of each pass of the compilation
         self._engine: Engine | None = None
         self._graph: Graph | None = None
         self._hints: dict[str, Any] = {}
-        self._since = time.perf_counter()
-        self._save_next = self._since + _SAVE_EVERY
-
-    def compiling(self) -> None:
-        """Start the clock of the compiler's passes."""
-        self.passes, self._since = [], time.perf_counter()
-
-    def passed(self, name: str) -> None:
-        """Note that a pass of the compiler has ended."""
-        now = time.perf_counter()
-        self.passes.append(profile.Pass(name, round(now - self._since, 6)))
-        self._since = now
+        self._save_next = time.perf_counter() + _SAVE_EVERY
 
     def attached(self, engine: Engine, graph: Graph | None, hints: Hints) -> None:
         self._engine, self._graph = engine, graph
@@ -132,7 +121,7 @@ class Reporter:
             name=(options("model_name") if options.exists("model_name") else found.name)
             + (f" (plan {self.number})" if self.number > 1 else ""),
             facts={**found.facts, **facts},
-            passes=tuple(self.passes),
+            passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_timed(described, recorder)),
             tracks=tuple(_tracks(recorder)),
             calls=tuple(
