@@ -34,7 +34,6 @@ from ..data.loader import listeners
 from ..logs import counted, logger
 from ..options import Options
 from ..options.freeze_options import resolved
-from ..options.option_base import OptionsDict
 from ..version import __version__
 from .planned import plan_tables
 
@@ -270,32 +269,15 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
     many = counted(len(optimizer.group_of), "parameter")
     words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
-    for name in [field.name for field in fields(optimizer)]:
-        value = getattr(optimizer, name)
-        if name == "state_types":
-            words += [f"{k} in {v}" for k, v in value.items() if v != torch.float32]
-        elif name == "flags":
-            words += [f"{flag} {value[flag]}" for flag in RULES[optimizer.kind].changed_flags(optimizer)]
-        elif value != getattr(plain, name):
+    words += [f"{flag} {optimizer.flags[flag]}" for flag in RULES[optimizer.kind].changed_flags(optimizer)]
+    for name in (field.name for field in fields(optimizer) if field.name != "flags"):
+        if (value := getattr(optimizer, name)) != getattr(plain, name):
             words.append(f"{name.replace('_', ' ')} {value}")
     return "; ".join(words)
 
 
 def _flat(options: Options) -> dict[str, str]:
-    """Return every option's value by its dotted name."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        values = value.toDict() if isinstance(value, OptionsDict) else value
-        if isinstance(values, dict) and all(isinstance(key, str) for key in values):
-            for name, inner in values.items():
-                walk(f"{prefix}.{name}" if prefix else name, inner)
-        elif prefix.rpartition(".")[2] not in found:  # what the top level repeats is shown once
-            found[prefix] = str(value)
-
-    walk("", options)
-    for name, nested in vars(options).items():
-        if isinstance(nested, OptionsDict):
-            walk(name.lstrip("_"), nested)
-    found["execution_strategy"] = type(options._execution_strategy).__name__
-    return found
+    """Return every option's value by its name."""
+    parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
+    found = {name: str(value) for part in parts for name, value in part.items()}
+    return {**found, "execution_strategy": type(options._execution_strategy).__name__}
