@@ -63,7 +63,6 @@ MAY_IMPORT = {
 # The imports upwards: who writes a page loads the viewer, and only then.
 EXCEPTIONS = {
     "poptorch.reporting.reporter": {"popvision.html"},
-    "poptorch.reporting.overview": {"popvision.machine", "popvision.plan"},
     "poptorch.executor.wrapping": {"popvision.machine", "popvision.plan"},
 }
 

@@ -112,10 +112,11 @@ def profiles(
         apart = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
         with _half_attention() if kind == "apart" else contextlib.nullcontext():
             executable = compiled(apart if kind == "apart" else settings)
-        plan = executable.plan
+        plan, graph = executable.plan, executable.graph
+        assert graph is not None
         # More micro-batches hold no more memory; popvision computes the times of all.
         short = replace(plan, micro_batches=min(plan.micro_batches, 3 * plan.partition.stages + 8))
-        made = planned(short, executable.settings, executable.graph)
+        made = planned(short, executable.settings, graph)
         facts = {
             **made.facts,
             "schedule_micro_batches": plan.micro_batches,

@@ -45,12 +45,12 @@ KNOWN = {"activations": [10] * 4, "between": [0] * 4}
 KEYS = ["machine", "items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by"]
 
 
-def planned(**more):
+def planned():
     options = poptorch.Options().deviceIterations(2)
     options.Training.gradientAccumulation(5)
     model = Model()
     trainer = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.01))
-    return poptorch.describe(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH))
+    return poptorch.plan(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH))
 
 
 def heavy(*args, **more):

@@ -6,6 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
+from poptorch.reporting.planned import planned
 from popvision.memory import needs
 from popvision.plan import memory_of, total
 
@@ -78,12 +79,14 @@ def planned_and_used(folder, kind, layout):
     else:
         executor = poptorch.inferenceModel(model, options)
     batch = torch.randn(updates * 9 * replicas * 4, *SHAPES.get(kind, (WIDTH,)))
-    planned = poptorch.describe(executor, batch=batch).planned
+    executor.compile(batch)
+    compiled = executor._executable
+    plan = planned(compiled.plan, compiled.settings, compiled.graph)
     executor(batch)
     executor(batch)
     executor.detachFromDevice()
     (file,) = folder.rglob("profile.pop")
-    return planned, needs(load(file))
+    return plan, needs(load(file))
 
 
 @pytest.mark.parametrize("kind, layout", CASES)

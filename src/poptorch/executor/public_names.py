@@ -158,8 +158,9 @@ class PublicNames:
 
     @property
     def plan(self) -> Overview:
-        """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code. Print it, or let
-        a notebook show it; `poptorch.describe` makes one before the first call.
+        """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code.
+
+        `poptorch.describe` makes such an overview before the first call.
         """
         return overview(self._lease.need_executable())
 

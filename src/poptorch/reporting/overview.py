@@ -1,30 +1,25 @@
 """The overview of a compiled model as text: stages, transfers between ipus, the schedule and the code."""
 
-import html
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from textwrap import indent
-from typing import Any
 
 import torch
 
 from popengine.compile.describe import Description
 from popengine.ir import Plan
-from popengine.profile import Profile
 from popengine.programs import drawn
 from popengine.run.devices import cores
 from popengine.settings import Settings
 
 from ..compiling.executable import Executable
 from ..logs import counted
-from .planned import planned
 
 _DRAWN = 64  # micro-batches; a wider drawing does not fit a screen
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A compiled model as text; in a notebook tables with folded code.
+    """A compiled model as text.
 
     `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
     when), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
@@ -35,14 +30,6 @@ class Overview:
     transfers: tuple[tuple[int, int, int | None, str, str], ...]
     schedule: str
     pieces: tuple[tuple[str, int, str], ...]
-    planned: Profile = field(repr=False, compare=False)
-
-    def save(self, path: str | Path) -> None:
-        """Write a page: stages, the memory of each ipu, and a timeline and the bottleneck on a Bow Pod."""
-        from popvision.machine import machines  # loaded only for this
-        from popvision.plan import Estimates
-
-        Estimates.of({"apart": self.planned}, machines("bow-pod16")).save(path)
 
     def __str__(self) -> str:
         lines = [self.title, ""]
@@ -60,15 +47,6 @@ class Overview:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        stages = _table(("stage", "ipu", "blocks", "parameters"), self.stages)
-        transfers = _table(("from ipu", "to ipu", "bytes", "each", "when"), self.transfers)
-        folded = "".join(
-            f"<details><summary>piece {html.escape(name)} on ipu {ipu}</summary>{_code(source)}</details>"
-            for name, ipu, source in self.pieces
-        )
-        return f"<p>{html.escape(self.title)}</p>{stages}{transfers}{_code(self.schedule)}{folded}"
 
 
 def overview(executable: Executable) -> Overview:
@@ -102,7 +80,6 @@ def overview(executable: Executable) -> Overview:
             (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
             for piece in partition.pieces
         ),
-        planned(plan, settings, graph),
     )
 
 
@@ -118,15 +95,3 @@ def _schedules(plan: Plan, settings: Settings) -> str:
 
 def _bytes(size: int | None) -> str:
     return "an unknown number of bytes" if size is None else f"{size:,} bytes"
-
-
-def _table(head: tuple[str, ...], rows: tuple[tuple[Any, ...], ...]) -> str:
-    if not rows:
-        return ""
-    lines = [head, *rows]
-    cells = ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) for line in lines]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
-
-
-def _code(text: str) -> str:
-    return f"<pre>{html.escape(text)}</pre>"

@@ -51,24 +51,22 @@ def plan_tables(described: Description, settings: Settings) -> profile.Profile:
     )
 
 
-def planned(plan: Plan, settings: Settings, graph: Graph | None) -> profile.Profile:
-    """Return a plan's tables, and the memory that it needs at the most where each ipu is a device of its own.
-
-    Without the captured graph FLOPs, bytes and the facts `activations` and `between` are unknown.
-    """
-    described = Description(plan, graph)
-    found, ipus = plan_tables(described, settings), sorted(set(plan.partition.ipus))
-    facts = {**found.facts, "calls": 0, "steps": 0}
-    if graph is not None:
-        alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
-        for operation in found.operations:
-            row = operation.piece
-            alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
-        own = programs(plan)
-        facts["activations"] = [peak_bytes(graph, plan, own[ipu], alive) for ipu in ipus]
-        waiting = _waiting(plan, found)
-        facts["between"] = [waiting[ipu] for ipu in ipus]
-        facts["between_most"] = [_between(found, ipu) for ipu in ipus]
+def planned(plan: Plan, settings: Settings, graph: Graph) -> profile.Profile:
+    """Return a plan's tables, and the memory that it needs at the most where each ipu is a device of its own."""
+    found, ipus = plan_tables(Description(plan, graph), settings), sorted(set(plan.partition.ipus))
+    alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
+    for operation in found.operations:
+        row = operation.piece
+        alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
+    own, waiting = programs(plan), _waiting(plan, found)
+    facts = {
+        **found.facts,
+        "calls": 0,
+        "steps": 0,
+        "activations": [peak_bytes(graph, plan, own[ipu], alive) for ipu in ipus],
+        "between": [waiting[ipu] for ipu in ipus],
+        "between_most": [_between(found, ipu) for ipu in ipus],
+    }
     return replace(found, facts=facts, memory=tuple(_memory(plan, settings, ipu) for ipu in ipus))
 
 

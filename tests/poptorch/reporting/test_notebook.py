@@ -35,8 +35,8 @@ def outputs(tmp_path_factory):
 
 
 def test_a_plan_displays_its_stages_and_code(outputs):
-    assert "<td>stage</td><td>ipu</td>" in outputs[1]["text/html"]
-    assert "aten_tanh_default(" in outputs[1]["text/html"]
+    assert "stage 0 on ipu 0" in outputs[1]["text/plain"]
+    assert "aten_tanh_default(" in outputs[1]["text/plain"]
 
 
 def test_a_report_displays_its_page_and_prints_its_headline(outputs):
