@@ -188,9 +188,9 @@ def render(arguments: argparse.Namespace) -> int:
             made.append(document.value)
             continue
         document = with_changes(document, arguments.name, drop=drop)
-        job = load_job(document, arguments.image)
+        job = load_job(document, arguments.device, arguments.image)
         try:
-            objects, left_out = make_objects(job, arguments.way, arguments.device, arguments.image)
+            objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
             raise Faults([document.locate(("spec", "restartPolicy"), str(error))]) from None
         made += [placed(each, document.value) for each in objects]

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from .pods import Images, Object
+from .pods import Object
 from .rules import parse, warnings_of
-from .spec import Fault, Job, Place
+from .spec import Fault, Images, Job, Place
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those that an API server draws
 
@@ -113,21 +113,21 @@ def read_jobs(file: str) -> list[Document]:
     return documents
 
 
-def load_job(document: Document, images: Images | None = ()) -> Job:
+def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
     """Return the job of a document, after printing warnings about unusual fields to standard error.
 
     Args:
-        images: as in `warnings_of`
+        device, images: as in `parse`
     Raises:
         Faults: everything that is wrong with the document
     """
     if not isinstance(document.value, dict):
         raise Faults([document.locate((), f"this is a {document.kind()}, not an IPUJob", "kind: IPUJob")])
-    job, faults = parse(document.value)
+    job, faults = parse(document.value, device, images)
     faults = [*document.faults, *faults]
     if faults or job is None:
         raise Faults([document.locate(*fault) for fault in faults])
-    for place, text in warnings_of(job, document.value, images):
+    for place, text in warnings_of(job, document.value):
         print(document.locate(place, f"warning: {text}"), file=sys.stderr)
     return job
 

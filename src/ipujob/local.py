@@ -20,7 +20,7 @@ from pathlib import Path
 from popengine.environment import SECRET, path_with_aliases
 
 from .observe import observe
-from .pods import ATTEMPT, INSTANCE, PORT, Object, exit_code, phase, when_ended
+from .pods import ATTEMPT, INSTANCE, PORT, Object, exit_code, first_failed, phase
 from .spec import Fault, Job
 
 _POLL = 0.05  # seconds between two looks at a job
@@ -100,8 +100,8 @@ def _code(job: Job, status: Object, owned: Sequence[Object]) -> int:
     if status["launcherStatus"] == "Completed":
         return 0
     print(f"ipujob: {job.name}: {status['lastMessage']}", file=sys.stderr)
-    failed = [pod for pod in owned if phase(pod) == "Failed"]
-    return exit_code(min(failed, key=when_ended)) or 1
+    culprit = first_failed(owned)
+    return (exit_code(culprit) if culprit else None) or 1
 
 
 def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:

@@ -24,19 +24,18 @@ from .pods import (
     ENDED,
     INSTANCE,
     WORKER,
-    Images,
     Object,
     describe_end,
     exit_code,
+    first_failed,
     int_label,
     is_terminating,
     phase,
     was_disrupted,
-    when_ended,
     why_pending,
 )
 from .rules import parse, warnings_of
-from .spec import TTL, Job
+from .spec import TTL, Images, Job
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -69,32 +68,34 @@ def observe(
         value:   the IPUJob object, as the API server has it
         owned:   the pods and the Service of the job
         trouble: why the API server refused to create pods the last time
-        device, images: as in `pods.template`
+        device, images: as in `parse`
     """
     old = value.get("status") or {}
     own_pods = [each for each in owned if each["kind"] == "Pod"]
     services = [each for each in owned if each["kind"] == "Service"]
     if value["metadata"].get("deletionTimestamp"):
         return Decision({})
-    job, faults = parse(value)
+    job, faults = parse(value, device, images)
     if old.get("completionTime"):
         return _finished(value, job, own_pods, services, now)
     invalid = "; ".join(fault.message for fault in faults) or _changed(value, own_pods)
     if job is None or invalid:
         return Decision(_patch(old, _invalid(old, invalid, now), now))
-    actions = advance(job, old.get("instances") or {}, own_pods)
-    said = "; ".join(text for _, text in warnings_of(job, value, images))
-    status = _status(job, old, actions, own_pods, now, trouble if actions.create else None, said)
-    create = [pods.pod(job, number, attempt, device, images) for number, attempt in actions.create]
-    delete = list(actions.delete)
-    if status.get("completionTime"):
-        delete += clean(job, own_pods) + services
+    instances, missing, gone = advance(job, old.get("instances") or {}, own_pods)
+    remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
+    notes = "; ".join(text for _, text in warnings_of(job, value))
+    status = {**old, **_status(job, old, instances, remaining, notes, now)}
+    if trouble and missing:
+        status["lastMessage"] = trouble
+    if any(phase(pod) != "Pending" for pod in own_pods):
+        status.setdefault("startTime", stamp(now))
+    create = [pods.pod(job, number, attempt) for number, attempt in missing]
+    if instances and all(instance.state in ENDED for instance in instances):
+        status["completionTime"] = stamp(now)
+        gone += [pod for pod in remaining if _is_cleaned(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.service(job))
-    unique = {(each["kind"], each["metadata"]["name"]): each for each in delete}
-    return Decision(
-        _patch(old, status, now), tuple(unique.values()), tuple(pods.owned(each, value) for each in create)
-    )
+    return Decision(_patch(old, status, now), tuple(gone), tuple(pods.owned(each, value) for each in create))
 
 
 def _finished(
@@ -105,8 +106,12 @@ def _finished(
     asked, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {asked}" if asked > had else ""
     status = {**old, "conditions": _conditions(old, {"Invalid": message}, now)}
-    delete = [pod for pod in own_pods if phase(pod) not in ENDED and not is_terminating(pod)] + list(services)
-    delete += [pod for pod in (clean(job, own_pods) if job else []) if pod not in delete]
+    delete = [
+        pod
+        for pod in own_pods
+        if not is_terminating(pod) and (phase(pod) not in ENDED or (job and _is_cleaned(job, pod)))
+    ]
+    delete += services
     ttl = (value["metadata"].get("annotations") or {}).get(TTL, "")
     if ttl.isdecimal():
         ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
@@ -134,68 +139,53 @@ def _invalid(old: Object, message: str, now: datetime) -> Object:
 def _status(
     job: Job,
     old: Object,
-    actions: Actions,
-    own_pods: Sequence[Object],
+    instances: Sequence[Instance],
+    remaining: Sequence[Object],
+    notes: str,
     now: datetime,
-    trouble: str | None,
-    said: str,
 ) -> Object:
-    states = [instance.state for instance in actions.instances]
-    remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in actions.delete]
+    """Return the fields of the status that follow from the instances' states and the pods that remain."""
+    states = [instance.state for instance in instances]
     phases = [phase(pod) for pod in remaining]
-    running = sum(state in ("Running", "Restarting", "Lost") for state in states)
-    ended = bool(states) and all(state in ENDED for state in states)
-    restarts = sum(instance.restarts for instance in actions.instances)
-    word, message = _summary(job, actions, remaining)
-    status = {
-        **old,
+    word, message = _summary(job, instances, remaining)
+    conditions = {
+        "Running": (notes or "instances run") if word == "Running" else "",
+        "Succeeded": message if word == "Completed" else "",
+        "Failed": message if word == "Failed" else "",
+        "Invalid": "",
+    }
+    return {
         "launcherStatus": word,
-        "currentReplicas": running,
+        "currentReplicas": sum(state in ("Running", "Restarting", "Lost") for state in states),
         "desiredReplicas": job.shape.instances,
-        "lastMessage": trouble or message,
-        "restartCount": restarts,
+        "lastMessage": message,
+        "restartCount": sum(instance.restarts for instance in instances),
         "workersStatus": {
             "active": sum(each not in ENDED for each in phases),
             "succeeded": phases.count("Succeeded"),
             "failed": phases.count("Failed"),
         },
-        "iPUPartitionCreated": bool(own_pods) or old.get("iPUPartitionCreated", False),
+        "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
         "instances": {
-            str(instance.number): {"state": instance.state, "restarts": instance.restarts}
-            for instance in actions.instances
+            str(each.number): {"state": each.state, "restarts": each.restarts} for each in instances
         },
-        "conditions": _conditions(
-            old,
-            {
-                "Running": (said or "instances run") if word == "Running" else "",
-                "Succeeded": message if word == "Completed" else "",
-                "Failed": message if word == "Failed" else "",
-                "Invalid": "",
-            },
-            now,
-        ),
+        "conditions": _conditions(old, conditions, now),
     }
-    if any(phase(pod) != "Pending" for pod in own_pods):
-        status.setdefault("startTime", stamp(now))
-    if ended:
-        status["completionTime"] = stamp(now)
-    return status
 
 
-def _summary(job: Job, actions: Actions, remaining: Sequence[Object]) -> tuple[str, str]:
+def _summary(job: Job, instances: Sequence[Instance], remaining: Sequence[Object]) -> tuple[str, str]:
     """Return the job's status word, and one line about it."""
     total = job.shape.instances
-    states = [instance.state for instance in actions.instances]
+    states = [instance.state for instance in instances]
     if not total:
         return "Pending", "no instances wanted"
-    failed = [instance for instance in actions.instances if instance.state == "Failed"]
+    if all(state == "Succeeded" for state in states):
+        return "Completed", "All instances done"
     if all(state in ENDED for state in states):
-        if not failed:
-            return "Completed", "All instances done"
-        culprits = [pod for instance in failed if (pod := first_failed(instance))]
-        first = f": {culprits[0]['metadata']['name']} {describe_end(culprits[0])}" if culprits else ""
-        return "Failed", f"{len(failed)} of {total} instances failed{first}"
-    if all(state == "Pending" for state in states) and not any(each.restarts for each in actions.instances):
+        culprit = first_failed(remaining)
+        first = f": {culprit['metadata']['name']} {describe_end(culprit)}" if culprit else ""
+        return "Failed", f"{states.count('Failed')} of {total} instances failed{first}"
+    if all(state == "Pending" for state in states) and not any(each.restarts for each in instances):
         return "Pending", f"waiting: {why_pending(remaining)}"
     parts = [f"{states.count('Running')} of {total} instances running"]
     parts += [f"{states.count(state)} {words}" for state, words in _WORDS.items() if state in states]
@@ -255,23 +245,17 @@ class Instance:
     pods: tuple[Object, ...]
 
 
-@dataclass(frozen=True)
-class Actions:
-    """The next states of a job's instances, and the pods to create and to delete."""
-
-    instances: tuple[Instance, ...]
-    create: tuple[tuple[int, int], ...] = ()  # number of the pod, attempt
-    delete: tuple[Object, ...] = ()
-
-
-def advance(job: Job, record: Mapping[str, Any], pods: Sequence[Object]) -> Actions:
-    """Return the next state of each instance, and the pods to create and to delete.
+def advance(
+    job: Job, record: Mapping[str, Any], pods: Sequence[Object]
+) -> tuple[list[Instance], list[tuple[int, int]], list[Object]]:
+    """Return the next state of each instance, the pods to create (number, attempt), and those to delete.
 
     Args:
         record: `status.instances`
         pods:   all pods of the job
     """
-    instances, create, delete = [], [], []
+    instances, create = [], []
+    delete = [pod for pod in pods if int_label(pod, INSTANCE) >= job.shape.instances]
     for number in range(job.shape.instances):
         known = record.get(str(number)) or {}
         own_pods = tuple(pod for pod in pods if int_label(pod, INSTANCE) == number)
@@ -280,20 +264,17 @@ def advance(job: Job, record: Mapping[str, Any], pods: Sequence[Object]) -> Acti
         instances.append(after)
         create += [(number * job.shape.workers + worker, after.restarts) for worker in missing]
         delete += gone
-    delete += [pod for pod in pods if int_label(pod, INSTANCE) >= job.shape.instances]
-    return Actions(tuple(instances), tuple(create), tuple(pod for pod in delete if not is_terminating(pod)))
+    return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
 
 def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Object]]:
     """Return the next state of an instance, the workers to create, and the pods to delete."""
     if instance.state in ENDED:
         return instance, [], _leftovers(instance)
-    current = [pod for pod in instance.pods if int_label(pod, ATTEMPT) == instance.restarts]
-    past = [pod for pod in instance.pods if int_label(pod, ATTEMPT) != instance.restarts]
-    if instance.state == "Lost":
-        past, current = [*past, *current], []
-    if past:
-        return instance, [], past
+    attempt = -1 if instance.state == "Lost" else instance.restarts  # of a lost attempt all pods go
+    current = [pod for pod in instance.pods if int_label(pod, ATTEMPT) == attempt]
+    if len(current) < len(instance.pods):
+        return instance, [], [pod for pod in instance.pods if pod not in current]
     there = {int_label(pod, WORKER) for pod in current}
     missing = [worker for worker in range(job.shape.workers) if worker not in there]
     if instance.state in ("Restarting", "Lost"):
@@ -302,7 +283,7 @@ def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Ob
     own = [pod for pod in failed if not (is_terminating(pod) or was_disrupted(pod))]
     done = not missing and all(phase(pod) == "Succeeded" or _ended_by_ttl(job, pod) for pod in current)
     if own or done:
-        return _end(job, instance, min(own, key=when_ended) if own else None)
+        return _end(job, instance, first_failed(own))
     is_incomplete = missing or any(map(is_terminating, current))
     if len(own) < len(failed) or (instance.state == "Running" and is_incomplete):
         return replace(instance, state="Lost"), [], current
@@ -327,19 +308,10 @@ def _leftovers(instance: Instance) -> list[Object]:
     return [pod for pod in instance.pods if phase(pod) not in kept]
 
 
-def first_failed(instance: Instance) -> Object | None:
-    """Return the pod that failed first in an instance; None, if it was deleted."""
-    failed = [pod for pod in instance.pods if phase(pod) == "Failed" and not is_terminating(pod)]
-    return min(failed, key=when_ended, default=None)
-
-
-def clean(job: Job, pods: Sequence[Object]) -> list[Object]:
-    """Return the pods to delete after the job has ended, by its cleanPodPolicy."""
-    if job.clean == "None":
-        return []
+def _is_cleaned(job: Job, pod: Object) -> bool:
+    """Return whether the job's cleanPodPolicy deletes a pod after the job has ended."""
     keeps_log = job.clean == "Workers" and job.mode == "launched"
-    gone = [pod for pod in pods if not (keeps_log and int_label(pod, WORKER) == 0)]
-    return [pod for pod in gone if not is_terminating(pod)]
+    return job.clean != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
 
 
 def _ended_by_ttl(job: Job, pod: Object) -> bool:

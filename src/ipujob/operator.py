@@ -21,7 +21,8 @@ from typing import Any
 
 from .client import Cluster, Refused, Unreachable
 from .observe import observe, stamp
-from .pods import JOB, Images, Object
+from .pods import JOB, Object
+from .spec import Images
 
 _ROUND = 10.0  # seconds between rounds, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
 
-from .spec import DEVICE, IMAGE, IPUS_PER_GPU, RESOURCES, SECURITY, Job
+from .spec import IPUS_PER_GPU, RESOURCES, SECURITY, Job
 
 PORT = 29500  # every pod has an address of its own, so instances don't clash
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
@@ -23,18 +22,17 @@ _DISRUPTIONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown",
 _DISRUPTIONS += ("UnexpectedAdmissionError",)
 
 Object = dict[str, Any]
-Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
 
 
-def pod(job: Job, number: int, attempt: int = 0, device: str = "cpu", images: Images = ()) -> Object:
+def pod(job: Job, number: int, attempt: int = 0) -> Object:
     """Return the pod of worker `number % workers` of instance `number // workers`, for its `attempt`-th restart."""
     instance, worker = divmod(number, job.shape.workers)
     name = f"{job.name}-worker-{number}"
     first = f"{job.name}-worker-{instance * job.shape.workers}.{job.name}"
     environment = variables(job, instance, str(worker), first) | {"PANDO_RESTARTS": str(attempt)}
-    made = template(job, environment, device, images)
+    made = template(job, environment)
     made["metadata"]["labels"] |= {INSTANCE: str(instance), WORKER: str(worker), ATTEMPT: str(attempt)}
-    metadata = {**made["metadata"], "name": name, "namespace": job.namespace}
+    metadata = {**made["metadata"], "name": name}
     spec = made["spec"] | {"hostname": name}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
@@ -53,24 +51,21 @@ def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict
     return partition | {NUM_NODES: workers, NODE_RANK: rank, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
 
 
-def template(job: Job, environment: Mapping[str, Any], device: str = "cpu", images: Images = ()) -> Object:
+def template(job: Job, environment: Mapping[str, Any]) -> Object:
     """Return the pod template of all workers, which lacks a worker's name and number.
 
-    Args:
-        environment: the worker's variables: text, or where a pod reads it
-        device:      cpu or cuda, if the job's annotation doesn't name one
+    Args: environment: the worker's variables: text, or where a pod reads it
     """
     made = copy.deepcopy(job.template)
     metadata, spec = made.get("metadata") or {}, made["spec"]
     kept = {key: value for key, value in metadata.items() if key in ("labels", "annotations")}
     kept["labels"] = {**(metadata.get("labels") or {}), JOB: job.name}
     container = spec["containers"][0]
-    container["image"] = image(job, images)
+    container["image"] = job.image
     container |= command(job)
     if not container.get("args", True):
         del container["args"]
-    device = job.annotations.get(DEVICE, device)
-    if device == "cuda":
+    if job.device == "cuda":
         environment = {**environment, "POPTORCH_DEVICE": "cuda"}
     container["env"] = _environment(job, environment)
     if job.annotations.get(SECURITY) == "drop":
@@ -78,7 +73,7 @@ def template(job: Job, environment: Mapping[str, Any], device: str = "cpu", imag
     if job.annotations.get(RESOURCES) == "drop":
         for each in spec["containers"] + (spec.get("initContainers") or []):
             each.pop("resources", None)
-    _request_devices(job, container, device)
+    _request_devices(job, container)
     _mount_shared_memory(spec, container)
     spec |= {"restartPolicy": "Never"} | ({"subdomain": job.name} if job.has_service else {})
     if job.ttl is not None:
@@ -89,7 +84,7 @@ def template(job: Job, environment: Mapping[str, Any], device: str = "cpu", imag
 
 def service(job: Job) -> Object:
     """Return the headless Service that gives each worker a host name, even before the worker is ready."""
-    metadata = {"name": job.name, "namespace": job.namespace, "labels": {JOB: job.name}}
+    metadata = {"name": job.name, "labels": {JOB: job.name}}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -100,7 +95,7 @@ def service(job: Job) -> Object:
 
 
 def owned(made: Object, owner: Object) -> Object:
-    """Return an object with an owner reference, so that it is deleted with its IPUJob, and with the spec's hashes."""
+    """Return an object in the namespace of its IPUJob, which owns it, with the spec's hashes."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -110,7 +105,9 @@ def owned(made: Object, owner: Object) -> Object:
         "blockOwnerDeletion": False,
     }
     annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
-    metadata = {**made["metadata"], "annotations": annotations, "ownerReferences": [reference]}
+    namespace = owner["metadata"].get("namespace", "default")
+    added = {"namespace": namespace, "annotations": annotations, "ownerReferences": [reference]}
+    metadata = {**made["metadata"], **added}
     return {**made, "metadata": metadata}
 
 
@@ -121,13 +118,6 @@ def field_hashes(owner: Object) -> dict[str, str]:
         for key, value in sorted(owner["spec"].items())
         if key != "jobInstances"
     }
-
-
-def image(job: Job, images: Images = ()) -> str:
-    """Return the worker's image: the job's annotation, the first pattern that matches, or the template's."""
-    written = job.worker["image"]
-    matching = (new for old, new in images if fnmatch.fnmatchcase(written, old))
-    return job.annotations.get(IMAGE) or next(matching, written)
 
 
 def command(job: Job) -> dict[str, list[str]]:
@@ -165,13 +155,13 @@ def _drop_security(spec: Object) -> None:
             capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
 
 
-def _request_devices(job: Job, container: Object, device: str) -> None:
+def _request_devices(job: Job, container: Object) -> None:
     """Request cores or GPUs for a worker's ipus, where the template requests none."""
     given = container.get("resources") or {}
     resources = {kind: dict(given[kind] or {}) for kind in ("limits", "requests") if kind in given}
     named = {name for names in resources.values() for name in names}
     ipus = job.shape.ipus_per_worker
-    if device == "cuda":
+    if job.device == "cuda":
         if not any(name.startswith("nvidia.com/") for name in named):
             gpus = -(-ipus // int(job.annotations.get(IPUS_PER_GPU, "1")))
             resources.setdefault("limits", {})["nvidia.com/gpu"] = str(gpus)
@@ -250,9 +240,14 @@ def _ended(pod: Object) -> Object:
     return worker.get("state", {}).get("terminated") or {}
 
 
-def when_ended(pod: Object) -> tuple[str, int]:
-    """Return a key that sorts pods by their end, and those that ended at the same time by their worker."""
-    return _ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)
+def first_failed(pods: Sequence[Object]) -> Object | None:
+    """Return the pod that failed first (of several at the same time, the first worker); None, if none has failed."""
+    failed = [pod for pod in pods if phase(pod) == "Failed"]
+
+    def when(pod: Object) -> tuple[str, int]:
+        return _ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)
+
+    return min(failed, key=when, default=None)
 
 
 def was_disrupted(pod: Object) -> bool:

@@ -6,30 +6,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import pods
-from .pods import INSTANCE, JOB, Images, Object
+from .pods import INSTANCE, JOB, Object
 from .spec import MAX_HOST, TTL, Job, exit_codes
 
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
-def render(
-    job: Job, way: str = "job", device: str = "cpu", images: Images = ()
-) -> tuple[list[Object], list[str]]:
+def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     """Return the objects of a job, and warnings about fields that such objects can't hold.
 
     Raises:
         ValueError: such objects can't run the job; the message has a fix
     """
     if way == "pod":
-        made = [
-            pods.pod(job, number, 0, device, images)
-            for number in range(job.shape.instances * job.shape.workers)
-        ]
+        made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
     else:
         _refuse(job, way)
         make = _job_set if way == "jobset" else _job
-        made = [make(job, instance, device, images) for instance in range(job.shape.instances)]
+        made = [make(job, instance) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
         made.insert(0, pods.service(job))
     return made, list(_warnings(job, way))
@@ -44,9 +39,8 @@ def _refuse(job: Job, way: str) -> None:
         )
     last = f"{_name(job, job.shape.instances - 1)}-{job.shape.workers - 1}"
     if len(last) > MAX_HOST:
-        raise ValueError(
-            f"the host name {last} has more than {MAX_HOST} characters\n  fix: --name, with a shorter one"
-        )
+        reason = f"the host name {last} has more than {MAX_HOST} characters"
+        raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
 
 
 def _warnings(job: Job, way: str) -> Iterator[str]:
@@ -68,19 +62,19 @@ def _name(job: Job, instance: int) -> str:
     return f"{job.name}-worker" if job.shape.instances == 1 else f"{job.name}-{instance}-worker"
 
 
-def _job(job: Job, instance: int, device: str, images: Images) -> Object:
+def _job(job: Job, instance: int) -> Object:
     """Return an Indexed Job. Its pods' host names are NAME-worker-0, ...; the pods' own names end in random letters."""
     name = _name(job, instance)
     environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-0.{job.name}")
     if job.restarts.policy == "Never":
         environment["PANDO_RESTARTS"] = "0"
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    spec = _job_spec(job, instance, environment, device, images)
+    spec = _job_spec(job, instance, environment)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
-def _job_spec(job: Job, instance: int, environment: dict[str, Any], device: str, images: Images) -> Object:
-    template = pods.template(job, environment, device, images)
+def _job_spec(job: Job, instance: int, environment: dict[str, Any]) -> Object:
+    template = pods.template(job, environment)
     template["metadata"]["labels"][INSTANCE] = str(instance)
     workers = job.shape.workers
     limit = job.restarts.limit if workers == 1 and job.restarts.policy != "Never" else 0
@@ -104,14 +98,14 @@ def _job_spec(job: Job, instance: int, environment: dict[str, Any], device: str,
     return spec
 
 
-def _job_set(job: Job, instance: int, device: str, images: Images) -> Object:
+def _job_set(job: Job, instance: int) -> Object:
     """Return a JobSet of one Indexed Job, which restarts several workers together, and has a Service of its own."""
     name = job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
     environment = pods.variables(
         job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-worker-0-0.{name}"
     )
     environment["PANDO_RESTARTS"] = {"fieldRef": {"fieldPath": _RESTARTS}}
-    inner = _job_spec(job, instance, environment, device, images)
+    inner = _job_spec(job, instance, environment)
     inner["template"]["spec"].pop("subdomain", None)
     inner |= {"backoffLimit": 0}
     ttl = inner.pop("ttlSecondsAfterFinished", None)
@@ -129,7 +123,5 @@ def _job_set(job: Job, instance: int, device: str, images: Images) -> Object:
 
 def placed(made: Object, value: Object) -> Object:
     """Return an object in the namespace of the file; in none, if the file names none, so that `kubectl -n` decides."""
-    metadata = {key: item for key, item in made["metadata"].items() if key != "namespace"}
-    if namespace := value["metadata"].get("namespace"):
-        metadata["namespace"] = namespace
-    return {**made, "metadata": metadata}
+    namespace = value["metadata"].get("namespace")
+    return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -13,17 +14,37 @@ from typing import Any
 
 import yaml
 
-from .pods import Images, image
-from .spec import ANNOTATIONS, API, IMAGE, MAX_HOST, MAX_NAME, Fault, Job, Place, Restarts, Shape, count
+from .spec import (
+    ANNOTATIONS,
+    API,
+    DEVICE,
+    IMAGE,
+    MAX_HOST,
+    MAX_NAME,
+    Fault,
+    Images,
+    Job,
+    Place,
+    Restarts,
+    Shape,
+    count,
+)
 
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _POD = ("spec", "workers", "template", "spec")
-_NO_TEMPLATE = {"spec": {"containers": [{"command": ["true"]}]}}
+_NO_TEMPLATE = {"spec": {"containers": [{"image": "", "command": ["true"]}]}}
 
 
-def parse(value: Mapping[str, Any]) -> tuple[Job | None, list[Fault]]:
-    """Return the job of an IPUJob object; or None, and everything that is wrong with the object."""
+def parse(
+    value: Mapping[str, Any], device: str = "cpu", images: Images | None = ()
+) -> tuple[Job | None, list[Fault]]:
+    """Return the job of an IPUJob object; or None, and everything that is wrong with the object.
+
+    Args:
+        device: cpu or cuda, if no annotation names one
+        images: replacements of the template's image; None, if no image is used
+    """
     if value.get("kind") != "IPUJob":
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", "kind: IPUJob")]
     faults = list(_check_value(value, _schema(), ()))
@@ -34,7 +55,7 @@ def parse(value: Mapping[str, Any]) -> tuple[Job | None, list[Fault]]:
     # What is wrong is left out, so that the rules between fields can be checked, too.
     value = _without(value, [fault.place for fault in faults])
     metadata, spec = value.get("metadata") or {}, value.get("spec") or {}
-    job = _job(metadata, spec)
+    job = _job(metadata, spec, device, images)
     faults += [*_check_annotations(job.annotations), *_check_job(job, metadata, spec)]
     return (None, faults) if faults else (job, [])
 
@@ -51,7 +72,7 @@ def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, 
     return value
 
 
-def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Job:
+def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
     """Return the job of a checked object, with defaults for fields that are missing."""
     of_workers, policy = spec.get("workers") or {}, spec.get("restartPolicy") or {}
     launcher, template = spec.get("launcher") or {}, of_workers.get("template") or {}
@@ -59,11 +80,18 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Job:
     replicas = int(spec.get("modelReplicasPerWorker") or 1)
     ipus = int(spec.get("ipusPerJobInstance", workers * replicas))
     limit = policy.get("backOffLimit")
+    if not (template.get("spec") or {}).get("containers"):
+        template = _NO_TEMPLATE
+    written = template["spec"]["containers"][0]["image"]
+    matching = (new for old, new in images or () if fnmatch.fnmatchcase(written, old))
+    annotations = metadata.get("annotations") or {}
     return Job(
         name=metadata.get("name") or metadata.get("generateName") or "job",
         namespace=metadata.get("namespace") or "default",
         shape=Shape(spec.get("jobInstances", 1), workers, replicas, ipus),
-        template=template if (template.get("spec") or {}).get("containers") else _NO_TEMPLATE,
+        template=template,
+        image="" if images is None else annotations.get(IMAGE) or next(matching, written),
+        device=annotations.get(DEVICE, device),
         mode="launched" if launcher else "joined" if workers > 1 else "single",
         launch=tuple(launcher.get("command") or ()),
         launch_env=tuple(launcher.get("env") or ()),
@@ -72,7 +100,7 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Job:
         ),
         clean=spec.get("cleanPodPolicy") or "None",
         ttl=(spec.get("interactive") or {}).get("ttl"),
-        annotations=metadata.get("annotations") or {},
+        annotations=annotations,
     )
 
 
@@ -129,14 +157,8 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
         yield Fault(place, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
 
-def warnings_of(
-    job: Job, value: Mapping[str, Any], images: Images | None = ()
-) -> Iterator[tuple[Place, str]]:
-    """Yield the place and text of a warning for each valid field that has another meaning here, or none.
-
-    Args:
-        images: as in `pods.template`; None, if no image is used
-    """
+def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Yield the place and text of a warning for each valid field that has another meaning here, or none."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
@@ -150,10 +172,9 @@ def warnings_of(
     if job.restarts.codes and job.restarts.policy != "ExitCode":
         message = f"exitCodes have no effect with restartPolicy {job.restarts.policy}"
         yield ("spec", "restartPolicy", "exitCodes"), message
-    chosen = "" if images is None else image(job, images)
-    if chosen.startswith(("graphcore/", "docker.io/graphcore/")):
+    if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
         fix = f"name one with Pando by {IMAGE} or --image"
-        message = f"image {chosen} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
+        message = f"image {job.image} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
         yield (*_POD, "containers", 0, "image"), message
 
 

@@ -27,9 +27,8 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
         real:   programs without a stand-in
     """
     folder.mkdir(parents=True)
-    (folder / _CLONES).write_text(
-        json.dumps({_plain(url): str(Path(path).resolve()) for url, path in clones.items()})
-    )
+    sources = {_plain(url): str(Path(path).resolve()) for url, path in clones.items()}
+    (folder / _CLONES).write_text(json.dumps(sources))
     for name in set(ALL) - set(real):
         if name in SKIPPED:
             text = f'echo "skipped: {name} $*"'
@@ -46,30 +45,18 @@ def git(folder: str, words: list[str]) -> int:
     """Copy a folder for `git clone URL [FOLDER]`; run the real git for other commands. Return the exit code."""
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
-        program = shutil.which("git", path=os.pathsep.join(others))
-        if program is None:
-            print("git: not found", file=sys.stderr)
-            return 127
-        os.execv(program, ["git", *words])
-    urls = [word for word in words[1:] if "/" in word or ":" in word]
-    url = next(iter(urls), "")
+        os.environ["PATH"] = os.pathsep.join(others)
+        os.execvp("env", ["env", "git", *words])
+    url = next((word for word in words[1:] if "/" in word or ":" in word), "")
     source = json.loads((Path(folder) / _CLONES).read_text()).get(_plain(url))
     if source is None:
-        print(
-            f"ipujob: git clone {url}: nothing is fetched here\n  fix: --clone {url}=FOLDER", file=sys.stderr
-        )
+        fix = f"--clone {url}=FOLDER"
+        print(f"ipujob: git clone {url}: nothing is fetched here\n  fix: {fix}", file=sys.stderr)
         return 128
     after = words[words.index(url) + 1 :]
     target = Path(after[0] if after else _plain(url).rpartition("/")[2])
-    if target.exists() and any(target.iterdir()):
-        print(
-            f"fatal: destination path '{target}' already exists and is not an empty directory.",
-            file=sys.stderr,
-        )
-        return 128
-    shutil.copytree(
-        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__")
-    )
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__")
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
     print(f"copied {source} in place of {url}")
     return 0
 

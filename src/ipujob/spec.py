@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 API = "graphcore.ai/v1alpha1"
 MAX_NAME = 50  # characters; pods are called NAME-worker-K, and a host name holds 63
 MAX_HOST = 63
+
+Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
 
 # Annotations: the pattern of their values, and its description for error messages.
 DEVICE, IPUS_PER_GPU, IMAGE = "pando/device", "pando/ipus-per-gpu", "pando/image"
@@ -72,6 +74,8 @@ class Job:
     namespace: str
     shape: Shape
     template: dict[str, Any] = field(repr=False)
+    image: str = ""  # of the worker; empty, if it is not used
+    device: str = "cpu"  # or cuda
     mode: str = "single"  # or joined, launched
     launch: tuple[str, ...] = ()
     launch_env: tuple[dict[str, Any], ...] = ()

@@ -8,10 +8,10 @@ from ipujob.files import named
 from ipujob.rules import parse
 
 
-def made(value, number=0, **more):
-    parsed, faults = parse(value)
+def made(value, number=0, attempt=0, images=()):
+    parsed, faults = parse(value, images=images)
     assert not faults, faults
-    return pods.pod(parsed, number, **more)
+    return pods.pod(parsed, number, attempt)
 
 
 def environment(pod):
