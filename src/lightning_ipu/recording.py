@@ -345,7 +345,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
                 if _holds_traced(item):
                     note(("key", name, key), item)
         elif _holds_traced(now):
-            note(("set", name), now)
+            note(("set", name), list(now) if type(now) is list else now)  # the list itself is restored
         else:
             raise CaptureError(
                 f"the step leaves a tensor that has no values yet in self.{name}\n"

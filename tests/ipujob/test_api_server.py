@@ -98,13 +98,22 @@ def test_the_columns_of_kubectl(real, ipujob):
         job(cleanPodPolicy="Some"),
         job(ipusPerJobInstance="four"),
         job(container={"image": None}),
+        job(container={"env": {"A": "b"}}),
     ],
-    ids=["type", "enum", "pattern", "required"],
+    ids=["type", "enum", "pattern", "required", "template"],
 )
 def test_the_server_refuses_what_the_schema_forbids(real, value):
     with pytest.raises(urllib.error.HTTPError) as refused:
         real.create(value)
     assert refused.value.code == 422
+
+
+def test_a_template_may_have_empty_and_unknown_fields_and_numbers(real):
+    container = {"command": ["true"], "env": None, "resources": {"limits": {"cpu": 2}}, "volumeMounts": None}
+    template = {"volumes": None, "initContainers": None, "priority": None, "hostNetwork": False}
+    real.create(job("empty", container=container, template=template))
+    assert real.job("empty")["spec"]["workers"]["template"]["spec"]["hostNetwork"] is False
+    assert real.end("empty")["launcherStatus"] == "Completed"
 
 
 def test_two_workers_are_told_their_ranks_and_one_address(real, ipujob):

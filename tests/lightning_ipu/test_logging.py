@@ -154,6 +154,19 @@ def test_rates_that_follow_a_logged_value_are_those_of_the_cpu():
     assert differing(weights(found["ipu"][0]), weights(found["cpu"][0])) == []
 
 
+def test_an_item_of_a_list_that_a_step_replaces_has_the_last_micro_batchs_value():
+    def body(self, loss, scores, y):
+        self.latest[0] = loss
+
+    found = []
+    for accelerator in ("ipu", "cpu"):
+        module = step(body)
+        module.latest = [None]
+        trainer(accelerator).fit(module, loader())
+        found.append(module.latest[0].detach())
+    torch.testing.assert_close(*found)
+
+
 def step(body, names=()):
     """A module whose training_step runs `body(self, loss, scores)`."""
 
