@@ -20,7 +20,6 @@ from ..errors import CaptureError
 from ..ir import Graph, Key
 from .recording.capture_contexts import (
     interrupts_held,
-    modes_left,
     module_paths,
     traced,
     without_torch_compile,
@@ -36,7 +35,6 @@ from .rewriting.mixed_types import MixedPrecision
 
 
 @interrupts_held()
-@modes_left()
 def capture(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],

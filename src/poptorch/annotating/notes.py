@@ -34,7 +34,7 @@ def note(what: Any, value: Any) -> None:
     """
     capture = current()
     if capture is not None:
-        capture.note(what, value)
+        capture.notes.append((what, value))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ...operations import Body
 from ..partition import emit
-from .current_capture import Capture, suspended
+from .current_capture import Capture, paused
 from .functional import drop_what_does_nothing, functionalized
 from .graph_recorder import Recorder, is_write, like
 
@@ -39,7 +39,7 @@ def trace(
     Returns: the body, and the tensors of the forward around it that it takes behind its inputs
     """
     block = capture.block
-    with suspended() as fake, fake:
+    with paused() as fake, fake:
         recorder = _BodyRecorder(capture.describe)
         given = [like(value) for value in inputs]
         for position, value in enumerate(given):

@@ -1,7 +1,7 @@
-"""The contexts in which a forward is captured: Ctrl-C held back, torch's modes taken off, the running module known.
+"""The contexts in which a forward is captured: Ctrl-C held back, torch's own branches fixed, the running module known.
 
-An exception that comes where C++ calls a mode's Python ends the process, and one that comes while a mode is left keeps
-the mode on: all that torch computes later would be recorded.
+Ctrl-C is held back because an exception that comes where C++ calls a mode's Python ends the process, and one that comes
+while a mode is left keeps the mode on: all that torch computes later would be recorded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .current_capture import Capture, active
-from .graph_recorder import user_line
 
 logger = logging.getLogger("poptorch::python")
 
@@ -43,24 +41,6 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held:
             handler(*held[0])
-
-
-@contextlib.contextmanager
-def modes_left() -> Iterator[None]:
-    """Take off, in the end, torch's modes that the body has left on."""
-    functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
-    try:
-        yield
-    finally:
-        while torch._C._len_torch_function_stack() > functions:
-            torch._C._pop_torch_function_stack()
-        for mode in _get_current_dispatch_mode_stack():
-            if not any(mode is before for before in modes):
-                key = getattr(mode, "_mode_key", None)  # torch's own modes have a place each
-                if key is None:
-                    torch._C._pop_torch_dispatch_stack(None)
-                else:
-                    torch._C._unset_dispatch_mode(key)
 
 
 @contextlib.contextmanager
@@ -94,22 +74,13 @@ _CAPTURING = threading.RLock()
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _is_asked_by_torch(reported: set[str]) -> bool:
-    """Return whether a layer of torch's calls what calls this, in the thread that captures; and log it once.
+def _is_asked_by_torch() -> bool:
+    """Return whether a layer of torch's calls `is_compiling`, in a thread that captures.
 
-    Torch's layers must branch on no data. The model's code is told that nothing compiles it: so it takes the branches
-    of plain PyTorch.
+    Torch's layers must branch on no data. For the model's code nothing compiles it: so it takes the branches of plain
+    PyTorch.
     """
-    frame = sys._getframe(2)
-    if active.get() is None or not frame.f_code.co_filename.startswith(_TORCH):
-        return False
-    where = f"{frame.f_code.co_name} in {Path(frame.f_code.co_filename).name}, called at {user_line()},"
-    if (
-        where not in reported and frame.f_code.co_name != "_call_impl"
-    ):  # which calls hooks of modules that fail
-        logger.info("%s takes its branch for compilers: its results may differ from plain PyTorch's", where)
-    reported.add(where)
-    return True
+    return active.get() is not None and sys._getframe(2).f_code.co_filename.startswith(_TORCH)
 
 
 def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -117,15 +88,9 @@ def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManage
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
     if dynamo is None:
         return contextlib.nullcontext()
-    compiled = [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, dynamo.OptimizedModule) or child._compiled_call_impl is not None
-    ]
-    if compiled:
-        logger.warning(
-            "torch.compile is left out of the compiled model: %s", ", ".join(compiled) or "the model"
-        )
+    modules = module.modules()
+    if any(isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in modules):
+        logger.warning("torch.compile is left out of the compiled model, which runs as it is written")
     return torch.compiler.set_stance("force_eager")
 
 
@@ -136,26 +101,21 @@ def traced(training: bool, device: str) -> Iterator[None]:
     For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
     else one operation each that only CPUs have.
     """
-    with _CAPTURING:
-        is_compiling, onednn, reported = (
-            torch.compiler.is_compiling,
-            torch._C._get_mkldnn_enabled(),
-            set[str](),
-        )
-        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch(reported)
-        collects = gc.isenabled()
+    with _CAPTURING, contextlib.ExitStack() as contexts:
+        is_compiling, collects = torch.compiler.is_compiling, gc.isenabled()
+        if device != "cpu":
+            contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
+        contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
+        contexts.enter_context(
+            torch.autograd.set_detect_anomaly(False)
+        )  # it looks for NaN: there are no values
+        contexts.enter_context(torch.set_grad_enabled(training))
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch()
         gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
-        torch._C._set_mkldnn_enabled(onednn and device == "cpu")  # pyright: ignore
         try:
-            with (
-                contextlib.nullcontext() if device == "cpu" else sdpa_kernel(SDPBackend.MATH),
-                torch.autograd.set_multithreading_enabled(False),
-                torch.autograd.set_detect_anomaly(False),  # it would look for NaN in tensors without values
-                torch.set_grad_enabled(training),
-            ):
-                yield
+            yield
         finally:
             torch.compiler.is_compiling = is_compiling
             if collects:
                 gc.enable()
-            torch._C._set_mkldnn_enabled(onednn)  # pyright: ignore

@@ -31,15 +31,8 @@ def current() -> Capture | None:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Run the body unrecorded, also while a capture is on."""
-    with _disable_current_modes():
-        yield
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[Any]:
-    """Run the body unrecorded; the context's value is the mode under which tensors stay fake."""
+def paused() -> Iterator[Any]:
+    """Run the body unrecorded, also while a capture is on. The context's value is the capture's fake mode, or None."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
         yield fake
@@ -47,10 +40,10 @@ def suspended() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[Any]:
-    """As `suspended`, and no capture is current: for code of the user's that isn't a part of the graph."""
+    """As `paused`, and no capture is current: for code of the user's that isn't a part of the graph."""
     token = active.set(None)
     try:
-        with suspended() as fake, torch._C.DisableTorchFunction():
+        with paused() as fake, torch._C.DisableTorchFunction():
             yield fake
     finally:
         active.reset(token)
@@ -82,10 +75,9 @@ class Capture:
     chosen: tuple[Tensor, str] | None = None  # trained in place of the marked ones
     # For the host, after each call: see `poptorch.annotating.notes`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
-    # Every autograd node has a number that grows as forward runs. `starts` holds the first number of each
-    # entry into a block, `lines` those of each operation: so a backward node finds its block, line and module.
-    starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    lines: list[tuple[int, str, str]] = field(default_factory=list)
+    # Every autograd node has a number that grows as forward runs. With the number that followed each operation
+    # its place is kept: so a backward node finds its block, line and module.
+    places: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     module: str = ""  # the one that runs, as `named_modules` names it
     # What scopes in the user's code say about the operations inside; recorded in the nodes of the forward.
     scopes: list[str] = field(default_factory=list)
@@ -106,16 +98,12 @@ class Capture:
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block: what runs from now on belongs to it."""
+        self.block = len(self.visits)
         self.visits.append(Visit(name, ipu, user_line()))
-        self._open(len(self.visits) - 1)
 
     def leave(self) -> None:
         """End the open block: what runs before the next one belongs to none."""
-        self._open(ENDED)
-
-    def _open(self, block: int) -> None:
-        self.block = block
-        self.starts.append((torch.autograd._get_sequence_nr(), block))  # pyright: ignore
+        self.block = ENDED
 
     def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:
         """Note a loss: of torch's loss functions, or (`is_explicit`) what the user has marked."""
@@ -125,10 +113,6 @@ class Capture:
     def choose_loss(self, value: Tensor, where: str) -> None:
         """Train this loss in place of those that the forward marks."""
         self.chosen = value, where
-
-    def note(self, what: Any, value: Any) -> None:
-        """Keep a nested value of each micro-batch for the host."""
-        self.notes.append((what, value))
 
     def describe(self, func: Any) -> dict[str, Any]:
         """Return the meta of a node for an operation that is about to run."""
@@ -149,17 +133,15 @@ class Capture:
                     f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
                     "  fix: move it into a block, or open the next one before it"
                 )
-            self.lines.append((torch.autograd._get_sequence_nr(), where, self.module))  # pyright: ignore
             place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
+            self.places.append((torch.autograd._get_sequence_nr(), place))  # pyright: ignore
             return {**place, **self._annotations(func)}
         node = torch._C._current_autograd_node()
-        if node is None:  # the sum of two gradients: autograd's own
+        if node is None or not self.places:  # the sum of two gradients: autograd's own
             return {"phase": "B", "block": None, "where": "?", "module": "?"}
-        number = node._sequence_nr()
-        block = self.starts[bisect.bisect_right(self.starts, number, key=lambda start: start[0]) - 1][1]
-        line = bisect.bisect_right(self.lines, number, key=lambda line: line[0])
-        _, where, module = self.lines[min(line, len(self.lines) - 1)] if self.lines else (0, "?", "?")
-        return {"phase": "B", "block": block, "where": where, "module": module}
+        number = bisect.bisect_right(self.places, node._sequence_nr(), key=lambda entry: entry[0])
+        _, place = self.places[min(number, len(self.places) - 1)]
+        return {**place, "phase": "B"}
 
     def _annotations(self, func: Any) -> dict[str, Any]:
         meta: dict[str, Any] = {}

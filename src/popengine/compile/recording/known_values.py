@@ -45,15 +45,11 @@ class CaptureRecorder(Recorder):
     Args: adopted: what to use instead of a tensor that comes from outside (see `standins.py`)
     """
 
-    def __init__(
-        self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any] = lambda value: value
-    ) -> None:
+    def __init__(self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any]) -> None:
         super().__init__(describe)
         self.adopted = adopted
         self._constant_of: dict[int, Tensor] = {}
-        self._saved: dict[
-            int, list[list[Tensor]]
-        ] = {}  # by the memory of what autograd saved for its backward
+        self._saved: dict[int, list[list[Tensor]]] = {}  # by memory, what autograd saved for its backward
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which backward reads the values that autograd saved, even if they are overwritten."""

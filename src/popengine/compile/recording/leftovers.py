@@ -5,12 +5,14 @@ They have no values: a list of losses or a metric that holds one could not be co
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from ...errors import CaptureError
 
 logger = logging.getLogger("poptorch::python")
 
-_SHELVES = ("_parameters", "_buffers", "_modules")
+_SHELVES = {"_parameters", "_buffers", "_modules"}
 _CLOSED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, Tensor)
 _PLAIN = {type(None), bool, int, float, str, bytes}  # most of what is found
 _MOST = 300_000  # objects that a search looks at
@@ -58,44 +60,38 @@ def _nowhere(value: Any) -> None:
 
 
 def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what a value holds, the path of each, and a function that replaces it. A part that can't be replaced by
+    itself is replaced with the value."""
     if isinstance(value, (dict, list, deque)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from [(item, f"{path}[{key!r}]", _setter(value, key)) for key, item in items]
-    elif isinstance(value, (tuple, set, frozenset)):  # only as a whole can they be replaced
-        yield from [(item, f"{path}[...]", put) for item in value]
-    elif isinstance(value, types.MethodType):
-        yield from [(value.__self__, path, put), (value.__func__, path, put)]
-    elif isinstance(value, types.FunctionType):
-        yield from _around(value)
-    else:
-        try:
-            own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
-        except AttributeError:  # slots, iterators and generators; a part of these can't be replaced
-            yield from [(part, f"{path}[...]", put) for part in gc.get_referents(value)]
-            return
-        hidden = _SHELVES if isinstance(value, nn.Module) else ()
-        yield from [(own[name], f"{path}.{name}", _setter(own, name)) for name in own if name not in hidden]
-        if isinstance(value, nn.Module):
-            yield from [(child, f"{path}.{name}", _nowhere) for name, child in value.named_children()]
-            own_kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("torch.")]
-            yield from [
-                (function, path, put)
-                for kind in own_kinds
-                for function in vars(kind).values()
-                if isinstance(function, types.FunctionType)
-            ]
+        yield from [(item, f"{path}[{key!r}]", partial(value.__setitem__, key)) for key, item in items]
+        return
+    if isinstance(value, types.FunctionType):
+        yield from [(variable, name, put) for name, variable in _around(value)]
+        return
+    try:
+        own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
+    except AttributeError:  # tuples, sets, methods, slots, iterators and generators
+        yield from [(part, f"{path}[...]", put) for part in gc.get_referents(value)]
+        return
+    is_module = isinstance(value, nn.Module)
+    names = own.keys() - _SHELVES if is_module else own.keys()
+    yield from [(own[name], f"{path}.{name}", partial(own.__setitem__, name)) for name in names]
+    if is_module:
+        yield from [(child, f"{path}.{name}", put) for name, child in value.named_children()]
+        kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("torch.")]
+        held = [held for kind in kinds for held in vars(kind).values()]
+        yield from [(function, path, put) for function in held if isinstance(function, types.FunctionType)]
 
 
-def _around(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the variables of a function that lie outside of it."""
+def _around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a function that lie outside of it: of functions around it, and global ones."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, name, _cell_setter(cell)
-        except ValueError:  # not bound yet
-            continue
+        with contextlib.suppress(ValueError):  # not bound yet
+            yield name, cell.cell_contents
     for name in _names(function.__code__):
         if name in function.__globals__ and not callable(function.__globals__[name]):
-            yield function.__globals__[name], name, _setter(function.__globals__, name)
+            yield name, function.__globals__[name]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -106,14 +102,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
-    return lambda value: holder.__setitem__(key, value)
-
-
-def _cell_setter(cell: types.CellType) -> Callable[[Any], None]:
-    return lambda value: setattr(cell, "cell_contents", value)
-
-
 class Attributes:
     """The plain attributes of a module and its parts, as they were before a forward ran."""
 
@@ -122,19 +110,19 @@ class Attributes:
         self._before = [(child, dict(vars(child))) for child in module.modules()]
 
     def put_back(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Undo what the forward did to attributes that it only writes: those it has made, tensors that it has
-        replaced without reading them (as weight normalization does), and, with a warning, None and containers."""
+        """Restore the attributes that the forward only writes: those that it has made, tensors that it has replaced
+        without reading them (as weight normalization does), and, with a warning, None and containers."""
         undone = []
         for child, before in self._before:
             for name, value in list(vars(child).items()):
                 old = before.get(name)
-                if old is value or not _holds(value):
+                if old is value or not left_behind(value):
                     continue
                 if name not in before:
                     del vars(child)[name]
                 elif isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old):
                     vars(child)[name] = old
-                elif old is None or (isinstance(old, (list, tuple, dict)) and not _holds(old)):
+                elif old is None or (isinstance(old, (list, tuple, dict)) and not left_behind(old)):
                     vars(child)[name] = old
                     undone.append(f"{type(child).__name__}.{name}")
         if undone:
@@ -155,11 +143,3 @@ class Attributes:
                 "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
                 " write into it; or forget it at the end of forward (`self.name = None`)"
             )
-
-
-def _holds(value: Any) -> bool:
-    if isinstance(value, FakeTensor):
-        return True
-    if isinstance(value, dict):
-        value = value.values()
-    return isinstance(value, (list, tuple, type({}.values()))) and any(_holds(item) for item in value)
