@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from popengine.profile import Event, Profile
+from popengine.profile import Profile
 
 from . import memory, times, virtual
 from .changes import Change, changes
@@ -48,7 +48,6 @@ class Figures:
     capacity_of: str
     fits: bool | None
     host: dict[str, float]
-    copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the page, with the sums that are properties."""
@@ -103,7 +102,6 @@ def figures(profile: Profile) -> Figures:
         capacity_of=limit_of + (", which all ipus share" if is_shared else ""),
         fits=fits,
         host=host_times(profile),
-        copies=copies(events),
     )
 
 
@@ -149,18 +147,6 @@ def host_times(profile: Profile) -> dict[str, float]:
     return dict(found)
 
 
-def copies(events: list[Event]) -> dict[str, dict[str, float]]:
-    """Return a step's ns and bytes of what moves data: inputs, values between ipus and outputs."""
-    steps = len({(event.call, event.step) for event in events}) or 1
-    found: dict[str, dict[str, float]] = {}
-    for event in events:
-        if event.kind in ("load", "send", "store"):
-            row = found.setdefault(event.kind, {"ns": 0.0, "bytes": 0.0})
-            row["ns"] += (event.end - event.start) / steps
-            row["bytes"] += event.bytes / steps
-    return found
-
-
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
     """Return sums of operations by phase and `by`: "block", "module", "where" (a line of the program) or "kind".
 
@@ -173,10 +159,8 @@ def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
         start = {by: name, "phase": piece.phase, "stage": piece.stage, "ipu": piece.ipu}
         start |= dict.fromkeys(("ns", "calls", "flops", "bytes"), 0)
         row = rows.setdefault((name, piece.phase, piece.stage if by == "block" else -1), start)
-        if row["stage"] != piece.stage:
-            row["stage"] = -1
-        if row["ipu"] != piece.ipu:
-            row["ipu"] = -1
+        for place in ("stage", "ipu"):
+            row[place] = row[place] if row[place] == getattr(piece, place) else -1
         row["ns"] += operation.ns
         row["calls"] = max(row["calls"], operation.calls)
         row["flops"] += operation.flops * operation.calls
