@@ -73,11 +73,11 @@ class Checkpoint:
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         atexit.register(self.wait, _AT_EXIT)
-        (self._run,) = self._from_first(lambda: [secrets.token_hex(4)])
-        for folder in map(
-            Path, self._from_first(lambda: list(map(str, files.complete_checkpoints(self._directory))))
-        ):
-            faults = self._of_all(files.faults(folder, self._launch.instance, self._launch.instances))
+        # Instance 0 chooses, in case the others see other files.
+        names = [path.name for path in files.complete_checkpoints(self._directory)]
+        self._run, *names = _gathered([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
+        for folder in (self._directory / name for name in names):
+            faults = _gathered(files.faults(folder, self._launch.instance, self._launch.instances))
             if not faults:
                 self._load(folder)
                 return self.calls
@@ -176,17 +176,6 @@ class Checkpoint:
         self.calls = self._saved_call = own["calls"]
         logger.info("the training goes on after call %d, from %s", self.calls, folder)
 
-    # ---- communication -----------------------------------------------------------------------------------
-
-    def _from_first(self, make: Callable[[], list[str]]) -> list[str]:
-        """Return instance 0's result of `make`, in all instances."""
-        mine = _as_bytes(make()) if self._launch.instance == 0 else torch.empty(0, dtype=torch.uint8)
-        return _as_texts(collectives.all_gather(mine))
-
-    def _of_all(self, texts: list[str]) -> list[str]:
-        """Return the texts of all instances."""
-        return _as_texts(collectives.all_gather(_as_bytes(texts)))
-
 
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
@@ -210,12 +199,10 @@ def resumable(
     checkpoint.wait()
 
 
-def _as_bytes(texts: list[str]) -> torch.Tensor:
-    return torch.tensor(list("".join(f"{text}\0" for text in texts).encode()), dtype=torch.uint8)
-
-
-def _as_texts(value: torch.Tensor) -> list[str]:
-    return bytes(value.tolist()).decode().split("\0")[:-1]
+def _gathered(texts: list[str]) -> list[str]:
+    """Return the texts of all instances, in their order."""
+    found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
+    return found.decode().split("\0")[:-1]
 
 
 def _buffers_of(buffers: list[Mapping[str, torch.Tensor]], replica: int) -> dict[str, torch.Tensor]:

@@ -134,6 +134,15 @@ def all_gather(value: Tensor) -> Tensor:
     return _after_barrier(group, "popdist.collectives.all_gather", {"a row": row}, work)
 
 
+def all_gather_bytes(value: bytes) -> bytes:
+    """Return the bytes of all instances, concatenated in their order."""
+    # torch.frombuffer takes no empty buffer.
+    tensor = (
+        torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    )
+    return all_gather(tensor).numpy().tobytes()
+
+
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
     """Wait until all instances have called this."""
     group = _group()

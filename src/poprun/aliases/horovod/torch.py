@@ -6,13 +6,16 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 import popdist
 from popdist import collectives
 
 Average, Sum, Min, Max = "mean", "sum", "min", "max"
+is_initialized = popdist.isBackendInitialized
+rank = popdist.getInstanceIndex
+size = popdist.getNumInstances
+local_rank = popdist.getLocalInstanceIndex
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -22,22 +25,6 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def shutdown() -> None:
     """Do nothing: popdist needs no end."""
-
-
-def is_initialized() -> bool:
-    return popdist.isBackendInitialized()
-
-
-def rank() -> int:
-    return popdist.getInstanceIndex()
-
-
-def size() -> int:
-    return popdist.getNumInstances()
-
-
-def local_rank() -> int:
-    return popdist.getLocalInstanceIndex()
 
 
 def allreduce(
@@ -59,6 +46,7 @@ def allreduce_(
 def grouped_allreduce(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> list[Tensor]:
+    """Return the `allreduce` of each tensor."""
     return [allreduce(tensor, average, name, op) for tensor in tensors]
 
 
@@ -68,41 +56,38 @@ def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """Return the tensor of instance `root_rank`."""
     return collectives.broadcast(tensor.detach().clone(), root_rank)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """As `broadcast`, in place."""
     return collectives.broadcast(tensor, root_rank)
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
-    """Give all instances the tensors of one, in place: a `state_dict()` or `named_parameters()`."""
+    """Copy the tensors of a `state_dict()` or `named_parameters()` from one instance to all, in place."""
     collectives.broadcast(dict(params), root_rank)
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Return one instance's object in all instances. It is unpickled, as in Horovod."""
-    pickled = bytearray(pickle.dumps(obj)) if rank() == root_rank else bytearray()
-    gathered = collectives.all_gather(
-        torch.frombuffer(pickled, dtype=torch.uint8) if pickled else torch.empty(0, dtype=torch.uint8)
-    )
-    return pickle.loads(bytes(gathered.numpy()))
+    pickled = pickle.dumps(obj) if rank() == root_rank else b""
+    return pickle.loads(collectives.all_gather_bytes(pickled))
 
 
 def barrier() -> None:
+    """Wait until all instances have called this."""
     collectives.barrier("horovod.torch.barrier()")
 
 
-def _refuse(name: str) -> NoReturn:
+def DistributedOptimizer(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise an error that names what to write instead."""
     raise NotImplementedError(
-        f"horovod.torch.{name} is not there: under poprun the executor sums the gradients of all instances\n"
+        "horovod.torch.DistributedOptimizer and broadcast_optimizer_state are not there: under poprun the executor sums"
+        " the gradients of all instances\n"
         "  fix: give the optimizer itself to poptorch.trainingModel"
     )
 
 
-def DistributedOptimizer(*args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("DistributedOptimizer")
-
-
-def broadcast_optimizer_state(*args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("broadcast_optimizer_state")
+broadcast_optimizer_state = DistributedOptimizer
