@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -54,7 +53,13 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     try:
         nodes = Nodes(request, node, log)
         agent = _Agent(request, node, nodes, log, folder)
-        code = _run(agent, request, log)
+        try:
+            result: RunResult | None = agent.run()  # pyright: ignore[reportAssignmentType]
+            # None: the instances of other nodes have ended the training well.
+            code = agent.exit_code if result is not None and result.is_failed() else 0
+        except Lost as error:
+            log.error(str(error))
+            code = CONSEQUENCE if WATCH in os.environ and not request.is_elastic else agent.exit_code
     except Misfit as error:
         log.error(f"error: {error}")
         return 2
@@ -62,16 +67,6 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
         return 128 + error.sigval  # others may wait for this node to come back
     nodes.leave(has_failed=code != 0)
     return code
-
-
-def _run(agent: _Agent, request: CommandLine, log: Log) -> int:
-    try:
-        result: RunResult | None = agent.run()  # pyright: ignore[reportAssignmentType]
-    except Lost as error:
-        log.error(str(error))
-        return CONSEQUENCE if WATCH in os.environ and not request.is_elastic else agent.exit_code
-    # None: the instances of other nodes have ended the training well.
-    return agent.exit_code if result is not None and result.is_failed() else 0
 
 
 class _Agent(LocalElasticAgent):
@@ -84,13 +79,13 @@ class _Agent(LocalElasticAgent):
         self._ended: list[int] = []  # local instances in the order of their ends
         self._hangs: Hangs | None = None
         self.exit_code = 1
+        program = [word.replace("$", "$$") for word in request.program]  # elastic replaces `${names}`
         spec = WorkerSpec(
             role="instance",
             local_world_size=count,
             rdzv_handler=nodes,
             entrypoint=sys.executable,
-            # Elastic replaces `${names}`.
-            args=("-I", "-S", instance_program.__file__, os.getpid(), *_escaped(request.program)),
+            args=("-I", "-S", instance_program.__file__, os.getpid(), *program),
             max_restarts=request.max_restarts,
             monitor_interval=1e-3,  # `_monitor_workers` waits
         )
@@ -151,18 +146,18 @@ class _Agent(LocalElasticAgent):
         assert context is not None
         close = context.close
         context.close = lambda death_sig=None, timeout=PATIENCE: close(death_sig, timeout)
-        self._clear_ends()
-        for local, pid in pids.items():
-            self._log.debug(f"instance {self._first + local} is process {pid}")
-            self._running[os.pidfd_open(pid)] = local
+        for descriptor in self._running:
+            os.close(descriptor)
+        self._running, self._ended = {os.pidfd_open(pid): local for local, pid in pids.items()}, []
+        processes = {self._first + local: pid for local, pid in pids.items()}
+        self._log.debug(f"instances are processes: {processes}")
         self._hangs = Hangs(
             self._nodes.store,
             f"attempt/{current.number}/pando",
-            {self._first + local: pid for local, pid in pids.items()},
-            {self._first + local: self._stack_file(self._first + local) for local in pids},
+            processes,
+            {instance: self._stack_file(instance) for instance in processes},
             current.instances,
-            request.hang_timeout,
-            request.ends_idle,
+            request,
             self._log,
         )
         return pids
@@ -191,11 +186,6 @@ class _Agent(LocalElasticAgent):
         return result
 
     # ---- failures ----------------------------------------------------------------------------------------
-
-    def _clear_ends(self) -> None:
-        for descriptor in self._running:
-            os.close(descriptor)
-        self._running, self._ended = {}, []
 
     def _report(self, result: RunResult) -> None:
         """Print which instance failed first, and the last lines of its output if that was not shown."""
@@ -228,10 +218,6 @@ class _Agent(LocalElasticAgent):
             print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def _escaped(words: Sequence[str]) -> list[str]:
-    return [word.replace("$", "$$") for word in words]
-
-
 def _silenced(request: CommandLine, instance: int) -> Std:
     """Return the streams of an instance that go to a file instead of to the terminal."""
     if request.only_output not in (None, instance):
@@ -240,6 +226,7 @@ def _silenced(request: CommandLine, instance: int) -> Std:
 
 
 def _last_lines(path: str) -> list[str]:
+    """Return the last lines of a file; none, if it can't be read."""
     with suppress(OSError):
         return Path(path).read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return []

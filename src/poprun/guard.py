@@ -44,7 +44,9 @@ def run(work: Callable[[], int]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
             signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    status = _wait_for(child)
+    pid = status = -1
+    while pid != child:  # adopted processes end, too
+        pid, status = os.wait()
     code = exit_code(os.waitstatus_to_exitcode(status))
     if received:
         code = 128 + received[0]
@@ -66,6 +68,7 @@ def end_with(parent: int, number: signal.Signals) -> None:
 
 
 def _as_child(work: Callable[[], int], guard: int) -> int:
+    """Call `work` in the child process and return its exit code; after a failure no descendant is left."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -88,36 +91,29 @@ def _as_child(work: Callable[[], int], guard: int) -> int:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
+    """Exit as a shell reports a signal."""
     sys.exit(128 + number)
-
-
-def _wait_for(child: int) -> int:
-    """Return the child's exit status; reap adopted processes meanwhile."""
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            return status
 
 
 def _end_adopted() -> None:
     """Kill all adopted processes, and those that these orphan."""
-    while children := _children():
-        for pid in children:
+    while adopted := children(os.getpid()):
+        for pid in adopted:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
 
-def _children() -> list[int]:
-    me = os.getpid()
-    try:
-        return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
-    except OSError:
-        return []
+def children(pid: int) -> list[int]:
+    """Return the processes that the threads of a process have started or adopted."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 def _prctl(what: int, value: int) -> None:
-    """Call Linux's prctl; other systems have none."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0)
+    """Call Linux's prctl."""
+    ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

@@ -15,13 +15,15 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from popdist.signed_store import SignedStore, StoreError
 from popengine.environment import STACK_SIGNAL
 
 from . import Log
+from .command_line import CommandLine
+from .guard import children
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait is void: the instance itself must hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
@@ -34,58 +36,34 @@ _LIBRARIES = (
 )
 
 
-class _Wait(NamedTuple):
-    text: str
-    changed: float  # time
-
-
-class _Mark(NamedTuple):
-    since: float
-    used: float  # seconds of processor time until then
-
-
+@dataclass
 class Hangs:
-    """Watches the instances of this node during a round.
+    """Watches the instances of this node during a round."""
 
-    Args:
-        store:     where instances write for which peer they wait
-        folder:    prefix of their keys there
-        processes: by instance of this node
-        stacks:    the file to which each of them writes its stack
-        instances: of all nodes
-        limit:     seconds; 0: none is killed
-        ends_idle: whether an instance for which no peer waits is judged, too
-    """
-
-    def __init__(
-        self,
-        store: SignedStore,
-        folder: str,
-        processes: Mapping[int, int],
-        stacks: Mapping[int, Path],
-        instances: int,
-        limit: float,
-        ends_idle: bool,
-        log: Log,
-    ) -> None:
-        self._store, self._folder, self._processes, self._stacks = store, folder, processes, stacks
-        self._instances, self._limit, self._ends_idle, self._log = instances, limit, ends_idle, log
-        self._waits = [_Wait("", 0.0)] * instances
-        self._marks: dict[int, _Mark] = {}
-        self._next = 0.0
+    store: SignedStore  # where instances write for which peer they wait
+    folder: str  # prefix of their keys there
+    processes: Mapping[int, int]  # by instance of this node
+    stacks: Mapping[int, Path]  # the file to which each of them writes its stack
+    instances: int  # of all nodes
+    request: CommandLine
+    log: Log
+    _waits: dict[int, tuple[str, float]] = field(default_factory=dict)  # records, and when each last changed
+    _marks: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # times, and processor time until then
+    _next: float = 0.0
 
     def look(self) -> None:
         """Kill the instances that have made no progress for the limit."""
-        now = time.monotonic()
-        if not self._limit or now < self._next:
+        now, limit = time.monotonic(), self.request.hang_timeout
+        if not limit or now < self._next:
             return
-        self._next = now + min(1.0, self._limit / 4)
+        self._next = now + min(1.0, limit / 4)
         with suppress(StoreError):  # `Nodes` notices that
-            texts = self._store.read([f"{self._folder}/waits/{i}" for i in range(self._instances)])
-            waits = self._recent_waits(texts, now)
-            for instance, pid in self._processes.items():
+            waits = self._recent_waits(now)
+            for instance, pid in self.processes.items():
                 peers = [str(i) for i, wait in waits.items() if wait["for"] == instance]
-                if instance in waits or not (peers or self._ends_idle):
+                if instance in waits or not (peers or self.request.ends_idle):
                     self._marks.pop(instance, None)
                     continue
                 verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
@@ -93,34 +71,30 @@ class Hangs:
                 why = f", and {verb.format(', '.join(peers))} for it at {places[0]}" if peers else ""
                 self._judge(instance, pid, why, now)
 
-    def _recent_waits(self, texts: list[str | None], now: float) -> dict[int, dict[str, str | int]]:
-        """Return the wait records that changed within the last `_STALE` seconds, by instance.
-
-        Args:
-            texts: the record of each instance as JSON; None or "": the instance waits for no peer
-            now:   seconds of the monotonic clock
-        """
+    def _recent_waits(self, now: float) -> dict[int, dict[str, str | int]]:
+        """Return the wait records that changed within the last `_STALE` seconds, by instance."""
+        texts = self.store.read([f"{self.folder}/waits/{i}" for i in range(self.instances)])
         for instance, text in enumerate(texts):
-            if (text or "") != self._waits[instance].text:
-                self._waits[instance] = _Wait(text or "", now)
+            if text != self._waits.get(instance, ("", 0.0))[0]:
+                self._waits[instance] = (text or "", now)  # "": the instance waits for no peer
         return {
-            instance: json.loads(wait.text)
-            for instance, wait in enumerate(self._waits)
-            if wait.text and now - wait.changed < _STALE
+            instance: json.loads(text)
+            for instance, (text, changed) in self._waits.items()
+            if text and now - changed < _STALE
         }
 
     def _judge(self, instance: int, pid: int, why: str, now: float) -> None:
-        family = list(_family(pid))
-        used = sum(map(_used, family))
-        mark = self._marks.setdefault(instance, _Mark(now, used))
-        if used - mark.used > _IDLE * (now - mark.since) + 0.05:
-            self._marks[instance] = _Mark(now, used)
-        elif now - mark.since >= self._limit:
-            states = [_STATES[state] for state in map(_state, family) if state in _STATES]
-            how = f" (it is {states[0]})" if states else ""
-            line = _line_of(self._stacks[instance], family)
-            self._log.error(
-                f"instance {instance} has made no progress for {self._limit:g} s{how}{line}{why}: it is killed\n"
+        """Kill an instance and its processes, if they have used no processor time for the limit."""
+        family, limit = list(_family(pid)), self.request.hang_timeout
+        states, times = zip(*map(_state_and_time, family), strict=True)
+        since, used = self._marks.setdefault(instance, (now, sum(times)))
+        if sum(times) - used > _IDLE * (now - since) + 0.05:
+            self._marks[instance] = (now, sum(times))
+        elif now - since >= limit:
+            how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
+            line = _line_of(self.stacks[instance], family)
+            self.log.error(
+                f"instance {instance} has made no progress for {limit:g} s{how}{line}{why}: it is killed\n"
                 "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
             )
             for each in family:
@@ -152,25 +126,13 @@ def _line_of(path: Path, family: list[int]) -> str:
 def _family(pid: int) -> Iterator[int]:
     """Yield a process and its descendants."""
     yield pid
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in path.read_text().split():
-                yield from _family(int(child))
+    for child in children(pid):
+        yield from _family(child)
 
 
-def _used(pid: int) -> float:
-    """Return the seconds of processor time that a process has used."""
-    fields = _fields(pid)
-    return sum(map(int, fields[11:13])) / _TICKS if fields else 0.0
-
-
-def _state(pid: int) -> str:
-    fields = _fields(pid)
-    return fields[0] if fields else "Z"
-
-
-def _fields(pid: int) -> list[str]:
-    """Return the fields of Linux's description of a process, from its state on."""
+def _state_and_time(pid: int) -> tuple[str, float]:
+    """Return the letter of a process's state, and the seconds of processor time that it has used."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], sum(map(int, fields[11:13])) / _TICKS
+    return "Z", 0.0

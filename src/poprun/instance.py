@@ -15,10 +15,9 @@ import sys
 def main() -> None:
     agent, *program = sys.argv[1:]
     cores = os.environ.pop("POPRUN_CORES", "")
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if cores:
-            os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if cores:
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     if os.getppid() != int(agent):
         sys.exit(1)
     try:
