@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "popengine.update": VALUES,
     "popart": set(),
     "popengine.environment": set(),
-    "popdist": {"popengine.environment", "popdist.rendezvous"},
+    "popdist": {"popengine.environment", "popdist.rendezvous", "popdist.collectives"},
     "popdist.signed_store": {"popengine.environment"},
     "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.signed_store", "popengine.run"},
     "popdist.collectives": VALUES | {"popengine.environment", "popengine.run"},

@@ -57,6 +57,7 @@ def getNumLocalReplicas() -> int:
 
 
 def getNumIpusPerReplica() -> int:
+    """Return the number of ipus of a replica, as declared at launch."""
     return _read().ipus_per_replica
 
 
@@ -71,6 +72,7 @@ def getNumInstances() -> int:
 
 
 def getInstanceIndex() -> int:
+    """Return the number of this process among those that train together."""
     return _read().instance
 
 
@@ -119,7 +121,9 @@ def synchronize() -> None:
     Raises:
         poptorch.Error: another instance is at another place in the program, has failed, or is gone
     """
-    _collectives().barrier("popdist.synchronize()")
+    from . import collectives  # loads torch
+
+    collectives.barrier("popdist.synchronize()")
 
 
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,16 +134,10 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
     chosen = sorted(set(instances))
     if getInstanceIndex() not in chosen:
         return None
-    if getNumInstances() == 1:
+    from . import collectives
+
+    with collectives.among(chosen):
         return fn(*args, **kwargs)
-    with _collectives().among(chosen):
-        return fn(*args, **kwargs)
-
-
-def _collectives() -> Any:
-    import importlib
-
-    return importlib.import_module("popdist.collectives")
 
 
 def __getattr__(name: str) -> Any:

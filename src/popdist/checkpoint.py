@@ -15,11 +15,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import poptorch
 from popengine.environment import CHECKPOINTS, read
@@ -150,19 +148,21 @@ class Checkpoint:
 
     def _load(self, folder: Path) -> None:
         """Load this instance's share of a checkpoint of any number of instances."""
-        saved = files.read(folder)
-        each = saved.replicas // len(saved.files)
+        count, saved = files.read(folder)
+        each = count // len(saved)
         here = self._model._options.replication_factor
         # The saved replicas in the place of this instance's, and the file with the first of them.
-        replicas = [(self._launch.instance * here + i) % saved.replicas for i in range(here)]
-        own = saved.files[replicas[0] // each]
+        replicas = [(self._launch.instance * here + i) % count for i in range(here)]
+        own = saved[replicas[0] // each]
         whole = {
-            kind: {name: value for file in saved.files for name, value in file[kind].items()}
+            kind: {name: value for file in saved for name, value in file[kind].items()}
             for kind in ("weights", "optimizer")
         }
         for kind in whole:
             whole[kind].update({n: v for n, v in own[kind].items() if n in self._grouped()})
-        buffers = [_buffers_of(saved.files[r // each]["buffers"], r % each) for r in replicas]
+        # Before the first call there is one set of buffers for all replicas of an instance.
+        sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
+        buffers = [dict(found[place if place < len(found) else 0]) for found, place in sets]
         set_training_state(self._model, {**own, **whole, "buffers": buffers})
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
@@ -203,8 +203,3 @@ def _gathered(texts: list[str]) -> list[str]:
     """Return the texts of all instances, in their order."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]
-
-
-def _buffers_of(buffers: list[Mapping[str, torch.Tensor]], replica: int) -> dict[str, torch.Tensor]:
-    """Return a replica's buffers; before the first call there is one set for all."""
-    return dict(buffers[replica if replica < len(buffers) else 0])

@@ -21,7 +21,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,13 +50,6 @@ class Place:
         return self.directory / f"call-{self.calls}.{self.run}{_UNFINISHED}"
 
 
-class SavedTraining(NamedTuple):
-    """A checkpoint in memory."""
-
-    replicas: int
-    files: list[dict[str, Any]]  # by instance
-
-
 class Writing(threading.Thread):
     """A thread that writes one instance's file; that of instance 0 completes the checkpoint."""
 
@@ -79,6 +72,7 @@ class Writing(threading.Thread):
                 self.failure = self.failure or str(error)
 
     def _write(self) -> None:
+        """Write this instance's file, and then `done`, or `failed` with the reason."""
         folder, name = self.place.unfinished, f"instance-{self.place.instance}"
         part = folder / f"{name}.pt"
         try:
@@ -95,6 +89,7 @@ class Writing(threading.Thread):
             raise error from None
 
     def _complete(self) -> None:
+        """Rename the folder when the files of all instances are in it, and remove older checkpoints."""
         folder = self.place.unfinished
         try:
             sums = self._sums_of_all(folder)
@@ -164,11 +159,11 @@ def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     ]
 
 
-def read(folder: Path) -> SavedTraining:
-    """Return a checkpoint without faults."""
+def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of replicas of a checkpoint without faults, and its files by instance."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
-    return SavedTraining(manifest["replicas"], [torch.load(path, weights_only=True) for path in paths])
+    return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
 class _ChecksumFile:
@@ -206,14 +201,13 @@ def _save(path: Path, state: Any) -> list[int]:
 
 
 def _checksum(path: Path) -> list[int]:
+    """Return the size and the checksum of a file; an empty list, if it can't be read."""
     size, total = 0, 0
-    try:
-        with open(path, "rb") as file:
-            while part := file.read(1 << 24):
-                size, total = size + len(part), zlib.crc32(part, total)
-    except OSError:
-        return []
-    return [size, total]
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            size, total = size + len(part), zlib.crc32(part, total)
+        return [size, total]
+    return []
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +28,7 @@ logger = logging.getLogger("popengine")
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
 _stores: list[Any] = []  # torch keeps no reference to a store written in Python
-_PATIENCE = 0.2  # seconds between two looks for an interrupt, which does not end a wait in another thread
+_PATIENCE = 0.2  # seconds for threads to end before their connections are closed
 _PATIENCE_AT_EXIT = 2.0  # seconds
 
 
@@ -45,19 +44,12 @@ def meet(launch: Launch) -> None:
     seconds = float(os.environ.get(TIMEOUT, "600"))
     address, port = _address()
     atexit.register(_leave)
-    outcome = process_group.in_a_thread(lambda: _meet(launch, address, port, seconds))
-    while True:
-        try:
-            store, error = outcome.get(timeout=_PATIENCE)
-            break
-        except Empty:
-            continue
-    if error is not None:
-        raise error
+    store = process_group.result_of(process_group.in_a_thread(lambda: _meet(launch, address, port, seconds)))
     process_group.join(store, launch.instance, launch.instances)
 
 
 def _leave() -> None:
+    """Let peers know that this process ends, and end its threads."""
     process_group.leave()
     if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
         for store in _stores:
@@ -67,6 +59,7 @@ def _leave() -> None:
 
 
 def _address() -> tuple[str, int]:
+    """Return the address and the port at which the instances meet."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
@@ -86,6 +79,7 @@ def _address() -> tuple[str, int]:
 
 
 def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
+    """Wait until all instances have come to the store, and return it."""
     until = time.monotonic() + seconds
     store = _store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")

@@ -10,8 +10,8 @@ processes when one of poprun's own is killed.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
+from datetime import datetime
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,5 @@ class Log:
 
     def _print(self, verbosity: int, level: str, text: str) -> None:
         if self.verbosity >= verbosity:
-            now = time.time()
-            clock = f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03}"
+            clock = datetime.now().time().isoformat("milliseconds")
             print(f"{clock}  1  POPRUN [{level}] {text}", file=sys.stderr, flush=True)

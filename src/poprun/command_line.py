@@ -99,11 +99,11 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
 # Options about IPU partitions, MPI and the Poplar SDK, none of which exist here.
 _RECORDED = (
     *("vipu-partition", "vipu-server-host", "vipu-server-port", "vipu-server-timeout", "vipu-allocation"),
-    *("vipu-cluster", "vipu-partition-attempts", "reset-partition", "update-partition", "remove-partition"),
+    *("vipu-cluster", "vipu-partition-attempts", "reset-partition", "update-partitions", "remove-partition"),
     *("num-ilds", "sync-type", "host-subnet", "synchronise-python-venv", "synchronise-poplar-sdk"),
     *("distribute-ssh-key", "offline-mode"),
 )
-_SWITCHES = {"reset-partition", "update-partition", "remove-partition", "offline-mode"}
+_SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,7 +120,7 @@ class _Parser(argparse.ArgumentParser):
         add, switch = self.add_argument, self._add_switch
         add("--num-replicas", **number, default=1, help="replicas in all instances")
         text = (
-            "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many of 2 to 8 as there are"
+            "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many of these as there are"
         )
         add("--num-instances", default="1", metavar="N", help=text)
         add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, the same on all hosts")
@@ -149,15 +149,14 @@ class _Parser(argparse.ArgumentParser):
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
         for name in _RECORDED:
-            spellings = [f"--{name}"] + ["--update-partitions"] * (name == "update-partition")
             if name in _SWITCHES:
-                switch(spellings, None, "accepted, of no effect here")
+                switch(f"--{name}", None, "accepted, of no effect here")
             else:
-                add(*spellings, metavar="VALUE", help="accepted, of no effect here")
+                add(f"--{name}", metavar="VALUE", help="accepted, of no effect here")
 
-    def _add_switch(self, names: str | list[str], default: bool | None, text: str) -> None:
-        names = [names] if isinstance(names, str) else names
-        self.add_argument(*names, type=_switch, default=default, metavar="yes|no", help=text)
+    def _add_switch(self, name: str, default: bool | None, text: str) -> None:
+        """Add an option with the values yes and no; without a value it is yes."""
+        self.add_argument(name, type=_switch, default=default, metavar="yes|no", help=text)
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own words, each joined with its value, and the program with its arguments."""
@@ -253,6 +252,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _switch(text: str) -> bool:
+    """Return whether a text means yes."""
     if text.lower() in (*YES, *NO):
         return text.lower() in YES
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")

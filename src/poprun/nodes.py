@@ -270,32 +270,29 @@ class Nodes(RendezvousHandler):
         return newest > self._grow_after
 
     def _dealt(self, records: Mapping[str, _Record]) -> dict[str, int]:
-        """Return the instances of each node that would run some in an elastic training."""
-        request = self._request
-        slots = [record["slots"] for record in records.values()]
-        counts = deal(request.replicas, request.fewest_instances, request.instances, slots)
-        return {name: count for name, count in zip(records, counts, strict=False) if count}
+        """Return the instances of each node that would run some; empty: there are too few nodes."""
+        request, slots = self._request, [record["slots"] for record in records.values()]
+        counts = deal(
+            request.replicas, request.fewest_instances or request.instances, request.instances, slots
+        )
+        return {name: count for name, count in zip(records, counts, strict=True) if count}
 
     def _counts(self, records: Mapping[str, _Record], until: float) -> dict[str, int]:
         """Return the instances of each node in the next round; empty: more nodes have to come before."""
-        now, nodes = time.monotonic(), self._node.count
-        if self._request.is_elastic:
-            counts = self._dealt(records)
+        now, nodes, counts = time.monotonic(), self._node.count, self._dealt(records)
+        if counts:
             survivors = set(self.round.counts) - {self._leader.previous_leader}
             is_expected = survivors - set(records) or nodes > max(len(records), len(survivors))
-            if counts and (not is_expected or now > self._leads_since + _GATHER):
-                return counts
+            return {} if is_expected and now < self._leads_since + _GATHER else counts
+        text = (
+            f"of {nodes} nodes these {{}}: {', '.join(str(r) for r in range(nodes) if str(r) not in records)}"
+        )
+        if self._request.is_elastic:
             slots = sum(record["slots"] for record in records.values())
-            missing = "" if counts else f"{self._request.fewest_instances - slots} instances"
             text = f"there is room for {slots} instances, and {self._request.fewest_instances} are the fewest"
-        else:
-            missing = ", ".join(str(rank) for rank in range(nodes) if str(rank) not in records)
-            if not missing:
-                return dict.fromkeys(records, self._request.instances // nodes)
-            text = f"of {nodes} nodes these {{}}: {missing}"
-        if missing and now > until:
+        if now > until:
             self._give_up(text.format(f"have not come in {self._patience} s"))
-        if missing and now > self._warned + _AGAIN:
+        if now > self._warned + _AGAIN:
             self._warned = now
             self._log.warning(f"{text.format('are missing')}; {self._waiting(until)}")
         return {}

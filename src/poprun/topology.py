@@ -132,33 +132,24 @@ def table(request: CommandLine, hosts: Sequence[str]) -> str:
     ```
     """
     each = request.replicas // request.instances
-    if request.replicas <= _SHOWN:
-        replicas = [str(replica) for replica in range(request.replicas)]
-    else:
-        replicas = [
-            str(i * each) if each == 1 else f"{i * each} to {(i + 1) * each - 1}"
-            for i in range(request.instances)
-        ]
+    replicas = list(map(str, range(request.replicas)))
+    if request.replicas > _SHOWN and each > 1:
+        replicas = [f"{first} to {first + each - 1}" for first in range(0, request.replicas, each)]
     rows = {
         "hosts": list(hosts),
-        "ILDs": [str(number) for number in range(len(hosts))],
-        "instances": [str(instance) for instance in range(request.instances)],
+        "ILDs": list(map(str, range(len(hosts)))),
+        "instances": list(map(str, range(request.instances))),
         "replicas": replicas,
     }
     # Each cell is as wide as the replicas under it, with their borders.
     spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
-    width = max(
-        -(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells
-    )  # of a replica, with one border
-
-    def line(name: str, title: str, cells: Sequence[str], fill: str = " ") -> str:
-        return "|".join(
-            ["", title.ljust(11, fill), *(cell.center(spans[name] * width - 1, fill) for cell in cells), ""]
-        )
-
+    # Of a replica, with one border.
+    width = max(-(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells)
     total = len(replicas) * width + 11
     lines = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
-    for index, (name, cells) in enumerate(rows.items()):
-        lines += [line(name, "", [""] * len(cells), "-")] if index else []
-        lines.append(line(name, f" {name}", cells))
+    for name, cells in rows.items():
+        wide = spans[name] * width - 1
+        if name != "hosts":
+            lines.append("|".join(["", "-" * 11, *["-" * wide] * len(cells), ""]))
+        lines.append("|".join(["", f" {name}".ljust(11), *(cell.center(wide) for cell in cells), ""]))
     return "\n".join([*lines, f" {'-' * total} "])

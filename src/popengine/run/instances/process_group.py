@@ -47,6 +47,17 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
     return outcome
 
 
+def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
+    """Return the value of work `in_a_thread`, or raise its error. An interrupt ends the wait for it."""
+    while True:
+        with suppress(Empty):
+            value, error = outcome.get(timeout=_PATIENCE)
+            break
+    if error is not None:
+        raise error
+    return value
+
+
 OptimizerStates = dict[str, dict[str, Tensor]]  # of each parameter
 
 
@@ -100,20 +111,12 @@ class ProcessGroup(Connections):
             return work()
 
         with self._one_at_a_time:
-            outcome = in_a_thread(barrier_and_work)
-            while True:
-                try:
-                    value, error = outcome.get(timeout=_PATIENCE)
-                    break
-                except Empty:
-                    continue
-                except KeyboardInterrupt:
-                    is_abandoned.set()
-                    self.abort(f"was interrupted at {what}")
-                    raise
-            if error is not None:
-                raise error
-            return value
+            try:
+                return result_of(in_a_thread(barrier_and_work))
+            except KeyboardInterrupt:
+                is_abandoned.set()
+                self.abort(f"was interrupted at {what}")
+                raise
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """Return the group of some of the instances, made once."""
