@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from popengine.profile import Profile
+from popengine.profile import Event, Profile
 
 from . import memory, times, virtual
 from .changes import Change, changes
@@ -48,6 +48,7 @@ class Figures:
     capacity_of: str
     fits: bool | None
     host: dict[str, float]
+    copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the page, with the sums that are properties."""
@@ -102,6 +103,7 @@ def figures(profile: Profile) -> Figures:
         capacity_of=limit_of + (", which all ipus share" if is_shared else ""),
         fits=fits,
         host=host_times(profile),
+        copies=copies(events),
     )
 
 
@@ -145,6 +147,18 @@ def host_times(profile: Profile) -> dict[str, float]:
     for event in profile.host:
         found[event.kind] += (event.end - event.start) / 1e9
     return dict(found)
+
+
+def copies(events: list[Event]) -> dict[str, dict[str, float]]:
+    """Return a step's ns and bytes of what moves data: inputs, values between ipus and outputs."""
+    steps = len({(event.call, event.step) for event in events}) or 1
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        if event.kind in ("load", "send", "store"):
+            row = found.setdefault(event.kind, {"ns": 0.0, "bytes": 0.0})
+            row["ns"] += (event.end - event.start) / steps
+            row["bytes"] += event.bytes / steps
+    return found
 
 
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:

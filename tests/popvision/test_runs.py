@@ -133,7 +133,11 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
     train(tmp_path, calls=3)
     profile = load(tmp_path / "training" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["steps"]) == (3, 6)
-    assert figures(profile).samples_per_call == 2 * 5 * ROWS
+    found = figures(profile)
+    assert found.samples_per_call == 2 * 5 * ROWS
+    assert (
+        found.copies["load"]["bytes"] == 5 * ROWS * WIDTH * 4
+    )  # of a step; `Host` shows what goes in and out
     assert [entry.name for entry in profile.passes] == ["capture", "partition", "tasks", "load"]
     linear = WIDTH * WIDTH + WIDTH
     assert [block.parameters for block in profile.blocks] == [linear] * 3

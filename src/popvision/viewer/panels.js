@@ -82,8 +82,10 @@ function hostView(entry) {
     { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
+  const words = { load: "inputs in", send: "between ipus", store: "outputs out" };
+  const moved = Object.entries(figures.copies).map(([kind, row]) => `${words[kind]} ${units.bytes(Math.round(row.bytes))} in ${units.time(row.ns)}`).join(", ");
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, "The host's row stands above the ipus in the trace, on the same clock."),
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `In a step the ipus copy: ${moved || "nothing"}. The host's row stands above the ipus in the trace, on the same clock.`),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
     gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
 }
