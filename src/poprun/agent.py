@@ -150,7 +150,8 @@ class _Agent(LocalElasticAgent):
             os.close(descriptor)
         self._running, self._ended = {os.pidfd_open(pid): local for local, pid in pids.items()}, []
         processes = {self._first + local: pid for local, pid in pids.items()}
-        self._log.debug(f"instances are processes: {processes}")
+        for instance, pid in processes.items():
+            self._log.debug(f"instance {instance} is process {pid}")
         self._hangs = Hangs(
             self._nodes.store,
             f"attempt/{current.number}/pando",
