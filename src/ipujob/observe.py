@@ -35,7 +35,7 @@ from .pods import (
     why_pending,
 )
 from .rules import parse, warnings_of
-from .spec import TTL, Images, Job
+from .spec import Images, Job
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -112,10 +112,9 @@ def _finished(
         if not is_terminating(pod) and (phase(pod) not in ENDED or (job and _is_cleaned(job, pod)))
     ]
     delete += services
-    ttl = (value["metadata"].get("annotations") or {}).get(TTL, "")
-    if ttl.isdecimal():
+    if job and job.seconds_kept is not None:
         ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
-        delete += [value] if now >= ended + timedelta(seconds=int(ttl)) else []
+        delete += [value] if now >= ended + timedelta(seconds=job.seconds_kept) else []
     return Decision(_patch(old, status, now), tuple(delete))
 
 

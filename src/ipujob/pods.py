@@ -10,7 +10,7 @@ from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
 
-from .spec import IPUS_PER_GPU, RESOURCES, SECURITY, Job
+from .spec import Job
 
 PORT = 29500  # every pod has an address of its own, so instances don't clash
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
@@ -68,9 +68,9 @@ def template(job: Job, environment: Mapping[str, Any]) -> Object:
     if job.device == "cuda":
         environment = {**environment, "POPTORCH_DEVICE": "cuda"}
     container["env"] = _environment(job, environment)
-    if job.annotations.get(SECURITY) == "drop":
+    if "security" in job.drops:
         _drop_security(spec)
-    if job.annotations.get(RESOURCES) == "drop":
+    if "resources" in job.drops:
         for each in spec["containers"] + (spec.get("initContainers") or []):
             each.pop("resources", None)
     _request_devices(job, container)
@@ -163,7 +163,7 @@ def _request_devices(job: Job, container: Object) -> None:
     ipus = job.shape.ipus_per_worker
     if job.device == "cuda":
         if not any(name.startswith("nvidia.com/") for name in named):
-            gpus = -(-ipus // int(job.annotations.get(IPUS_PER_GPU, "1")))
+            gpus = -(-ipus // job.ipus_per_gpu)
             resources.setdefault("limits", {})["nvidia.com/gpu"] = str(gpus)
     elif "cpu" not in named:
         resources.setdefault("requests", {})["cpu"] = str(min(ipus, _MAX_CORES))

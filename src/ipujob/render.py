@@ -7,7 +7,8 @@ from typing import Any
 
 from . import pods
 from .pods import INSTANCE, JOB, Object
-from .spec import MAX_HOST, TTL, Job, exit_codes
+from .rules import TTL
+from .spec import MAX_HOST, Job, exit_codes
 
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -54,7 +55,7 @@ def _warnings(job: Job, way: str) -> Iterator[str]:
         yield f"restartPolicy {policy} needs the operator: bare pods are not started again"
     if way == "job" and policy != "Never":
         yield "PANDO_RESTARTS is not set: a Job's pods aren't told how often they were started"
-    if way == "pod" and TTL in job.annotations:
+    if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
 
 
@@ -93,8 +94,8 @@ def _job_spec(job: Job, instance: int, environment: dict[str, Any]) -> Object:
                 {"action": "FailJob", "onExitCodes": {"containerName": job.worker["name"], **codes}},
             ]
         }
-    if TTL in job.annotations:
-        spec["ttlSecondsAfterFinished"] = int(job.annotations[TTL])
+    if job.seconds_kept is not None:
+        spec["ttlSecondsAfterFinished"] = job.seconds_kept
     return spec
 
 
@@ -108,15 +109,14 @@ def _job_set(job: Job, instance: int) -> Object:
     inner = _job_spec(job, instance, environment)
     inner["template"]["spec"].pop("subdomain", None)
     inner |= {"backoffLimit": 0}
-    ttl = inner.pop("ttlSecondsAfterFinished", None)
     spec: Object = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": inner}}],
     }
     if job.restarts.policy != "Never":
         spec["failurePolicy"] = {"maxRestarts": job.restarts.limit}
-    if ttl is not None:
-        spec["ttlSecondsAfterFinished"] = ttl
+    if "ttlSecondsAfterFinished" in inner:
+        spec["ttlSecondsAfterFinished"] = inner.pop("ttlSecondsAfterFinished")
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 

@@ -14,22 +14,20 @@ from typing import Any
 
 import yaml
 
-from .spec import (
-    ANNOTATIONS,
-    API,
-    DEVICE,
-    IMAGE,
-    MAX_HOST,
-    MAX_NAME,
-    Fault,
-    Images,
-    Job,
-    Place,
-    Restarts,
-    Shape,
-    count,
-)
+from .spec import MAX_HOST, Fault, Images, Job, Place, Restarts, Shape, count
 
+_API = "graphcore.ai/v1alpha1"
+_MAX_NAME = 50  # characters; pods are called NAME-worker-K
+_IMAGE, TTL = "pando/image", "pando/ttl-seconds-after-finished"
+_KEEP = {"type": "string", "enum": ["keep", "drop"]}
+_ANNOTATIONS = {
+    "pando/device": {"type": "string", "enum": ["cpu", "cuda"]},
+    "pando/ipus-per-gpu": {"type": "string", "pattern": "^[1-9][0-9]{0,3}$"},
+    "pando/resources": _KEEP,
+    "pando/security": _KEEP,
+    _IMAGE: {"type": "string", "pattern": r"^\S+$"},
+    TTL: {"type": "string", "pattern": "^[0-9]{1,9}$"},
+}
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _POD = ("spec", "workers", "template", "spec")
@@ -56,7 +54,7 @@ def parse(
     value = _without(value, [fault.place for fault in faults])
     metadata, spec = value.get("metadata") or {}, value.get("spec") or {}
     job = _job(metadata, spec, device, images)
-    faults += [*_check_annotations(job.annotations), *_check_job(job, metadata, spec)]
+    faults += _check_job(job, metadata, spec)
     return (None, faults) if faults else (job, [])
 
 
@@ -90,8 +88,10 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, imag
         namespace=metadata.get("namespace") or "default",
         shape=Shape(spec.get("jobInstances", 1), workers, replicas, ipus),
         template=template,
-        image="" if images is None else annotations.get(IMAGE) or next(matching, written),
-        device=annotations.get(DEVICE, device),
+        image="" if images is None else annotations.get(_IMAGE) or next(matching, written),
+        device=annotations.get("pando/device") or device,
+        ipus_per_gpu=int(annotations.get("pando/ipus-per-gpu") or 1),
+        drops=tuple(word for word in ("resources", "security") if annotations.get(f"pando/{word}") == "drop"),
         mode="launched" if launcher else "joined" if workers > 1 else "single",
         launch=tuple(launcher.get("command") or ()),
         launch_env=tuple(launcher.get("env") or ()),
@@ -100,23 +100,16 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, imag
         ),
         clean=spec.get("cleanPodPolicy") or "None",
         ttl=(spec.get("interactive") or {}).get("ttl"),
-        annotations=annotations,
+        seconds_kept=None if annotations.get(TTL) is None else int(annotations[TTL]),
     )
 
 
-def _check_annotations(words: Mapping[str, str]) -> Iterator[Fault]:
-    for key, word in words.items():
-        place = ("metadata", "annotations", key)
-        if not key.startswith("pando/"):
-            continue
-        if key not in ANNOTATIONS:
-            yield Fault(place, f"annotation {key} is unknown", f"one of {', '.join(ANNOTATIONS)}")
-        elif not re.fullmatch(ANNOTATIONS[key][0], word):
-            yield Fault(place, f"annotation {key} must be {ANNOTATIONS[key][1]}, and is {word!r}")
-
-
 def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check the rules between fields."""
+    """Check the rules between fields, and the names of annotations."""
+    for key in metadata.get("annotations") or {}:
+        if str(key).startswith("pando/") and key not in _ANNOTATIONS:
+            place = ("metadata", "annotations", key)
+            yield Fault(place, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
     yield from _check_name(job, "name" if metadata.get("name") else "generateName")
     shape, other = job.shape, spec.get("workersPerJobInstance")
     if other and shape.workers != int(other):
@@ -143,13 +136,13 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
     place = ("metadata", named)
-    suffix = "bcdfg" if named == "generateName" else ""  # an API server adds five letters
+    suffix = "bcdfg" if named == "generateName" else ""  # an _API server adds five letters
     name = job.name + suffix
     said = f'name "{job.name}"' + (" with five letters added" if suffix else "")
     last = f"{name}-worker-{max(job.shape.instances * job.shape.workers - 1, 0)}"
-    if len(name) > MAX_NAME or len(last) > MAX_HOST:
+    if len(name) > _MAX_NAME or len(last) > MAX_HOST:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
-        yield Fault(place, message, f"at most {MAX_NAME} characters")
+        yield Fault(place, message, f"at most {_MAX_NAME} characters")
     elif not _LABEL.fullmatch(name):
         fix = "small letters, digits and dashes, no dash at the ends"
         yield Fault(place, f"{said} can't be a host's", fix)
@@ -173,7 +166,7 @@ def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str
         message = f"exitCodes have no effect with restartPolicy {job.restarts.policy}"
         yield ("spec", "restartPolicy", "exitCodes"), message
     if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
-        fix = f"name one with Pando by {IMAGE} or --image"
+        fix = f"name one with Pando by {_IMAGE} or --image"
         message = f"image {job.image} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
         yield (*_POD, "containers", 0, "image"), message
 
@@ -194,12 +187,13 @@ def crd() -> dict[str, Any]:
 
 @cache
 def _schema() -> dict[str, Any]:
-    """Return the schema of a whole IPUJob: that of the CRD, and what an API server demands of every object."""
+    """Return the schema of a whole IPUJob: that of the CRD, and what an _API server demands of every object."""
     text = {"type": "string"}
     words = {"type": "object", "additionalProperties": text}
-    metadata = {"name": text, "generateName": text, "namespace": text, "labels": words, "annotations": words}
+    names = {"name": text, "generateName": text, "namespace": text}
+    metadata = {**names, "labels": words, "annotations": {**words, "properties": _ANNOTATIONS}}
     properties = {
-        "apiVersion": {**text, "enum": [API]},
+        "apiVersion": {**text, "enum": [_API]},
         "kind": text,
         "metadata": {"type": "object", _OPEN: True, "properties": metadata},
         "spec": crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"],
@@ -209,7 +203,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _check_value(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
-    """Yield a fault for each part of a value that an API server would refuse or drop."""
+    """Yield a fault for each part of a value that an _API server would refuse or drop."""
     name, shown = _path(place), _show(value)
     if schema.get("x-kubernetes-int-or-string"):
         if not re.search(schema["pattern"], str(value)):

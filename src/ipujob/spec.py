@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-API = "graphcore.ai/v1alpha1"
-MAX_NAME = 50  # characters; pods are called NAME-worker-K, and a host name holds 63
-MAX_HOST = 63
+MAX_HOST = 63  # characters of a host name
 
 Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
-
-# Annotations: the pattern of their values, and its description for error messages.
-DEVICE, IPUS_PER_GPU, IMAGE = "pando/device", "pando/ipus-per-gpu", "pando/image"
-RESOURCES, SECURITY, TTL = "pando/resources", "pando/security", "pando/ttl-seconds-after-finished"
-ANNOTATIONS = {
-    DEVICE: ("cpu|cuda", "cpu or cuda"),
-    IPUS_PER_GPU: ("[1-9][0-9]{0,3}", "a whole number of at least 1"),
-    RESOURCES: ("keep|drop", "keep or drop"),
-    SECURITY: ("keep|drop", "keep or drop"),
-    IMAGE: (r"\S+", "an image"),
-    TTL: ("[0-9]{1,9}", "a whole number of seconds"),
-}
 
 
 @dataclass(frozen=True)
@@ -76,13 +62,15 @@ class Job:
     template: dict[str, Any] = field(repr=False)
     image: str = ""  # of the worker; empty, if it is not used
     device: str = "cpu"  # or cuda
+    ipus_per_gpu: int = 1
+    drops: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
     mode: str = "single"  # or joined, launched
     launch: tuple[str, ...] = ()
     launch_env: tuple[dict[str, Any], ...] = ()
     restarts: Restarts = Restarts()
     clean: str = "None"  # or Workers, All
     ttl: int | None = None  # seconds, of an interactive job
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    seconds_kept: int | None = None  # after its end; then the IPUJob is deleted
 
     @property
     def worker(self) -> dict[str, Any]:

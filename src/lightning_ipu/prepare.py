@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,22 +65,18 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
 _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 
 
-@contextlib.contextmanager
-def reporting(directory: str | None) -> Iterator[None]:
-    """A context in which executors that compile write profiles into the directory, or into the current one."""
+def write_reports(directory: str | None, undo: ExitStack) -> None:
+    """Let executors that compile write profiles into the directory, or into the current one, until `undo` is closed."""
     before = os.environ.get(_VARIABLE)
     asked = {"autoReport.all": "true"}
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
         asked["autoReport.directory"] = directory
     os.environ[_VARIABLE] = json.dumps({**json.loads(before or "{}"), **asked})
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+    if before is None:
+        undo.callback(os.environ.pop, _VARIABLE)
+    else:
+        undo.callback(os.environ.__setitem__, _VARIABLE, before)
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:

@@ -18,7 +18,7 @@ import poptorch
 from popdist import collectives
 
 from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
-from .prepare import Lightning, check_before_setup, check_optimizers, make_options, reporting
+from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
 from .replaying import Replay
 
@@ -109,7 +109,7 @@ class StrategyPart:
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
         if self.autoreport:
-            self._undo.enter_context(reporting(self.autoreport_dir))  # executors read it when they compile
+            write_reports(self.autoreport_dir, self._undo)
         self._make_executors(trainer, is_fit)
 
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:

@@ -82,7 +82,7 @@ REFUSED = {
     "spec.launcher.command must not be empty": job(launcher={"command": []}),
     "containers[0].image is missing": job(container={"image": None}),
     "containers[0].env must be of type array": job(container={"env": {"A": "b"}}),
-    "annotation pando/device must be cpu or cuda, and is 'ipu'": job(annotations={"pando/device": "ipu"}),
+    "annotations.pando/device 'ipu' is none of cpu, cuda": job(annotations={"pando/device": "ipu"}),
     "annotation pando/devise is unknown": job(annotations={"pando/devise": "cpu"}),
     "spec.modelReplicas is no field of an IPUJob\n  fix: use modelReplicasPerWorker, ipusPerJobInstance": job(
         modelReplicas=2
