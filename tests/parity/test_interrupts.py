@@ -217,3 +217,20 @@ def test_the_handler_of_the_program_is_called_after_the_capture():
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == ["forward goes on", "handler"]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.overrides.TorchFunctionMode, torch.utils._python_dispatch.TorchDispatchMode]
+)
+def test_a_mode_that_a_failing_forward_leaves_on_is_taken_off(kind):
+    class LeftOn(kind):
+        pass
+
+    class Model(nn.Module):
+        def forward(self, x):
+            LeftOn().__enter__()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        poptorch.inferenceModel(Model())(X)
+    assert (X + 1).sum() != X.sum()

@@ -34,6 +34,7 @@ KNOWN = {
     "numpy": lambda x: x * float(numpy.cumsum(torch.arange(4).numpy())[-1]),
     "a mask": lambda x: x[torch.arange(4) % 2 == 0],
     "a mask behind a slice": lambda x: x[:, torch.tensor([True, False, True])],
+    "masked_select": lambda x: torch.masked_select(x, torch.eye(4, 3) > 0),
     "nonzero": lambda x: x[torch.tensor([0, 1, 0, 1]).nonzero().squeeze(1)],
     "where": lambda x: x[torch.where(torch.eye(4, 3) > 0)],
     "equal": lambda x: x + torch.equal(torch.ones(2), torch.ones(2)),
@@ -64,7 +65,8 @@ def test_gradients_flow_through_a_mask_that_is_known():
 
         def forward(self, x):
             kept = (x * self.weight[:, None])[torch.arange(4) % 2 == 1]
-            return poptorch.identity_loss((kept**2).sum(), "none")
+            chosen = torch.masked_select(kept, torch.tensor([True, False, True]))
+            return poptorch.identity_loss((kept**2).sum() + chosen.sum(), "none")
 
     model, plain = Masked(), Masked()
     poptorch.trainingModel(model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.01))(X)
@@ -229,6 +231,24 @@ def test_a_lazy_conjugation_or_sign_is_carried_out(forward, given):
 
 
 SPARSE = torch.eye(3).to_sparse().coalesce()
+FROM_SPARSE = {
+    "dimensions": lambda x: x * SPARSE.sparse_dim() + SPARSE.indices().shape[1],
+    "indices": lambda x: x[:, SPARSE.indices()[0]] * SPARSE.values(),
+    "a value": lambda x: x * SPARSE.coalesce().values().sum().item(),
+    "a dense one": lambda x: x @ SPARSE.to_dense(),
+    "a sum": lambda x: x @ (SPARSE + SPARSE).to_dense(),
+    "of lists": lambda x: x + torch.sparse_coo_tensor([[0, 1], [0, 1]], [2.0, 3.0], (4, 3)).to_dense(),
+    "made in forward": lambda x: (
+        x + torch.sparse_coo_tensor(torch.eye(2).long(), torch.ones(2), (4, 3)).to_dense()
+    ),
+    "by rows": lambda x: x @ SPARSE.to_sparse_csr().to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", FROM_SPARSE)
+def test_what_a_sparse_constant_holds_is_known(name):
+    forward = FROM_SPARSE[name]
+    assert torch.equal(compiled(forward, X), forward(X))
 
 
 class SparseBuffer(nn.Module):
@@ -241,13 +261,7 @@ class SparseBuffer(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [
-        lambda x: SPARSE @ x.t(),
-        lambda x: x @ SPARSE.to_dense(),
-        lambda x: x + torch.sparse_coo_tensor([[0, 1], [0, 1]], [2.0, 3.0], (4, 3)).to_dense(),
-        SparseBuffer(),
-    ],
+    "forward", [lambda x: SPARSE @ x.t(), lambda x: x + SPARSE.mul_(2).to_dense(), SparseBuffer()]
 )
 def test_a_sparse_tensor_in_a_graph_is_refused_with_the_dense_one_to_write(forward):
     with pytest.raises(poptorch.Error, match="sparse") as caught:

@@ -156,14 +156,14 @@ def test_a_model_that_can_not_be_captured_is_refused(make, words):
 
 
 def test_a_sparse_output_is_refused():
-    with pytest.raises(poptorch.Error, match="a sparse tensor"):
+    with pytest.raises(poptorch.Error, match=r"an output of forward.*is a sparse tensor"):
         poptorch.inferenceModel(lambda x: x.to_sparse())(X)
 
 
 def test_a_sparse_gradient_is_refused():
     model = Refused(lambda layer, x, y: poptorch.identity_loss(layer(y), "mean"))
     model.layer = nn.Embedding(4, 2, sparse=True)
-    with pytest.raises(poptorch.Error, match=r"a sparse tensor of shape \(4, 2\)[^$]*sparse=False"):
+    with pytest.raises(poptorch.Error, match=r"the gradient of layer\.weight is a sparse[^$]*sparse=False"):
         poptorch.trainingModel(model, options(accumulation=1))(X, LABELS)
 
 

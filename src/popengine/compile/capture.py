@@ -20,13 +20,14 @@ from ..errors import CaptureError
 from ..ir import Graph, Key
 from .recording.capture_contexts import (
     interrupts_held,
+    modes_left,
     module_paths,
     traced,
     without_torch_compile,
 )
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
-from .recording.graph_recorder import Recorder, like
+from .recording.graph_recorder import Recorder, check_dense, like
 from .recording.known_values import CaptureRecorder
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns, adoption
@@ -35,6 +36,7 @@ from .rewriting.mixed_types import MixedPrecision
 
 
 @interrupts_held()
+@modes_left()
 def capture(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],
@@ -136,6 +138,8 @@ def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, 
                 " or say `.detach()`, if it is meant as a constant"
             )
     found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    for name, value in found.items():
+        check_dense(value, f"the gradient of {name}")
     if not found:
         raise CaptureError(
             "the model would not train: no parameter gets a gradient\n"

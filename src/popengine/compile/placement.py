@@ -211,10 +211,23 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
     )
 
 
-def loads_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Return a line for each ipu: the time of its blocks, and their names."""
+def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
+    """Describe the load of each ipu, and the effect of moving a block from the slowest ipu to a neighbour."""
     of = {cost.name: cost.seconds for cost in costs}
-    return "\n".join(
-        f"  ipu {ipu}: {sum(of[name] for name in names) * 1e3:.3f} ms: {', '.join(names)}"
-        for ipu, names in enumerate(cut)
-    )
+    loads = [sum(of[name] for name in names) for names in cut]
+    lines = [
+        f"  ipu {ipu}: {load * 1e3:.3f} ms: {', '.join(names)}"
+        for ipu, (names, load) in enumerate(zip(cut, loads, strict=True))
+    ]
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    names = cut[slowest]
+    for neighbour, name in ((slowest - 1, names[0]), (slowest + 1, names[-1])):
+        if 0 <= neighbour < len(cut) and len(names) > 1:
+            moved = loads.copy()
+            moved[slowest] -= of[name]
+            moved[neighbour] += of[name]
+            lines.append(
+                f"  moving {name!r} to ipu {neighbour} would make the slowest {max(moved) * 1e3:.3f} ms instead of"
+                f" {loads[slowest] * 1e3:.3f} ms"
+            )
+    return "\n".join(lines)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.compile.recording.graph_recorder import check_dense
 from popengine.errors import Error, did_you_mean
 from popengine.ir import Graph, Result
 from popengine.run.call import Results
@@ -154,6 +155,8 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
         where: the line of forward
     """
     template, traced = without_values(value, where)
+    for tensor in traced:
+        check_dense(tensor, f"an output of forward, at {where},")
     if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from popengine.compile.placement import Cost, balance, loads_in_words
+from popengine.compile.placement import Cost, balance, explain
 from popengine.errors import PartitionError
 
 
@@ -51,8 +51,10 @@ def test_fewer_blocks_than_ipus_is_an_error():
         balance(costs_of(1, 2), 3)
 
 
-def test_the_log_says_the_load_of_each_ipu():
+def test_the_explanation_says_what_moving_a_block_would_give():
     costs = costs_of(3, 3, 2)
-    assert loads_in_words(costs, (("b0", "b1"), ("b2",))) == (
-        "  ipu 0: 6.000 ms: b0, b1\n  ipu 1: 2.000 ms: b2"
+    assert explain(costs, (("b0", "b1"), ("b2",))) == (
+        "  ipu 0: 6.000 ms: b0, b1\n"
+        "  ipu 1: 2.000 ms: b2\n"
+        "  moving 'b1' to ipu 1 would make the slowest 5.000 ms instead of 6.000 ms"
     )

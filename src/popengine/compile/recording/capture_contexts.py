@@ -1,4 +1,4 @@
-"""The contexts in which a forward is captured: Ctrl-C held back, torch's own branches fixed, the running module known.
+"""The contexts in which a forward is captured: Ctrl-C held back, torch's modes taken off, the running module known.
 
 Ctrl-C is held back because an exception that comes where C++ calls a mode's Python ends the process, and one that comes
 while a mode is left keeps the mode on: all that torch computes later would be recorded.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .current_capture import Capture, active
 
@@ -41,6 +42,24 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held:
             handler(*held[0])
+
+
+@contextlib.contextmanager
+def modes_left() -> Iterator[None]:
+    """Take off, in the end, torch's modes that the body has left on."""
+    functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        for mode in _get_current_dispatch_mode_stack():
+            if not any(mode is before for before in modes):
+                key = getattr(mode, "_mode_key", None)  # torch's own modes have a place each
+                if key is None:
+                    torch._C._pop_torch_dispatch_stack(None)
+                else:
+                    torch._C._unset_dispatch_mode(key)
 
 
 @contextlib.contextmanager

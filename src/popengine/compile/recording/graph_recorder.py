@@ -79,12 +79,12 @@ def like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
-def check_dense(value: Any, where: str) -> None:
-    """Raises CaptureError, if a value is a sparse tensor."""
-    if isinstance(value, Tensor) and value.layout is not torch.strided:
+def check_dense(value: Tensor, what: str) -> None:
+    """Raises CaptureError, if a tensor, which is `what`, is sparse."""
+    if value.layout is not torch.strided:
         raise CaptureError(
-            f"a sparse tensor of shape {tuple(value.shape)} is used or made at {where}\n"
-            "  why: a compiled model computes with dense tensors, also its gradients\n"
+            f"{what} is a sparse tensor of shape {tuple(value.shape)}\n"
+            "  why: a compiled model's inputs, gradients and outputs are dense tensors\n"
             "  fix: use `to_dense()`, or keep `indices()` and `values()` in place of the tensor; and"
             " nn.Embedding(..., sparse=False)"
         )
@@ -106,7 +106,9 @@ def memory_of(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None  # a sparse tensor has several memories
+    return value.untyped_storage()._cdata
 
 
 def _like_grouped_mm(
@@ -196,7 +198,6 @@ class Recorder(TorchDispatchMode):
             func = _SAID_IN_PLACE[func]
         meta = self._describe(func)
         out = (_like_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
-        check_dense(out, meta.get("where", "?"))
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
             made = self.node(args[0])
             self.fresh.add(made.meta["key"])

@@ -79,7 +79,14 @@ class CaptureRecorder(Recorder):
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
         kwargs = kwargs or {}
-        has_real = not all(isinstance(value, FakeTensor) for value in tensors_in((args, kwargs)))
+        operands = tensors_in((args, kwargs))
+        has_real = not all(isinstance(value, FakeTensor) for value in operands)
+        if has_real and any(value.layout is not torch.strided for value in operands):
+            if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
+                for value in operands:
+                    check_dense(value, f"an operand of {func}, at {user_line()},")
+            with self:
+                return self._now(func, args, kwargs)
         if func is not aten.lift_fresh.default and (has_real or func._schema.is_mutable):
             with self:  # a view that is made now is recorded
                 args, kwargs = map_leaves(self._from_outside, (args, kwargs))
@@ -95,7 +102,6 @@ class CaptureRecorder(Recorder):
         """Return what the graph has in place of a real tensor: a stand-in, a view of one, or a constant."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        check_dense(value, user_line())
         found = self.adopted(value)
         # Without dimensions it may be a number, and torch promotes numbers and tensors differently.
         if found is value and value.dim():
@@ -108,10 +114,22 @@ class CaptureRecorder(Recorder):
         if func is aten.index.Tensor:
             value, indices = args
             return aten.index.Tensor(value, self._without_masks(indices, error))
-        known = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(*(value.shape for value in args))
+            value, mask = (value.expand(shape) for value in args)
+            return aten.index.Tensor(value, self._without_masks([mask], error))
+        args, kwargs = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
+        return self._now(func, args, kwargs)
+
+    def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operation's result on real values. Dense tensors in it are constants of the graph."""
         with _disable_current_modes():
-            result = func(*known[0], **known[1])
-        return tree_map(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result)
+            result = func(*args, **kwargs)
+
+        def as_constant(leaf: Any) -> Any:
+            return self.constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
+
+        return tree_map(as_constant, result)
 
     def _known(self, value: Any, error: Exception) -> Any:
         if not isinstance(value, Tensor):
