@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -32,22 +33,23 @@ _SOFT = 1  # omp_pause_soft: the library's settings stay
 
 def let_go_of_team() -> None:
     """End the threads that help the calling thread, where the library is GNU's."""
-    _pause()(_SOFT)
+    library = _gnu_library()
+    if library is not None:
+        library.omp_pause_resource_all(_SOFT)
 
 
 @cache
-def _pause() -> Callable[[int], object]:
-    try:
-        # Only if it is loaded: torch has another one on some systems.
+def _gnu_library() -> ctypes.CDLL | None:
+    with suppress(OSError):  # torch has another one on some systems
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return library.omp_pause_resource_all
-    except (OSError, AttributeError):
-        return lambda kind: None
+        return library if hasattr(library, "omp_pause_resource_all") else None
+    return None
 
 
 WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
 _PATIENCE = 1.0  # seconds that a thread has to end, which waits for a peer at most
 _JUDGED = 32  # tasks, after as many for warm-up
+_SENDS = -1  # in place of a core: the thread of the tasks that send to other processes
 
 
 class BoundTask(NamedTuple):
@@ -157,8 +159,7 @@ class ReadyQueue:
     def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
         self._rows, self._threads, self._inside = rows, threads, inside
         self._tables: dict[bool, StepTasks] = {}  # by whether the step is recorded
-        self._nodes: StepTasks
-        self._call: EngineCall
+        self._tasks: StepTasks
         self._recorder: Recorder | None = None
         lock = threading.Lock()
         self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
@@ -171,13 +172,14 @@ class ReadyQueue:
         self._is_shared = False
         self._judged, self._spent = 2 * _JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
+        cores = [*range(1, threads)]
+        if rows.settings.training and rows.settings.counts.instances > 1:
+            cores.append(_SENDS)
         self._all = [threading.Thread(target=self._serve, name="core 0", daemon=True)]
         self._all += [
-            threading.Thread(target=self._help, args=(number,), name=f"core {number}", daemon=True)
-            for number in range(1, threads)
+            threading.Thread(target=self._help, args=(core,), name=f"core {core}", daemon=True)
+            for core in cores
         ]
-        if rows.settings.training and rows.settings.counts.instances > 1:
-            self._all.append(threading.Thread(target=self._communicate, name="processes", daemon=True))
         for thread in self._all:
             thread.start()
 
@@ -227,7 +229,7 @@ class ReadyQueue:
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
             try:
-                self._rows.end()
+                self._rows.end_call()
             except BaseException as failure:
                 error = error or failure
             torch.set_num_threads(call.threads)
@@ -235,16 +237,12 @@ class ReadyQueue:
             del call, error
 
     def _steps(self, call: EngineCall) -> None:
-        self._call = call
-        self._rows.begin(call)
-        try:
-            while call.done < call.steps:
-                self._rows.begin_step()
-                self._step(self._table(), call.step)
-                self._rows.end_step()
-                call.step_done()
-        finally:
-            del self._call
+        self._rows.begin_call(call)
+        while call.done < call.steps:
+            self._rows.begin_step()
+            self._step(call.step)
+            self._rows.end_step()
+            call.step_done()
 
     def _table(self) -> StepTasks:
         """Return the tasks of a step. A recorder sees each ipu as a device of its own."""
@@ -253,14 +251,13 @@ class ReadyQueue:
             self._tables[is_recorded] = StepTasks(self._rows, 0 if is_recorded else self._threads)
         return self._tables[is_recorded]
 
-    def _step(self, tasks: StepTasks, number: int) -> None:
+    def _step(self, number: int) -> None:
+        tasks = self._table()
         if self._recorder is not None:
             self._recorder.begin_step(self._rows, number)
         with self._changed:
-            self._nodes, self._missing = tasks, tasks.waits_for.copy()
+            self._tasks, self._missing = tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
-            self._ready.clear()
-            self._to_send.clear()
             for task in tasks.first:
                 self._put(task)
         self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
@@ -272,21 +269,16 @@ class ReadyQueue:
     # ---- threads ---------------------------------------------------------------------------------------------
 
     def _help(self, core: int) -> None:
-        torch.set_num_threads(self._inside)
+        torch.set_num_threads(1 if core == _SENDS else self._inside)
         with torch.inference_mode():
             self._work(lambda: self._is_closed, core)
 
-    def _communicate(self) -> None:
-        torch.set_num_threads(1)
-        with torch.inference_mode():
-            self._work(lambda: self._is_closed, core=-1)
-
     def _work(self, is_over: Callable[[], bool], core: int) -> None:
-        """Do what is ready until it's over. Core -1 sends to other processes, and does nothing else."""
+        """Do what is ready until it's over."""
         done: int | None = None
         while (number := self._next(is_over, core, done)) is not None:
             try:
-                task, started = self._nodes.all[number], perf_counter()
+                task, started = self._tasks.all[number], perf_counter()
                 if self._recorder is None:
                     task.work(task.index)
                 else:
@@ -299,18 +291,18 @@ class ReadyQueue:
                 self._failed(error)
 
     def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """After a task a new one; waits for one. None: there will be none.
+        """Return a task that is ready, or wait for one, after `done` is noted; None: there will be none.
 
         Both at once: so no other core takes what the task has made ready, whose values are in this core's cache.
         """
         with self._changed:
             if done is not None:
                 self._finished(done)
-            ready, changed = (
-                (self._to_send, self._to_send_changed) if core < 0 else (self._ready, self._changed)
-            )
-            if core < 0 and self._ready:
-                self._changed.notify_all()
+            ready, changed = self._ready, self._changed
+            if core == _SENDS:
+                ready, changed = self._to_send, self._to_send_changed
+                if self._ready:
+                    self._changed.notify_all()
             while not ready or not (core <= 0 or self._is_shared):
                 if is_over():
                     return None
@@ -326,18 +318,15 @@ class ReadyQueue:
     def _finished(self, number: int) -> None:
         self._running -= 1
         self._left -= 1
-        for follower in self._nodes.followers[number]:
+        for follower in self._tasks.followers[number] if self._failure is None else ():
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 self._put(follower)
-        if self._failure is not None:
-            self._ready.clear()
-            self._to_send.clear()
         if not self._left or self._failure is not None:
             self._changed.notify_all()
 
     def _put(self, number: int) -> None:
-        if self._nodes.all[number].communicates:
+        if self._tasks.all[number].communicates:
             heappush(self._to_send, number)
             self._to_send_changed.notify()
         else:
@@ -351,7 +340,7 @@ class ReadyQueue:
         self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
 
     def _failed(self, error: BaseException) -> None:
-        self._rows.failed(error)  # wakes other processes, which may wait for this one
+        self._rows.wake_peers(error)  # wakes other processes, which may wait for this one
         with self._changed:
             self._running -= 1
             self._failure = self._failure or error

@@ -83,7 +83,7 @@ class RowFunctions:
 
     # ---- a call --------------------------------------------------------------------------------------------
 
-    def begin(self, call: EngineCall) -> None:
+    def begin_call(self, call: EngineCall) -> None:
         """Prepare for the rows of a call."""
         self.call = self.updates.call = call
 
@@ -102,12 +102,12 @@ class RowFunctions:
         elif not self.settings.part.ends_step:
             self.state.hold_step()
 
-    def failed(self, error: BaseException) -> None:
-        """Wake the other processes, which may wait for this one."""
+    def wake_peers(self, error: BaseException) -> None:
+        """Close the connections to the other processes, which may wait for this one, after an error here."""
         if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
             self._group.abort(f"failed at {self.call.name}: {error}")
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """Forget the values of all micro-batches, after a call or its failure."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
@@ -146,12 +146,10 @@ class RowFunctions:
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
         loads, stores = self._loads(row), _pairs(task, "store")
         slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, "keep")]
-        flowing = self._flowing(row)
-        changed = self.state.new_buffers[replica].keys()
-        kinds = [_kind(name, flowing, changed, partition.prepared) for name in piece.reads]
-        reads = list(zip(kinds, piece.reads, strict=True))
-        before = [n for n in task.frees if n in flowing and n not in piece.writes]
-        after = [name for name in task.frees if name not in before]
+        reads = self._reads(number)
+        flowing = {name for place, name in reads if place == _FRAME} - {*piece.writes}
+        before = [name for name in task.frees if name in flowing]
+        after = [name for name in task.frees if name not in flowing]
         device = self.state.device
         place = self.settings.counts.instance * self.settings.counts.replicas + replica
 
@@ -172,7 +170,7 @@ class RowFunctions:
                 self.state.new_buffers[replica],
                 prepared.take(number),
             )
-            values: list = [sources[kind][name] for kind, name in reads]
+            values: list = [sources[source][name] for source, name in reads]
             del sources  # values die in the piece
             for name in before:
                 del frame[name]
@@ -201,20 +199,24 @@ class RowFunctions:
         earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, "load")}
         return [(name, key) for name, key in _pairs(self.plan.tasks[row], "load") if name not in earlier]
 
-    def _flowing(self, row: int) -> set[str]:
-        """Return the values of the micro-batch that a row reads: inputs, and what earlier pieces have made."""
-        piece = self.plan.tasks[row].piece
-        slots = {slot.name: slot.role for slot in self.plan.partition.signature.slots}
-        changed = self.state.new_buffers[0]
-        pieces = self.plan.partition.pieces
-        made = {
-            n
-            for i, other in enumerate(pieces)
-            if i != piece
-            for n in other.writes
-            if n not in slots or n in changed
-        }
-        return {n for n in pieces[piece].reads if slots.get(n) == "input" or n in made}
+    def _reads(self, number: int) -> list[tuple[int, str]]:
+        """Return the values that a piece reads, each with its place: the frame, the state, the step's buffers, or the
+        prepared values."""
+        partition = self.plan.partition
+        others = (other for i, other in enumerate(partition.pieces) if i != number)
+        made = {name for other in others for name in other.writes}
+        roles = {slot.name: slot.role for slot in partition.signature.slots}
+
+        def place(name: str) -> int:
+            if name in partition.prepared:
+                return _PREPARED
+            if roles.get(name, "input") == "input":
+                return _FRAME
+            if name in partition.signature.changed:
+                return _FRAME if name in made else _BUFFER
+            return _STATE
+
+        return [(place(name), name) for name in partition.pieces[number].reads]
 
     def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         piece = self.plan.partition.pieces[task.piece]
@@ -272,7 +274,7 @@ class RowFunctions:
             dtype = optimizer.type_for(like.dtype) if optimizer is not None else like.dtype
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)
-            elif name in frees and _has_form(gradient, like, dtype) and _is_alone(frame, name, gradient):
+            elif name in frees and _has_form(gradient, like, dtype) and _references(gradient) == _ALONE:
                 sums[key] = gradient
             else:
                 sums[key] = torch.empty_like(like, dtype=dtype).copy_(gradient)
@@ -308,14 +310,7 @@ def _pairs(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
     return [pair for x in task.instructions if x.kind == kind for pair in zip(x.names, x.keys, strict=True)]
 
 
-_FRAME, _STATE, _BUFFER, _PREPARED = range(4)
-
-
-def _kind(name: str, flowing: set[str], changed: Iterable[str], prepared: Mapping[str, ir.Piece]) -> int:
-    """Return where a piece reads a value: in the frame, the state, the step's buffers, or the prepared values."""
-    if name in flowing:
-        return _FRAME
-    return _PREPARED if name in prepared else _BUFFER if name in changed else _STATE
+_FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value
 
 
 def _left(call: EngineCall) -> str:
@@ -339,32 +334,19 @@ def _has_form(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return form == (dtype, weight.shape, weight.stride(), gradient.nbytes)
 
 
-def _is_alone(frame: Mapping[str, Tensor], name: str, gradient: Tensor) -> bool:
-    """Return whether no other name refers to this tensor, and no other tensor to its memory."""
-    return _names(gradient) == _ONE_NAME and _owners(gradient) == _ONE_OWNER
+def _references(value: Tensor) -> tuple[int, int]:
+    """Return the number of references to a tensor, and of tensors of its memory, with those of the counting itself."""
+    return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 
-def _names(value: Tensor) -> int:
-    return sys.getrefcount(value)
-
-
-def _owners(value: Tensor) -> int:
-    """Tensors of this memory, and what the count itself adds."""
-    return torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
-
-
-def _alone() -> tuple[int, int]:
-    """Both counts of a tensor that a frame alone has, seen as `_begin_sums` does."""
+def _references_of_a_frame() -> tuple[int, int]:
+    """Return both numbers of a tensor that a frame alone has, counted as `_begin_sums` does."""
     frame = {"": torch.empty(1)}
     gradient = frame[""]
-
-    def counts(frame: Mapping[str, Tensor], name: str, gradient: Tensor) -> tuple[int, int]:
-        return _names(gradient), _owners(gradient)
-
-    return counts(frame, "", gradient)
+    return _references(gradient)
 
 
-_ONE_NAME, _ONE_OWNER = _alone()
+_ALONE = _references_of_a_frame()
 
 
 class Prepared:
@@ -373,13 +355,11 @@ class Prepared:
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
         self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]
-        self._uses = Counter(
-            {n: plan.micro_batches * c for n, c in Counter(n for names in self._names for n in names).items()}
-        )
+        self._uses = Counter(name for names in self._names for name in names)  # by a micro-batch
         self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
-        self._state, self._replica = state, replica
+        self._micro_batches, self._state, self._replica = plan.micro_batches, state, replica
         self._made: dict[str, Tensor] = {}
-        self._left: dict[str, int] = {}
+        self._left: dict[str, int] = {}  # uses of what was made
         self._lock = threading.Lock()
 
     def take(self, piece: int) -> dict[str, Tensor]:
@@ -395,7 +375,7 @@ class Prepared:
             code, piece = self._makers[name]
             values = self._state.values[self._replica]
             (self._made[name],) = code([values[read] for read in piece.reads])
-            self._left[name] = self._uses[name]
+            self._left[name] = self._micro_batches * self._uses[name]
         self._left[name] -= 1
         return self._made[name] if self._left[name] else self._made.pop(name)
 
