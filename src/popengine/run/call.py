@@ -38,13 +38,11 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._counts, self._mode, self._period = counts, mode, period
-        copies = {
-            "all": counts.iterations * counts.accumulation * counts.replicas,
-            "final": counts.replicas,
-            "sum": counts.replicas,
-            "every_n": counts.iterations // period * counts.accumulation * counts.replicas,
-        }[mode]
+        self._counts, self._mode = counts, mode
+        self._period = period if mode == "every_n" else 1
+        copies = counts.replicas
+        if mode in ("all", "every_n"):
+            copies *= counts.iterations // self._period * counts.accumulation
         self.values = torch.empty((copies, *shape), dtype=dtype, device=device)
         if mode == "sum":
             self.values.zero_()
@@ -69,10 +67,9 @@ class Rows:
         if self._mode == "final":
             last = (counts.iterations - 1, counts.accumulation - 1)
             return replica if (iteration, accumulation) == last else None
-        if self._mode == "every_n":
-            if (iteration + 1) % self._period:
-                return None
-            iteration //= self._period
+        if (iteration + 1) % self._period:
+            return None
+        iteration //= self._period
         return (iteration * counts.accumulation + accumulation) * counts.replicas + replica
 
     @property
@@ -118,16 +115,16 @@ class Results:
             elif result.kind == "input":  # every micro-batch's value goes back
                 shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
                 self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
-        weights = {slot.key: slot for slot in signature.slots if slot.role in ("parameter", "buffer")}
+        weights = {slot.key: slot for slot in signature.weights}
         for anchor in settings.anchors:
             if anchor.is_weight:
                 slot, once = weights[anchor.key], replace(counts, accumulation=1)
                 rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, device)
                 self._anchors[anchor] = rows
-        start, loads = perf_counter(), counts.iterations * counts.accumulation * counts.replicas
         inputs = sum(slot.role == "input" for slot in signature.slots)
-        self.loaded = [[start] * loads for _ in range(inputs)]  # by input: when each micro-batch was staged
-        self.load_started = [[start] * loads for _ in range(inputs)]
+        # By input: when each micro-batch was staged; at first the beginning of the call.
+        times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
+        self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
 
     def load(self, key: int, iteration: int, accumulation: int, replica: int, started: float) -> None:
         """Note that an input's micro-batch has been staged."""
@@ -182,8 +179,8 @@ class EngineCall:
     results: Results
     hyper: Hyper | None
     steps: int
-    first_step: int
     seed: int
+    first_step: int
     threads: int  # the caller's number for one operation, to be put back
     name: str  # for messages
     done: int = 0

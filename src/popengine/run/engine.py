@@ -130,8 +130,7 @@ class Engine:
             Results(self.plan.partition.signature, self.settings, self.state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
-            self.state.step,
-            self.state.seed,
+            *self.state.random_state,
             torch.get_num_threads(),
             name,
         )
@@ -167,13 +166,14 @@ class Engine:
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
         """Return what has to be equal in all processes before a call."""
         assert hyper is not None
+        seed, step = self.state.random_state
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),
             "state": {
-                "updates so far": str(self.state.step),
+                "updates so far": str(step),
                 "loss scaling factor": repr(self.state.loss_factor),
             },
-            "seed": {"random seed": str(self.state.seed)},
+            "seed": {"random seed": str(seed)},
             "input": {str(place): f"{tuple(value.shape)}" for place, value in enumerate(inputs)},
         }
         if self._unconfirmed:
@@ -244,36 +244,35 @@ class Engine:
             results = self.plan.partition.signature.results
             names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if names:
-                buffers = [{name: each[name] for name in names} for each in self.state.read_buffers()]
-                mean = _mean_over_replicas(buffers, self.settings.counts, self._group)
-                self.state.write_buffers([mean] * len(buffers))
+                replicas = [[each[name] for name in names] for each in self.state.read_buffers()]
+                means = _mean_over_replicas(replicas, self.settings.counts, self._group)
+                self.state.write_buffers([dict(zip(names, means, strict=True))] * len(replicas))
                 self.state.host_is_stale = True
 
 
 def _mean_over_replicas(
-    values: Sequence[Mapping[str, Tensor]], counts: Counts, group: ProcessGroup | None
-) -> dict[str, Tensor]:
+    replicas: Sequence[Sequence[Tensor]], counts: Counts, group: ProcessGroup | None
+) -> list[Tensor]:
     """Return the mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
 
     Args:
-        values: of each replica of this instance
+        replicas: the buffers of each replica of this instance
     """
-    nodes: list[TreeNode] = []
-    for replica, buffers in enumerate(values, counts.instance * counts.replicas):
-        add(nodes, TreeNode(0, replica, [value.double() for value in buffers.values()]))
+    first, nodes = replicas[0], list[TreeNode]()
+    for replica, buffers in enumerate(replicas, counts.instance * counts.replicas):
+        flat = torch.cat([buffer.double().reshape(-1) for buffer in buffers])
+        add(nodes, TreeNode(0, replica, [flat]))
     if group is None:
-        sums = total(nodes)
+        (sums,) = total(nodes)
     else:
-        shapes = {name: str(tuple(value.shape)) for name, value in values[0].items()}
+        flats = [node.values[0] for node in nodes]
         reduction = AllReduce(group, _BUFFERS_TAG, counts.replicas)
-        group.after_barrier(
-            "the mean of running statistics", {"buffers": shapes}, lambda: reduction.all_reduce_nodes(nodes)
-        )
-        sums = nodes[0].values
-    return {
-        name: (value / counts.global_replicas).to(values[0][name].dtype)
-        for name, value in zip(values[0], sums, strict=True)
-    }
+        shapes = {str(place): str(tuple(buffer.shape)) for place, buffer in enumerate(first)}
+        what = "the mean of running statistics"
+        group.after_barrier(what, {"buffers": shapes}, lambda: reduction.all_reduce(flats))
+        sums = flats[0]
+    means = (sums / counts.global_replicas).split([buffer.numel() for buffer in first])
+    return [mean.view(b.shape).to(b.dtype) for mean, b in zip(means, first, strict=True)]
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:

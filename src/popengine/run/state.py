@@ -65,29 +65,25 @@ class State:
         # Held while updates write to the weights, and by threads that read them.
         self.still = threading.Lock()
         self.lost: Error | None = None  # why the weights can't be used any more
-        self.seed = self.step = 0  # `step`: weight updates so far
+        # Seed, and weight updates so far: one value, so that an interrupt leaves both or none.
+        self.random_state: tuple[int, int] = (0, 0)
         self.host_is_stale = False  # weights were updated since the host has read them
         self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self._slots = {slot.name: slot for slot in signature.slots}
-        self.slot_of = {s.key: s.name for s in signature.slots if s.role in ("parameter", "buffer")}
-        changed = {result.key for result in signature.results if result.kind == "buffer"}
+        self.slot_of = {slot.key: slot.name for slot in signature.weights}
         self._held: _OpenStep | None = None  # of a step that another plan has begun
-        self._ipus = {name: ipu for ipu in reversed(sorted(plan.state)) for name in plan.state[ipu]}
+        names = [name for names in plan.state.values() for name in names]
         if settings.several_plans:  # which may read what this plan does not
-            self._ipus = dict.fromkeys(self.slot_of.values(), min(plan.state)) | self._ipus
-        self._changed = [
-            n for n in self._ipus if self._slots[n].role == "buffer" and self._slots[n].key in changed
-        ]
+            names += self.slot_of.values()
+        self._names = list(dict.fromkeys(names))  # of the slots that are held here
+        self._changed = [name for name in self._names if name in signature.changed]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
         replicas = range(settings.counts.replicas)
         with devices.running(device):
-            fixed = {
-                name: self._constant(name)
-                for name in self._ipus
-                if self._slots[name].role not in ("parameter", "buffer")
-            }
+            weight_slots = {*self.slot_of.values()}
+            fixed = {name: self._constant(name) for name in self._names if name not in weight_slots}
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
@@ -102,10 +98,10 @@ class State:
             self._begin_buffers()
             self.owner = self._owners() | self.owner
             optimizer = settings.optimizer
-            for unit in self.units if optimizer is not None else ():
-                assert optimizer is not None
-                is_new = unit not in self.optimizer
-                if is_new and unit.key in optimizer.group_of and self.is_kept_here(unit.key):
+            group_of = {} if optimizer is None else optimizer.group_of
+            for unit in self.units:
+                if unit not in self.optimizer and unit.key in group_of and self.is_kept_here(unit.key):
+                    assert optimizer is not None
                     self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.settle(device)
 
@@ -166,7 +162,7 @@ class State:
         self.optimizer = {units.get(place, Unit(*place, -1)): state for place, state in states.items()}
         self.owner = self.owner | other.owner
         self.still, self.lost, self.host_is_stale = other.still, other.lost, other.host_is_stale
-        self.seed, self.step, self.loss_factor = other.seed, other.step, other.loss_factor
+        self.random_state, self.loss_factor = other.random_state, other.loss_factor
         self._held = other._held if self.settings.part.before else None
 
     # ---- a step --------------------------------------------------------------------------------------------
@@ -205,27 +201,19 @@ class State:
         """The running step is finished: its buffers are the buffers."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             values.update(new)
-        self.step += 1
+        seed, step = self.random_state
+        self.random_state = seed, step + 1
         self.host_is_stale = self.host_is_stale or self.settings.training
 
     def set_loss_scale(self, scale: float) -> None:
         name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
-        if name in self._ipus and scale != self._loss_scale:
+        if name in self.values[0] and scale != self._loss_scale:
             value = torch.full_like(self.values[0][name], scale)
             for values in self.values:
                 values[name] = value
             self._loss_scale = scale
 
     # ---- the host's side -----------------------------------------------------------------------------------
-
-    @property
-    def random_state(self) -> tuple[int, int]:
-        """Seed, and weight updates so far."""
-        return self.seed, self.step
-
-    @random_state.setter
-    def random_state(self, state: tuple[int, int]) -> None:
-        self.seed, self.step = state
 
     def check(self) -> None:
         """Raise the stored error, if the weights are lost."""
@@ -242,11 +230,12 @@ class State:
 
     def _write(self, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
         after: list[dict[str, Tensor]] = []
+        held = {*self._names}
         with torch.no_grad(), devices.running(self.device):
             for replica, before in enumerate(self.values):
                 values, weights = dict(before), weights_of(replica)
                 for key, name in self.slot_of.items():
-                    if key not in weights or name not in self._ipus:
+                    if key not in weights or name not in held:
                         continue
                     first = self.settings.members(key, replica)[0]
                     if first != replica and self._slots[name].role == "parameter":
@@ -267,52 +256,44 @@ class State:
 
         A parameter with replica groups has one row a group. Raises Error, if they are lost."""
         self.check()
-        found: dict[str, Tensor] = {}
-        for name in self._by_ipu():
-            slot = self._slots[name]
-            if slot.role in ("parameter", "buffer"):
-                values = [self._fetch(self.values[r][name]) for r in self._rows(slot.key)]
-                found[slot.key] = torch.stack(values) if self._is_grouped(slot.key) else values[0]
-        return found
-
-    def _by_ipu(self) -> dict[str, None]:
-        return dict.fromkeys([*(n for names in self.plan.state.values() for n in names), *self._ipus])
+        return {
+            slot.key: self._for_host(slot.key, [self.values[row][name] for row in self._rows(slot.key)])
+            for name in self._names
+            if (slot := self._slots[name]).role in ("parameter", "buffer")
+        }
 
     def read_buffers(self) -> list[dict[str, Tensor]]:
         """Return copies of each replica's buffers, by canonical name."""
-        buffers = [name for name in self._ipus if self._slots[name].role == "buffer"]
+        buffers = [slot for name in self._names if (slot := self._slots[name]).role == "buffer"]
         return [
-            {self._slots[name].key: self._fetch(values[name]).clone() for name in buffers}
-            for values in self.values
+            {slot.key: self._fetch(values[slot.name]).clone() for slot in buffers} for values in self.values
         ]
-
-    def _fetch(self, value: Tensor) -> Tensor:
-        with devices.running(self.device):
-            return value.cpu()
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
         """Return copies of the optimizer's state by parameter, one row a group where there are groups of replicas.
 
         Where processes share the state out, what this one keeps."""
+        found: dict[str, OptimizerState] = {}
         with self.still:
             self.check()
-            found: dict[str, OptimizerState] = {}
+            states = {(unit.key, unit.replica): state for unit, state in self.optimizer.items()}
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
-                firsts = [self.settings.members(key, row)[0] for row in self._rows(key)]
-                states = [
-                    s
-                    for first in firsts
-                    for u, s in self.optimizer.items()
-                    if (u.key, u.replica) == (key, first)
-                ]
-                if states:
+                places = [(key, self.settings.members(key, row)[0]) for row in self._rows(key)]
+                rows = [states[place] for place in places if place in states]
+                if rows:
                     found[key] = {
-                        name: torch.stack([self._fetch(state[name]) for state in states])
-                        if self._is_grouped(key)
-                        else self._fetch(value).clone()
-                        for name, value in states[0].items()
+                        name: self._for_host(key, [row[name] for row in rows]).clone() for name in rows[0]
                     }
-            return found
+        return found
+
+    def _for_host(self, key: str, values: Sequence[Tensor]) -> Tensor:
+        """Return values in the host's memory; of a parameter with groups of replicas one row for each value."""
+        fetched = [self._fetch(value) for value in values]
+        return torch.stack(fetched) if self._is_grouped(key) else fetched[0]
+
+    def _fetch(self, value: Tensor) -> Tensor:
+        with devices.running(self.device):
+            return value.cpu()
 
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
@@ -358,15 +339,17 @@ class State:
     def memory(self, replica: int, ipu: int) -> Memory:
         """Return the bytes that an ipu of a replica keeps from step to step, as if it had memory of its own."""
         optimizer = self.settings.optimizer
-        sizes = {"parameter": 0, "other": 0}
-        gradients = states = 0
+        parameters = others = gradients = states = 0
         for name in self.plan.held(ipu):
-            slot, value = self._slots[name], self.values[replica][name]
-            sizes["parameter" if slot.role == "parameter" else "other"] += value.nbytes
+            size = self.values[replica][name].nbytes
+            if self._slots[name].role == "parameter":
+                parameters += size
+            else:
+                others += size
         for unit in self.units:
             if unit.ipu == ipu and replica in self.settings.members(unit.key, unit.replica):
                 weight = self.weight(unit)
                 assert optimizer is not None
                 gradients += weight.numel() * optimizer.type_for(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return Memory(replica, ipu, sizes["parameter"], sizes["other"], gradients, states)
+        return Memory(replica, ipu, parameters, others, gradients, states)

@@ -131,13 +131,6 @@ class AllReduce:
         """
         self._reduce(flats, cuts, gathers=False)
 
-    def all_reduce_nodes(self, nodes: Sequence[TreeNode]) -> None:
-        """As `all_reduce`, for nodes whose values are several tensors of any shapes and dtypes."""
-        for chosen in by_dtype(nodes[0].values):
-            flats = [_flat([node.values[index] for index in chosen]) for node in nodes]
-            self.all_reduce(flats)
-            _unflat(flats[0], [nodes[0].values[index] for index in chosen])
-
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
         """Fill a tensor with the shares of all instances; this one's is there."""
         sent = [
