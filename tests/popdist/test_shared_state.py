@@ -89,6 +89,23 @@ def test_the_whole_state_is_read_by_whoever_asks_and_each_keeps_its_part(chosen,
         assert part == whole // instances
 
 
+def with_three_replicas(shares_state):
+    popdist.init()
+    executor, model, _ = training.executor(
+        rule=poptorch.optim.AdamW, shares_state=shares_state, max_grad_norm=0.1
+    )
+    executor(*training.batch(0))
+    return training.weights(model)
+
+
+@pytest.mark.parametrize("shares_state", [False, True])
+def test_replicas_that_are_several_nodes_of_the_tree_train(shares_state):
+    """Three replicas of an instance add up to two nodes of the sum; processes that agree send one number."""
+    first, second = processes.run(with_three_replicas, 2, shares_state, replicas=3)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+
+
 def read_in_the_first_while_the_other_trains():
     popdist.init()
     executor, model, optimizer = training.executor(rule=poptorch.optim.AdamW, lr=0.01, shares_state=True)

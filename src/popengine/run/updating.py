@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import ir
 from ..settings import Hyper, Optimizer, Settings
 from ..update.chunks import Chunk, Part
-from ..update.gradients import Count, all_finite, clamp_, clipping_factor, count, next_factor, norms, scale_
+from ..update.gradients import all_finite, clamp_, clipping_factor, count, next_factor, norm, scale_
 from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
@@ -36,6 +36,7 @@ from .random_draws import mix
 from .state import State, Unit
 
 Work = Callable[[int], None]
+_PROCESSES_TAG = 12  # of messages
 
 
 class Updates:
@@ -49,9 +50,10 @@ class Updates:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.call: EngineCall
         self._place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
-        self._ways: dict[tuple[int, ...], AllReduce] = {}
+        self._ways: dict[tuple[int, ...], AllReduce] = {}  # over the replicas that have the same value
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
+            self._processes = AllReduce(group, _PROCESSES_TAG, replicas=1)
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange":
                     self.buckets[row] = buckets_of(plan, task.piece, state)
@@ -73,7 +75,7 @@ class Updates:
         self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
-        self._counts: dict[Unit, Count] = {}
+        self._counts: dict[Unit, Tensor] = {}
         self._steps: dict[tuple[int, int], UpdateStep] = {}
         self._factor: Tensor | None = None  # of clipping by norm
         self._is_left_out = False
@@ -180,9 +182,9 @@ class Updates:
         self._reduce([part])
         self._divide([part])
         if self.settings.automatic_loss_scaling:
-            self._counts[unit] = count([part.gradient], self._scale)
+            self._counts[unit] = count(part.gradient, self._scale)
         if self._needs_norms:
-            (self._norms[unit],) = norms([part.gradient])
+            self._norms[unit] = norm(part.gradient)
 
     def _sum(self, unit: Unit) -> Tensor:
         return self.state.sums[unit.replica][unit.key]
@@ -217,7 +219,7 @@ class Updates:
             self.call.commit()
         else:
             # All processes are here with all sums, and none updates if one of them is interrupted or fails before.
-            self._way(tuple(range(self.settings.counts.replicas))).agree(self.call.commit)
+            self._processes.agree(self.call.commit)
         self.state.still.acquire()
         self.is_writing = True
         if not self._is_left_out:
@@ -244,37 +246,33 @@ class Updates:
     def _total_norm(self) -> Tensor:
         """Return the norm of all gradients, as torch.nn.utils.get_total_norm: the norm of all norms, stacked in the
         order of the model's parameters."""
-        found = dict(self._norms)
-        if self.state.owner:
-            shared = [unit for unit in self.state.units if unit.key in self.state.owner]
-            for unit in shared:
-                wide = torch.promote_types(self._sum(unit).dtype, torch.float32)
-                found.setdefault(unit, torch.zeros((), dtype=wide))
-            self._everywhere([found[unit] for unit in shared], [self.state.owner[u.key] for u in shared])
-        ordered = sorted(found, key=lambda unit: (self._place[unit.key], unit.replica))
-        return torch.linalg.vector_norm(torch.stack([found[unit] for unit in ordered]))
+        ordered = sorted(self.state.units, key=lambda unit: (self._place[unit.key], unit.replica))
+        found = [
+            self._norms[unit]
+            if self._is_counted_here(unit)
+            else torch.zeros((), dtype=torch.promote_types(self._sum(unit).dtype, torch.float32))
+            for unit in ordered
+        ]
+        return torch.linalg.vector_norm(self._over_owners(torch.stack(found)))
 
-    def _everywhere(self, values: list[Tensor], owners: Sequence[int]) -> None:
-        """Give each value that of the process that owns it, in all processes."""
-        if values:
-            self._way(tuple(range(self.settings.counts.replicas))).broadcast_by_owners(values, owners)
+    def _is_counted_here(self, unit: Unit) -> bool:
+        """Return whether this process counts a gradient among those of all: its owner does, else the first process."""
+        owner = self.state.owner
+        return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
+
+    def _over_owners(self, values: Tensor) -> Tensor:
+        """Sum values of gradients over the processes, where these share the gradients out."""
+        if self.state.owner:
+            self._processes.all_reduce([values])
+        return values
 
     def _adapt_scale(self) -> bool:
         """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
-        counts, owner = self.settings.counts, self.state.owner
-        # Gradients that only their owner has are counted there, the others by the first process.
-        mine = sum(
-            (c for unit, c in self._counts.items() if not owner or owner.get(unit.key, 0) == counts.instance),
-            Count(),
-        )
-        if owner:
-            rows = [torch.zeros(3, dtype=torch.int64) for _ in range(counts.instances)]
-            rows[counts.instance] += torch.tensor([mine.elements, mine.large, mine.finite])
-            self._everywhere(rows, range(counts.instances))
-            each = (row.tolist() for row in rows)
-            mine = sum((Count(elements, large, bool(finite)) for elements, large, finite in each), Count())
-        self.state.loss_factor = next_factor(self.state.loss_factor, mine)
-        return mine.finite
+        counts = [found for unit, found in self._counts.items() if self._is_counted_here(unit)]
+        seen = self._over_owners(sum(counts, torch.zeros(3, dtype=torch.int64)))
+        elements, large, not_finite = seen.tolist()
+        self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
+        return not not_finite
 
     def _part(
         self, unit: Unit, gradient: Tensor, others: tuple[Tensor, ...], seed: int | None = None
@@ -307,10 +305,9 @@ class Updates:
     def _share(self, _: int) -> None:
         """Give all processes the weights that their owners have updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
-        if not self._is_left_out:
-            self._everywhere(
-                [self.state.weight(unit) for unit in units], [self.state.owner[unit.key] for unit in units]
-            )
+        if units and not self._is_left_out:
+            weights = [self.state.weight(unit) for unit in units]
+            self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
 
     def end(self) -> None:
         """Finish the step: its buffers are the buffers, and the weights may be read again."""

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
+def norm(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
     # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
-    return [
-        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        for gradient in gradients
-    ]
+    return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 def clipping_factor(total: Tensor, max_norm: float) -> Tensor:
@@ -49,25 +45,13 @@ LARGE = 0.125 * torch.finfo(torch.float16).max
 SHARE = 1e-7
 
 
-@dataclass(frozen=True)
-class Count:
-    """Statistics of gradients: the number of elements, of scaled ones above `LARGE`, and whether all are finite."""
+def count(gradient: Tensor, scale: float) -> Tensor:
+    """Return the number of elements of a gradient, of those above `LARGE`, and of infinities and NaN.
 
-    elements: int = 0
-    large: int = 0
-    finite: bool = True
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.elements + other.elements, self.large + other.large, self.finite and other.finite)
-
-
-def count(gradients: Sequence[Tensor], scale: float) -> Count:
-    """Count over gradients that were divided by `scale`, as if they were not."""
-    total = Count()
-    for gradient in gradients:
-        large = int((gradient.abs() > LARGE / scale).sum())
-        total += Count(gradient.numel(), large, bool(gradient.isfinite().all()))
-    return total
+    Args: scale: by which the gradient was divided; elements are compared as they were before
+    """
+    large, finite = (gradient.abs() > LARGE / scale).sum(), gradient.isfinite().sum()
+    return torch.tensor([gradient.numel(), int(large), gradient.numel() - int(finite)])
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
@@ -77,7 +61,6 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
     )
 
 
-def next_factor(factor: float, seen: Count) -> float:
-    """Return the factor on the user's loss scale for the next update."""
-    fits = seen.finite and seen.large <= SHARE * seen.elements
-    return factor * (2 if fits else 0.5)
+def next_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
+    """Return the factor on the user's loss scale for the next update, by the numbers that `count` returns."""
+    return factor * (2 if not not_finite and large <= SHARE * elements else 0.5)
