@@ -115,10 +115,10 @@ class Results:
             elif result.kind == "input":  # every micro-batch's value goes back
                 shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
                 self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
-        weights = {slot.key: slot for slot in signature.weights}
         for anchor in settings.anchors:
             if anchor.is_weight:
-                slot, once = weights[anchor.key], replace(counts, accumulation=1)
+                slot = next(slot for slot in signature.weights if slot.key == anchor.key)
+                once = replace(counts, accumulation=1)
                 rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, device)
                 self._anchors[anchor] = rows
         inputs = sum(slot.role == "input" for slot in signature.slots)
