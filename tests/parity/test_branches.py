@@ -30,7 +30,7 @@ def test_a_model_that_asks_for_a_compiler_computes_as_in_plain_pytorch(asks):
     assert torch.equal(forward(x), 3 * x)
 
 
-def test_torchs_own_layers_branch_on_no_data():
+def test_torchs_own_layers_branch_on_no_data_and_the_log_says_once_where(caplog):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
     x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
@@ -44,7 +44,10 @@ def test_torchs_own_layers_branch_on_no_data():
         def forward(self, x, mask):
             return self.model(x, src_key_padding_mask=mask)
 
+    caplog.set_level("INFO", "poptorch::python")
     found = poptorch.inferenceModel(Masked().eval())(x, mask)
+    (said,) = (line for line in caplog.messages if "takes its branch for compilers" in line)
+    assert "forward in transformer.py" in said and __file__ in said
     assert torch.allclose(found[~mask], model(x, src_key_padding_mask=mask)[~mask], atol=1e-6)
 
 

@@ -204,7 +204,7 @@ def _tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
-def held_bytes(graph: Graph, partition: Partition) -> list[int]:
+def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     """Return for each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
@@ -216,7 +216,7 @@ def held_bytes(graph: Graph, partition: Partition) -> list[int]:
         if piece.phase == "B":
             storages = [values[name].untyped_storage() for name in piece.reads if name in waiting]
             held[piece.stage] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return held
+    return tuple(held)
 
 
 def peak_bytes(graph: Graph, plan: Plan, program: Program, inside: Mapping[int, int]) -> int | None:

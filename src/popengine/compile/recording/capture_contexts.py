@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .current_capture import Capture, active
+from .graph_recorder import user_line
 
 logger = logging.getLogger("poptorch::python")
 
@@ -93,13 +94,20 @@ _CAPTURING = threading.RLock()
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _is_asked_by_torch() -> bool:
-    """Return whether a layer of torch's calls `is_compiling`, in a thread that captures.
+def _is_asked_by_torch(reported: set[str]) -> bool:
+    """Return whether a layer of torch's calls `is_compiling`, in a thread that captures; log each layer once.
 
     Torch's layers must branch on no data. For the model's code nothing compiles it: so it takes the branches of plain
     PyTorch.
     """
-    return active.get() is not None and sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+    code = sys._getframe(2).f_code
+    if active.get() is None or not code.co_filename.startswith(_TORCH):
+        return False
+    where = f"{code.co_name} in {Path(code.co_filename).name}, called at {user_line()},"
+    if where not in reported and code.co_name != "_call_impl":  # which calls hooks of modules that fail
+        logger.info("%s takes its branch for compilers: its results may differ from plain PyTorch's", where)
+    reported.add(where)
+    return True
 
 
 def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -121,7 +129,7 @@ def traced(training: bool, device: str) -> Iterator[None]:
     else one operation each that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
-        is_compiling, collects = torch.compiler.is_compiling, gc.isenabled()
+        is_compiling, collects, reported = torch.compiler.is_compiling, gc.isenabled(), set[str]()
         if device != "cpu":
             contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -130,7 +138,7 @@ def traced(training: bool, device: str) -> Iterator[None]:
             torch.autograd.set_detect_anomaly(False)
         )  # it looks for NaN: there are no values
         contexts.enter_context(torch.set_grad_enabled(training))
-        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch()
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch(reported)
         gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
         try:
             yield
