@@ -187,7 +187,6 @@ class _Accepted:
 
     label: str
     frozen: settings.Optimizer
-    group_count: int
     constants: dict[str, list[Any]]
 
 
@@ -222,7 +221,6 @@ class OptimizerGuard:
         accepted = _Accepted(
             label=label_of(optimizer),
             frozen=frozen,
-            group_count=len(hyper.groups),
             constants=_constants(optimizer, self._automatic_loss_scaling),
         )
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
@@ -302,7 +300,7 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
     """Return the values that are compiled in: for a key of groups one a group, else one."""
     rule = RULES[kind_of(optimizer)]
-    names = (*rule.rates, *rule.flags, "velocity_scaling", "maximize", "loss_scaling")
+    names = (*rule.rates, "velocity_scaling", "maximize", "loss_scaling")
     return {
         name: value
         for name in names
@@ -356,13 +354,13 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
             f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on the "
             "model first"
         )
-    now = _compiled_in(new)
+    now = _compiled_in(after)
     changes = [
         f"{what}: it was {was}, now it is {now[what]}"
-        for what, was in _compiled_in(old).items()
+        for what, was in _compiled_in(before).items()
         if now.get(what, was) != was
     ]
-    if old.group_count == new.group_count and before.group_of != after.group_of:
+    if before.group_of != after.group_of:
         moved = sorted(n for n, _ in before.group_of.items() ^ after.group_of.items())
         changes.append(f"the parameter groups of {', '.join(dict.fromkeys(moved))}")
     if changes:
@@ -373,14 +371,12 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
         )
 
 
-def _compiled_in(accepted: _Accepted) -> dict[str, Any]:
+def _compiled_in(frozen: settings.Optimizer) -> dict[str, Any]:
     """Return what setOptimizer can't change, by its description."""
-    frozen = accepted.frozen
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,
         "the clipping (max_grad_value)": frozen.max_grad_value,
-        "the number of parameter groups": accepted.group_count,
         **{f"the attribute {name!r}": is_on for name, is_on in frozen.flags.items()},
         **{f"the dtype of the state {name!r}": dtype for name, dtype in frozen.state_types.items()},
     }

@@ -72,6 +72,7 @@ class Optimizer:
 
     _kind: str  # key of the class's rule in `RULES`
     _defaults: dict[str, Any] | None = None  # default rates of a rule that torch has no optimizer for
+    _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
 
     # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
     _state_reader: Callable[[], DeviceState] | None = None
@@ -98,11 +99,6 @@ class Optimizer:
         if "_kind" in vars(cls):
             Optimizer._classes.append(cls)
 
-    @property
-    def _attributes(self) -> tuple[str, ...]:
-        """The names in `variable_attrs`, without the loss scaling."""
-        return RULES[self._kind].group_keys
-
     def _construct(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and store the others as attributes.
 
@@ -128,7 +124,7 @@ class Optimizer:
         for name in given.keys() - theirs.keys():
             if not name.startswith("_") and hasattr(type(self), name):
                 setattr(self, name, given[name])
-        allowed = (*self._attributes, "loss_scaling")
+        allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
     def _with_rates(self, params: ParamsT) -> ParamsT:
@@ -150,7 +146,13 @@ class Optimizer:
 
         Both are None before compilation. The rates are in torch's part, too.
         """
-        ipu_state, ipu_param = self._device_state()
+        ipu_state, ipu_param = None, None
+        if self._pending_state is not None:
+            ipu_state, ipu_param = self._pending_state
+        elif self._pending_torch_state is None:
+            ipu_state, ipu_param = (
+                self._state_reader() if self._state_reader else self._kept_state or (None, None)
+            )
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,15 +190,6 @@ class Optimizer:
             self._has_loaded_rates = True
         loaded: dict[Tensor, Any] = self.state  # type: ignore[attr-defined]
         self._pending_torch_state = dict(loaded) if ipu_state is None and loaded else None
-
-    def _device_state(self) -> DeviceState:
-        if self._pending_state is not None:
-            return self._pending_state
-        if self._pending_torch_state is not None:
-            return None, None
-        if self._state_reader is not None:
-            return self._state_reader()
-        return self._kept_state or (None, None)
 
     def _release(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
         """Read the state from the devices for the last time; called before the executor ends.

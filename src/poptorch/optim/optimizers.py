@@ -36,13 +36,10 @@ class SGD(Optimizer, torch.optim.SGD):
     """
 
     _kind = "sgd"
+    _more_rates = ("velocity_scaling",)  # of combined accumulators
     dampens_first_step = True
     use_combined_accum: bool = False
     velocity_accum_type: torch.dtype = torch.float32
-
-    @property
-    def _attributes(self) -> tuple[str, ...]:
-        return (*super()._attributes, "velocity_scaling")  # has an effect with combined accumulators only
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ def test_before_compilation_anything_may_change():
         (
             LAMB(MODEL.parameters()),
             LAMB([{"params": [MODEL.weight]}, {"params": [MODEL.bias]}]),
-            "number of parameter groups",
+            "parameter groups of bias",
         ),
         (LAMB(MODEL.parameters()), LAMB([MODEL.weight]), "parameter groups of bias"),
     ],
