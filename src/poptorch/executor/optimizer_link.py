@@ -100,7 +100,6 @@ class OptimizerLink:
                 self.optimizer._resume(self._model.parameter_names())
             if self._lease.executable is not None:
                 link = weakref.ref(self)
-                self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
         elif self._model.training and self._torch_link is None:
             self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)

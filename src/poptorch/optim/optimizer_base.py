@@ -76,8 +76,6 @@ class Optimizer:
 
     # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
     _state_reader: Callable[[], DeviceState] | None = None
-    # Raises RuntimeError for states of other shapes than the parameters. Set by the executor, too.
-    _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # State that the user has loaded and the executor has not uploaded yet.
     _pending_state: DeviceState | None = None
     # The same, if torch's part of the loaded dictionary has the state and "ipu_state" is None.
@@ -146,13 +144,10 @@ class Optimizer:
 
         Both are None before compilation. The rates are in torch's part, too.
         """
-        ipu_state, ipu_param = None, None
-        if self._pending_state is not None:
-            ipu_state, ipu_param = self._pending_state
-        elif self._pending_torch_state is None:
-            ipu_state, ipu_param = (
-                self._state_reader() if self._state_reader else self._kept_state or (None, None)
-            )
+        state = self._pending_state
+        if state is None and self._pending_torch_state is None:
+            state = self._state_reader() if self._state_reader else self._kept_state
+        ipu_state, ipu_param = state or (None, None)
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,8 +176,6 @@ class Optimizer:
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         refuse_other_rules(self._kind, self, rest)
-        if self._state_check is not None:
-            self._state_check(ipu_state or {})
         super().load_state_dict(rest)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
         if ipu_param:
@@ -201,7 +194,7 @@ class Optimizer:
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
             self._kept_names = names
-            self._state_reader, self._state_check = lost, None
+            self._state_reader = lost
 
     def _resume(self, names: Mapping[int, str]) -> None:
         """Have the next executor upload the state of the last one, unless another state was loaded since.
@@ -226,8 +219,7 @@ class Optimizer:
         attributes = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("step", "_state_reader", "_state_check", "_kept_names")
-            and not name.startswith("_optimizer_")
+            if name not in ("step", "_state_reader", "_kept_names") and not name.startswith("_optimizer_")
         }
         if self._state_reader is not None:
             attributes["_kept_state"] = self._state_reader()
