@@ -37,8 +37,9 @@ class Stage:
         return list(self._blocks)
 
     def ipu(self, ipu: int) -> Self:
-        assert isinstance(ipu, int), f"Stage.ipu takes the number of an ipu; found {ipu!r}"
-        assert ipu >= 0, f"Stage.ipu takes a number from 0; found {ipu}"
+        assert isinstance(ipu, int) and ipu >= 0, (
+            f"Stage.ipu takes the number of an ipu, from 0; found {ipu!r}"
+        )
         self._ipu = ipu
         return self
 

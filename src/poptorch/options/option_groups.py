@@ -250,20 +250,14 @@ class DeviceOptions(OptionsDict):
 
         Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`
         """
-        assert isinstance(available_memory_proportion, dict), (
-            f'setAvailableMemoryProportion takes a dictionary like {{"IPU0": 0.5}}; found '
-            f"{available_memory_proportion!r}"
-        )
-        proportions = {_ipu(key): value for key, value in available_memory_proportion.items()}
-        for ipu, value in proportions.items():
-            assert isinstance(value, Real), f"the memory proportion of IPU{ipu} is no number: {value!r}"
-        return self.set(available_memory_proportion=proportions)
-
-
-def _ipu(key: str) -> int:
-    valid = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
-    assert valid, f'the keys of available memory proportions start with "IPU", as in "IPU0"; found {key!r}'
-    return int(key[3:])
+        given = expect("setAvailableMemoryProportion", available_memory_proportion, dict)
+        for key, value in given.items():
+            is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
+            assert is_ipu and isinstance(value, Real), (
+                "setAvailableMemoryProportion takes a dictionary whose keys start with "
+                f'"IPU", and whose values are numbers, as {{"IPU0": 0.5}}; found {key!r}: {value!r}'
+            )
+        return self.set(available_memory_proportion={int(key[3:]): value for key, value in given.items()})
 
 
 class ReportingOptions(OptionsDict):

@@ -31,8 +31,6 @@ from poptorch.options.option_parts import (
 )
 from poptorch.options.popart import Popart
 
-_LIBRARIES = ("site-packages/torch", "src/poptorch", "site-packages/poptorch", "src/popengine")
-
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     """All that a user may choose about compiling and running a model.
@@ -65,7 +63,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             _tensor_locations=TensorLocations(),
             _training=Training(popart),
             _execution_strategy=strategies.PipelinedExecution(),
-            _source_location_excludes=list(_LIBRARIES),
+            _source_location_excludes=[],
             _show_progress_bar=True,
             _relax_optimizer_checks=False,
             _module_namescope_enabled=True,
