@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from poptorch.options import (
@@ -45,8 +46,11 @@ def page() -> str:
 def _section(path: str, kind: type[Freezable]) -> str:
     base = kind is OptionsDict or not issubclass(kind, OptionsDict)
     inherited = set() if base else set(_members(OptionsDict))
+    parts = {n: t for n, t in inspect.get_annotations(kind).items() if kind is Options and n == t.__name__}
     declared = sorted(kind._declared()) if issubclass(kind, OptionsDict) else []
-    members = {name: member for name, member in _members(kind).items() if name not in {*inherited, *declared}}
+    declared = [name for name in declared if name not in parts]
+    own = {n: m for n, m in _members(kind).items() if n not in {*inherited, *declared}}
+    members = {**parts, **own}
     rows = [_row(name, member) for name, member in sorted(members.items())]
     values = [
         f"| {name} | {f'`{printed(getattr(kind, name))}`' if hasattr(kind, name) else '-'} |"

@@ -55,7 +55,7 @@ class Options(poptorch.Options):
         self._declare(_ipus_per_replica=ipus_per_replica or launch.ipus_per_replica)
         distributed = _FixedDistributed()
         distributed._place(launch.instance, launch.instances).rowsByReplica(True)
-        self._distributed = distributed
+        self._declare(Distributed=distributed)
         self.set(replication_factor=launch.local_replicas)
 
     @property

@@ -18,17 +18,9 @@ from popengine.settings import Counts
 from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType
-from poptorch.options import option_parts  # its names are hidden by properties in the class
-from poptorch.options.option_base import Freezable, merged, printed
+from poptorch.options import option_parts
+from poptorch.options.option_base import Freezable, OptionsDict, merged, printed
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
-from poptorch.options.option_parts import (
-    Distributed,
-    Jit,
-    Precision,
-    TensorLocations,
-    TensorLocationSettings,
-    Training,
-)
 from poptorch.options.popart import Popart
 
 
@@ -47,21 +39,22 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         "defaultAnchorMode": "defaultOutputMode",
     }
 
-    _distributed: option_parts.Distributed
-    _jit: option_parts.Jit
-    _precision: option_parts.Precision
-    _tensor_locations: option_parts.TensorLocations
-    _training: option_parts.Training
+    # The parts can't be assigned.
+    Distributed: option_parts.Distributed
+    Jit: option_parts.Jit
+    Precision: option_parts.Precision
+    TensorLocations: option_parts.TensorLocations
+    Training: option_parts.Training
 
     def __init__(self) -> None:
         popart = Popart()
         super().__init__(popart)
         self._declare(
-            _distributed=Distributed(),
-            _jit=Jit(),
-            _precision=Precision(popart),
-            _tensor_locations=TensorLocations(),
-            _training=Training(popart),
+            Distributed=option_parts.Distributed(),
+            Jit=option_parts.Jit(),
+            Precision=option_parts.Precision(popart),
+            TensorLocations=option_parts.TensorLocations(),
+            Training=option_parts.Training(popart),
             _execution_strategy=strategies.PipelinedExecution(),
             _source_location_excludes=[],
             _show_progress_bar=True,
@@ -71,29 +64,8 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         self._read_environment()
 
     @property
-    def TensorLocations(self) -> TensorLocations:
-        """Options for the location of weights, activations, optimizer state and accumulators (`TensorLocations`)."""
-        return self._tensor_locations
-
-    @property
-    def Distributed(self) -> Distributed:
-        """This process among others, see `poptorch.options.Distributed`."""
-        return self._distributed
-
-    @property
-    def Jit(self) -> Jit:
-        """Deprecated options of tracing, see `poptorch.options.Jit`."""
-        return self._jit
-
-    @property
-    def Precision(self) -> Precision:
-        """Number formats, see `poptorch.options.Precision`."""
-        return self._precision
-
-    @property
-    def Training(self) -> Training:
-        """How gradients become a weight update, see `poptorch.options.Training`."""
-        return self._training
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._values.items() if not isinstance(value, OptionsDict)}
 
     @property
     def _Popart(self) -> Popart:
@@ -153,7 +125,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             "model (model.options), where it is Final in training and All in inference"
         )
         parts = [self._execution_strategy.backendOptions(), self._popart.toDict()]
-        parts += [nested.toDict() for nested in (self._training, self._distributed, self._tensor_locations)]
+        parts += [nested.toDict() for nested in (self.Training, self.Distributed, self.TensorLocations)]
         everything = super().toDict()
         for part in parts:
             everything = merged(everything, part)
@@ -205,7 +177,7 @@ _STRATEGIES = (
 _POPTORCH = SimpleNamespace(
     **{name: getattr(enums, name) for name in enums.__all__},
     **{strategy.__name__: strategy for strategy in _STRATEGIES},
-    TensorLocationSettings=TensorLocationSettings,
+    TensorLocationSettings=option_parts.TensorLocationSettings,
 )
 _TORCH = SimpleNamespace(
     float=torch.float, float32=torch.float32, half=torch.half, float16=torch.float16, bfloat16=torch.bfloat16
