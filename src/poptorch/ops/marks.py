@@ -79,22 +79,22 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
         available_memory_proportion: share of an IPU's tile memory for that operation, 0 to 1
     """
     check_tensors(
-        "you may only set available memory on a tensor, the result of a matmul or convolution", tensor
+        "set_available_memory: you may only set available memory on a tensor, the result of a matmul", tensor
     )
     return torch.ops.poptorch.set_available_memory(tensor, float(available_memory_proportion))
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
     """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the device."""
-    return _marked("input", input_tensors, mode)
+    return _marked("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
     """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the host."""
-    return _marked("output", output_tensors, mode)
+    return _marked("set_overlap_for_output", output_tensors, mode)
 
 
-def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
+def _marked(name: str, tensors: Any, mode: OverlapMode) -> Any:
     if not isinstance(mode, OverlapMode):
         raise Error(
             f"the mode must be one of poptorch.OverlapMode's; found {mode!r}\n"
@@ -102,8 +102,8 @@ def _marked(kind: str, tensors: Any, mode: OverlapMode) -> Any:
         )
 
     def marked(value: Any) -> Tensor:
-        check_tensors("you may only set overlap on tensors, in tuples, lists and dictionaries", value)
-        return getattr(torch.ops.poptorch, f"set_overlap_for_{kind}")(value, mode.value)
+        check_tensors(f"{name}: you may only set overlap on tensors, in containers", value)
+        return getattr(torch.ops.poptorch, name)(value, mode.value)
 
     return tree_map(marked, tensors)
 
