@@ -115,9 +115,8 @@ class StrategyPart:
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:
         stages = self.lightning.get("trainer.states.RunningStage")
         if not is_fit:
-            self.poptorch_models = {
-                trainer.state.stage: poptorch.inferenceModel(self.model, self.inference_opts)
-            }
+            inference = poptorch.inferenceModel(self.model, self.inference_opts)
+            self.poptorch_models = {trainer.state.stage: inference}
         else:
             optimizer = self.optimizers[0] if self.optimizers else None
             training = poptorch.trainingModel(self.model, self.training_opts, optimizer)
@@ -148,7 +147,7 @@ class StrategyPart:
     def _release(self) -> None:
         """Destroy the executors, and restore all attributes that the run replaced."""
         self._save_random_state()
-        for executor in {id(e): e for e in (*self.poptorch_models.values(), *self._more.values())}.values():
+        for executor in (*self.poptorch_models.values(), *self._more.values()):
             executor.destroy()
             executor._unmark()
         self._more, self._shapes, self._counters, self._loaders = {}, {}, {}, Loaders(self)
@@ -174,7 +173,8 @@ class StrategyPart:
         self._compile_anew(self._stage, executor)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
-        self._upload_changes(executor)
+        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
+            executor.copyWeightsToDevice()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(self._stage, *args, **kwargs)
@@ -191,14 +191,17 @@ class StrategyPart:
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call, and repeat the step's actions on the host."""
-        options = self.options_for(self._stage)
-        prepared = spread(args, micro_batches(options, self._stage == "train"))
+        prepared = self._prepare_input(args)
         executor = self._executor_for(stage, args, prepared)
         self._compile_anew(stage, executor)
         self._restore_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
         Replay(self._lightning_module, self.reduce).run(executor.notes)
         return output
+
+    def _prepare_input(self, args: Any) -> Any:
+        """Return a step's arguments with a tensor of an element for each micro-batch in place of each number."""
+        return spread(args, micro_batches(self.options_for(self._stage), self._stage == "train"))
 
     def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
         """Return the stage's executor; a further loader with batches of other shapes has an executor of its own."""
@@ -212,13 +215,13 @@ class StrategyPart:
         return self._more[key]
 
     def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
-        """Destroy an executor if a value that is compiled in has changed: a counter, which parameters are trained, or
-        the optimizer's groups."""
+        """Destroy an executor if a value that is compiled in has changed.
+
+        These are counters, which parameters are trained, and the number of the optimizer's groups.
+        """
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # reading an attribute would copy weights to the host
+            with torch._C.DisableTorchFunctionSubclass():  # reads no weights from the device
                 now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
             now += [len(optimizer.param_groups) for optimizer in self.optimizers]
         if self._counters.setdefault(id(executor), now) != now:
@@ -228,8 +231,7 @@ class StrategyPart:
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Run the transfer hooks, and cast the batch to the precision; it stays on the host."""
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
-        cast = getattr(self.precision_plugin, "cast", None)
-        return cast(batch) if cast is not None else batch
+        return self.precision_plugin.cast(batch)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._loaders.process(dataloader)
@@ -237,12 +239,8 @@ class StrategyPart:
     # ---- options -----------------------------------------------------------------------------------------
 
     @property
-    def _trainer(self) -> Any:
-        return self._lightning_module.trainer
-
-    @property
     def _stage(self) -> Any:
-        return self._trainer.state.stage
+        return self._lightning_module.trainer.state.stage
 
     @property
     def training_opts(self) -> poptorch.Options:
@@ -265,22 +263,15 @@ class StrategyPart:
         if not self.poptorch_models:
             options = self._training_opts or self._inference_opts
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
-        stage = self._stage
-        executor = self.poptorch_models.get(stage)
-        return (executor.options if executor is not None else self.options_for(stage)).replication_factor
+        return self.options_for(self._stage).replication_factor
 
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
     def upload_weights(self) -> None:
         """Copy the host's weights to the devices, after a callback has changed them."""
-        for executor in {id(e): e for e in self.poptorch_models.values()}.values():
+        for executor in set(self.poptorch_models.values()):
             if executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
-
-    def _upload_changes(self, executor: poptorch.PoplarExecutor) -> None:
-        """Upload parameters that were written on the host since they were last copied from the devices."""
-        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
-            executor.copyWeightsToDevice()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._save_random_state()

@@ -67,6 +67,23 @@ def test_options_have_the_trainers_numbers():
     assert run.accumulate_grad_batches == 2  # as it was
 
 
+def test_a_subclass_may_prepare_inputs_and_run_steps_itself():
+    class Own(IPUStrategy):
+        def _prepare_input(self, args):
+            (x, y), *rest = super()._prepare_input(args)
+            return (x * 2, y), *rest
+
+        def _step(self, stage, *args, **kwargs):
+            calls.append(stage)
+            return super()._step(stage, *args, **kwargs)
+
+    calls = []
+    (doubled,) = on(Own()).predict(made(), loader(4))
+    batch = dataset().tensors[0][:4] * 2
+    assert calls == [RunningStage.PREDICTING]
+    torch.testing.assert_close(doubled, made()(batch).detach())
+
+
 def test_options_are_all_one_by_default():
     run = trainer()
     for options in (run.strategy.training_opts, run.strategy.inference_opts):
