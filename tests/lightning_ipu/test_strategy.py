@@ -373,7 +373,7 @@ def test_a_pipeline_without_accumulation_runs_one_stage_after_another(caplog):
         run = on(IPUStrategy(device_iterations=2), devices=2)
         module = made(Blocks)
         run.fit(module, loader())
-    assert "with gradient accumulation of 7 they are a pipeline" in caplog.text
+    assert "gradientAccumulation is 1, and from 7 they are a pipeline" in caplog.text
     twin = made(Blocks)
     trainer("cpu", accumulate_grad_batches=2).fit(twin, loader())
     assert torch.equal(module.last.weight, twin.last.weight)

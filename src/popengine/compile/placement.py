@@ -142,12 +142,11 @@ def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed:
         return settings
-    if strategy.or_sharded:
-        logger.info(
-            "the stages run one after another: %d micro-batches don't fill a pipeline of %d", given, needed
-        )
-        return replace(settings, strategy=replace(strategy, mode="sharded"))
     option = "Training.gradientAccumulation" if training else "deviceIterations"
+    if strategy.or_sharded:
+        said = "the stages run one after another: %s is %d, and from %d they are a pipeline"
+        logger.info(said, option, given, needed)
+        return replace(settings, strategy=replace(strategy, mode="sharded"))
     more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
     raise PartitionError(
         f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"

@@ -35,7 +35,7 @@ def test_it_runs_sharded_with_the_same_bits_and_says_so(caplog):
     with caplog.at_level(logging.INFO, logger="poptorch::python"):
         allowed, model = executor(poptorch.PipelinedExecution().orSharded())
         allowed(torch.ones(2, 3))
-    assert "1 micro-batches don't fill a pipeline of 7" in caplog.text
+    assert "gradientAccumulation is 1, and from 7 they are a pipeline" in caplog.text
     sharded, twin = executor(poptorch.ShardedExecution())
     sharded(torch.ones(2, 3))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
