@@ -12,6 +12,7 @@ __all__ = ["Options"]
 
 
 def _refuse(name: str) -> NoReturn:
+    """Raise the error of a call that contradicts poprun."""
     raise RuntimeError(
         f"Cannot call `{name}` with popdist.poptorch.Options\n"
         "  why: poprun decides how many replicas there are and where they run\n"
@@ -45,14 +46,14 @@ class Options(poptorch.Options):
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
         launch = read()
-        if ipus_per_replica is not None and launch.total_replicas > 1 and ipus_per_replica > 1:
-            declared = launch.ipus_per_replica
-            if declared not in (1, ipus_per_replica):
-                raise RuntimeError(
-                    f"the model uses {ipus_per_replica} ipus a replica, but poprun was told {declared}\n"
-                    f"  fix: poprun --ipus-per-replica {ipus_per_replica}"
-                )
-        self._declare(_ipus_per_replica=ipus_per_replica or launch.ipus_per_replica)
+        declared = launch.ipus_per_replica
+        ipus = ipus_per_replica or declared
+        if ipus > 1 and declared not in (1, ipus) and launch.total_replicas > 1:
+            raise RuntimeError(
+                f"the model uses {ipus} ipus a replica, but poprun was told {declared}\n"
+                f"  fix: poprun --ipus-per-replica {ipus}"
+            )
+        self._declare(_ipus_per_replica=ipus)
         distributed = _FixedDistributed()
         distributed._place(launch.instance, launch.instances).rowsByReplica(True)
         self._declare(Distributed=distributed)
@@ -60,6 +61,7 @@ class Options(poptorch.Options):
 
     @property
     def ipus_per_replica(self) -> int:
+        """The number of ipus that the model uses."""
         return self._ipus_per_replica
 
     def replicationFactor(self, *args: Any, **kwargs: Any) -> Any:

@@ -64,6 +64,7 @@ class _Channel:
         self._counts = [0, 0]
 
     def send(self, message: Any) -> None:
+        """Send a message that JSON can hold."""
         body = json.dumps(message).encode()
         self._socket.sendall(struct.pack("!I", len(body)) + self._signed(0, body) + body)
 
@@ -78,11 +79,13 @@ class _Channel:
         return json.loads(body)
 
     def _signed(self, direction: int, body: bytes) -> bytes:
+        """Return the signature of the next message that is sent (0) or received (1)."""
         number = struct.pack("!Q", self._counts[direction])
         self._counts[direction] += 1
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _read(self, size: int) -> bytes:
+        """Return so many bytes; raises ConnectionError, if the other end is gone."""
         data = bytearray()
         while len(data) < size:
             part = self._socket.recv(min(size - len(data), 1 << 16))
@@ -135,16 +138,17 @@ class Server:
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        held: list[str] = []
+        """Answer the messages of a caller, until its connection is closed or a message is forged."""
+        held: set[str] = set()
         self._sockets.add(connected)
-        with connected, suppress(OSError, ValueError, TypeError, KeyError):
+        with connected, suppress(OSError, ValueError, TypeError):
             connected.settimeout(_HANDSHAKE)
             channel = _Channel(connected, self._secret, is_server=True)
             while True:
-                name, *arguments = channel.receive(_LARGEST)
+                message = channel.receive(_LARGEST)
                 connected.settimeout(None)
                 with self._lock:
-                    answer = _OPERATIONS[name](self._values, held, *arguments)
+                    answer = _answer(self._values, held, message)
                 channel.send(answer)
         with self._lock:
             self._sockets.discard(connected)
@@ -152,48 +156,32 @@ class Server:
                 self._values.pop(key, None)
 
 
-_Values = dict[str, str]
-
-
-def _get(values: _Values, held: list[str], keys: Sequence[str]) -> list[str | None]:
-    return [values.get(key) for key in keys]
-
-
-def _find(values: _Values, held: list[str], prefix: str) -> _Values:
-    return {key: value for key, value in values.items() if key.startswith(prefix)}
-
-
-def _set(values: _Values, held: list[str], key: str, value: str) -> None:
-    values[key] = value
-
-
-def _add(values: _Values, held: list[str], key: str, amount: int) -> int:
-    values[key] = str(int(values.get(key, "0")) + amount)
-    return int(values[key])
-
-
-def _compare_set(values: _Values, held: list[str], key: str, expected: str, desired: str) -> str:
-    if values.get(key, "") == expected:
-        values[key] = desired
-    return values.get(key, expected)
-
-
-def _delete(values: _Values, held: list[str], key: str) -> bool:
-    return values.pop(key, None) is not None
-
-
-def _hold(values: _Values, held: list[str], key: str, value: str) -> bool:
-    if key in values and key not in held:
-        return False
-    values[key] = value
-    if key not in held:
-        held.append(key)
-    return True
-
-
-_OPERATIONS: dict[str, Any] = {
-    each.__name__[1:]: each for each in (_get, _find, _set, _add, _compare_set, _delete, _hold)
-}
+def _answer(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
+    """Return the answer to a message. Args: held: keys that vanish with the caller's connection"""
+    match message:
+        case "get", keys:
+            return [values.get(key) for key in keys]
+        case "find", prefix:
+            return {key: value for key, value in values.items() if key.startswith(prefix)}
+        case "set", key, value:
+            values[key] = value
+        case "add", key, amount:
+            values[key] = str(int(values.get(key, "0")) + amount)
+            return int(values[key])
+        case "compare_set", key, expected, desired:
+            if values.get(key, "") == expected:
+                values[key] = desired
+            return values.get(key, expected)
+        case "delete", key:
+            return values.pop(key, None) is not None
+        case "hold", key, value:
+            if key in values and key not in held:
+                return False
+            values[key] = value
+            held.add(key)
+            return True
+        case _:
+            raise ValueError(f"no operation of a store: {message!r}")
 
 
 class SignedStore(dist.Store):
@@ -286,6 +274,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _connected(host: str, port: int, patience: float) -> socket.socket:
+    """Return a connection; raises StoreError, if there is none after so many seconds."""
     until = time.monotonic() + patience
     while True:
         try:

@@ -115,4 +115,5 @@ def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": text}}
+    """Return the row that names a process or a thread."""
+    return _row("M", kind, process, thread, 0, args={"name": text})
