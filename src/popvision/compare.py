@@ -85,17 +85,17 @@ def compare(first: Profile, second: Profile) -> list[Row]:
             ]
             if any(times):
                 rows.append(Row(f"stage {stage}, {phase}", times[0], times[1], seconds, of_costs))
-    blocks = [_block_times(profile) for profile in (first, second)]
+    blocks = [_block_times(first, a), _block_times(second, b)]
     return rows + [
         Row(f"block {', '.join(key)}", blocks[0].get(key), blocks[1].get(key), seconds)
         for key in {**blocks[0], **blocks[1]}
     ]
 
 
-def _block_times(profile: Profile) -> dict[tuple[str, str], float]:
+def _block_times(profile: Profile, found: Figures) -> dict[tuple[str, str], float]:
     """Return the seconds of a micro-batch by block and phase."""
     times: dict[tuple[str, str], float] = {}
-    for row in grouped_rows(on_the_stages_clock(profile), "block"):
+    for row in grouped_rows(on_the_stages_clock(profile, found.stages), "block"):
         key = row["block"], "forward" if row["phase"] == "F" else "backward"
         times[key] = times.get(key, 0.0) + row["ns"] / max(row["calls"], 1) / 1e9
     return times

@@ -92,7 +92,8 @@ def entry(path: Path, label: str = "") -> dict[str, Any]:
 
 def page_data(profile: Profile) -> dict[str, Any]:
     """Return a profile, its figures and its curves, as plain values."""
-    found, profile = figures(profile), on_the_stages_clock(profile)
+    found = figures(profile)
+    profile = on_the_stages_clock(profile, found.stages)
     return {
         "profile": json.loads(profile.to_json()),
         "figures": {

@@ -154,17 +154,16 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     return found
 
 
-def on_the_stages_clock(profile: Profile) -> Profile:
+def on_the_stages_clock(profile: Profile, stages: Sequence[StageTime]) -> Profile:
     """Return the profile with operations that add up to their stages: single operations were measured in one step, and
     a stage's cost comes from all steps, so an operation gets its share of the stage's cost."""
     ns, calls = defaultdict(int), defaultdict(int)
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
         calls[operation.piece] = max(calls[operation.piece], operation.calls)
-    times = stage_times(profile, steady_events(profile))
     factors = []
     for index, piece in enumerate(profile.pieces):
-        stage = times[piece.stage]
+        stage = stages[piece.stage]
         cost = (stage.forward if piece.phase == "F" else stage.backward) * calls[index]
         factors.append(cost / ns[index] if cost and ns[index] else 1.0)
     operations = (row._replace(ns=round(row.ns * factors[row.piece])) for row in profile.operations)

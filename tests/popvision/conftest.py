@@ -5,6 +5,7 @@ import pytest
 import test_runs
 
 from popengine.profile import load
+from popvision.analysis import figures
 from popvision.times import on_the_stages_clock
 
 
@@ -35,5 +36,6 @@ def raw(folder):
     tables = ("calls", "tracks", "parts", "pieces", "operations", "memory", "passes", "blocks", "tensors")
     found = {**data, **{name: table(name) for name in tables}}
     # An operation's share was measured, and what it is a share of is the stage's cost.
-    scaled = on_the_stages_clock(load(folder / "training" / "profile.pop")).operations
+    profile = load(folder / "training" / "profile.pop")
+    scaled = on_the_stages_clock(profile, figures(profile).stages).operations
     return {**found, "operations": [row._asdict() for row in scaled]}
