@@ -10,7 +10,7 @@ from popengine.profile import Profile
 
 from .analysis import Figures, figures, grouped_rows
 from .times import on_the_stages_clock
-from .units import rate, seconds, share, size
+from .units import rate, seconds, share, size, table
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,10 @@ def _block_times(profile: Profile, found: Figures) -> dict[tuple[str, str], floa
 
 def text(first: Profile, second: Profile, names: tuple[str, str]) -> str:
     """Return a table for the terminal; `<` stands beside the better figure."""
-    lines = [f"{'':40} {names[0][-24:]:>26} {names[1][-24:]:>26}    ratio   spread"]
+    rows = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in compare(first, second):
-        marks = ["<" if row.better == side else " " for side in ("first", "second")]
-        ratio = "" if row.ratio is None else f"{row.ratio:8.2f}"
-        spread = f"± {row.spread:.0%}" if row.spread >= 0.005 else ""
-        cells = [row.in_words(value) for value in (row.first, row.second)]
-        lines.append(
-            f"{row.name[:40]:40} {cells[0]:>24} {marks[0]} {cells[1]:>24} {marks[1]} {ratio:8} {spread}"
-        )
-    return "\n".join(lines) + "\n"
+        marks = [" <" if row.better == side else "" for side in ("first", "second")]
+        cells = [row.in_words(row.first) + marks[0], row.in_words(row.second) + marks[1]]
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        rows.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
+    return table(rows) + "\n"

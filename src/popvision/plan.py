@@ -20,7 +20,7 @@ from .changes import changes
 from .costs import CATEGORIES, Costs, Spent, costs_on
 from .machine import Machine
 from .machine import machine as bow
-from .units import seconds, share, size
+from .units import seconds, share, size, table
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
 _HEAD = [
@@ -150,9 +150,7 @@ class Estimates:
         return [_HEAD, *(one.in_words() for one in self.estimates)]
 
     def __str__(self) -> str:
-        rows = self.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return table(self.table())
 
     __repr__ = __str__
 

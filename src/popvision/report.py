@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from popengine.profile import Profile, load
@@ -11,7 +12,7 @@ from popengine.profile import Profile, load
 from .advice import machine_sentence, sentences
 from .analysis import Figures, figures
 from .html import entry, page, profiles_at
-from .units import kind_of_run, rate, seconds, share, size
+from .units import kind_of_run, rate, seconds, share, size, table
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -67,12 +68,17 @@ def summary(profile: Profile) -> str:
     found = figures(profile)
     lines = [f"{profile.name}: {kind_of_run(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
-    lines += [*_speed(profile, found), *_stages(found), *_memory(found)]
+    lines += _speed(profile, found)
+    lines += [indent(part, "  ") for part in (_stages(found), _memory(found)) if part]
+    if found.capacity and found.needs:
+        verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
+        lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
     lines += [f"  ! {warning}" for warning in sentences(profile, found)]
     return "\n".join(lines) + "\n"
 
 
 def _speed(profile: Profile, found: Figures) -> list[str]:
+    """Return lines about throughput, the bubble and compilation."""
     if not found.calls:
         failed = profile.facts.get("failed_calls", 0)
         return [
@@ -91,33 +97,20 @@ def _speed(profile: Profile, found: Figures) -> list[str]:
     ]
 
 
-def _stages(found: Figures) -> list[str]:
-    if not found.stages:
-        return []
-    lines = ["  stage  ipu    forward   backward     update  blocks"]
+def _stages(found: Figures) -> str:
+    """Return a table of what each stage costs; empty without stages."""
+    rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
-        cells = (seconds(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update))
-        lines.append(
-            f"  {stage.stage:5}  {stage.ipu:3} "
-            + " ".join(f"{cell:>10}" for cell in cells)
-            + f"  {stage.blocks}{mark}"
-        )
-    return lines
+        times = [seconds(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)]
+        rows.append([str(stage.stage), str(stage.ipu), *times, stage.blocks + mark])
+    return table(rows) if found.stages else ""
 
 
-def _memory(found: Figures) -> list[str]:
-    if not found.needs:
-        return []
-    lines = ["    ipu    weights  gradients  optimizer activations    between      total"]
+def _memory(found: Figures) -> str:
+    """Return a table of what each ipu needs; empty if nothing was measured."""
+    rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
-        row = (need.weights + need.buffers, need.gradients, need.optimizer)
-        lines.append(
-            f"  {need.ipu:5} "
-            + " ".join(f"{size(value):>10}" for value in row)
-            + f" {size(need.activations):>11} {size(need.between):>10} {size(need.total):>10}"
-        )
-    if found.capacity:
-        verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
-        lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
-    return lines
+        kept = need.weights + need.buffers, need.gradients, need.optimizer
+        rows.append([str(need.ipu), *map(size, (*kept, need.activations, need.between, need.total))])
+    return table(rows) if found.needs else ""

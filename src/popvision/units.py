@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from popengine.profile import Profile
 
 
@@ -34,6 +36,12 @@ def rate(value: float | None) -> str:
 def share(value: float | None) -> str:
     """Return a fraction in percent."""
     return "–" if value is None else f"{value:.1%}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines in which each column is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def kind_of_run(profile: Profile) -> str:
