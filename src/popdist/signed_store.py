@@ -29,7 +29,7 @@ from popengine.environment import SECRET
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _LARGEST = 1 << 22  # bytes of a message that the server reads
-_ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
+ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -303,7 +303,7 @@ def own_address(host: str) -> str:
     family, address = _resolved(host)
     if is_loopback(address) and host not in ("localhost", address):
         with suppress(OSError):
-            return own_address(_ELSEWHERE)
+            return own_address(ELSEWHERE)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]

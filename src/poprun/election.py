@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from popdist.signed_store import Server, SignedStore, StoreError, is_loopback, own_address
+from popdist.signed_store import ELSEWHERE, Server, SignedStore, StoreError, is_loopback, own_address
 from popengine.environment import SECRET
 
 from . import Log
@@ -28,7 +28,6 @@ from .topology import Node
 
 _HOST = socket.gethostname()
 _PATIENCE = 3.0  # seconds to try to connect to a leader on another host
-_ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _SLOWEST = 30.0  # seconds for a leader to answer, at least
 
 
@@ -202,4 +201,4 @@ def _address() -> str:
     try:
         return own_address(named) if named else "127.0.0.1"
     except OSError:  # the name of a pod that is gone
-        return own_address(_ELSEWHERE)
+        return own_address(ELSEWHERE)

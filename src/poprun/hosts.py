@@ -17,10 +17,9 @@ from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 from . import Log
 from .command_line import CommandLine
 from .guard import exit_code
-from .topology import local_instances
+from .topology import PORT, local_instances
 
 _HERE = ("localhost", socket.gethostname())
-_PORT = "29500"
 _PATIENCE = 8  # seconds for a host to end after another has failed: longer than its own limit for instances
 _PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
 CONSEQUENCE = 75  # exit code of a host that ended because another one failed, with WATCH
@@ -52,9 +51,11 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
                     deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
                 elif ended and code in (0, CONSEQUENCE):
                     deadline = time.monotonic() + _PATIENCE
-                    log.error(
-                        f"host {request.hosts[rank]} failed first, with exit code {exit_code(ended)}{_hint(ended)}"
-                    )
+                    log.error(f"host {request.hosts[rank]} failed first, with exit code {exit_code(ended)}")
+                    if ended == 255:
+                        log.error(
+                            "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
+                        )
                     _close_stdin(running)
                 if ended and code in (0, CONSEQUENCE):
                     code = exit_code(ended)
@@ -75,11 +76,6 @@ def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
             process.stdin.close()
 
 
-def _hint(code: int) -> str:
-    text = ": ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
-    return text if code == 255 else ""
-
-
 def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
     """Return the environment variables of a host's poprun."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
@@ -89,7 +85,7 @@ def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
         NUM_NODES: str(len(request.hosts)),
         NODE_RANK: str(rank),
         "MASTER_ADDR": address,
-        "MASTER_PORT": os.environ.get("MASTER_PORT", _PORT),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", str(PORT)),
         WATCH: "1",
         **dict(request.variables),
         SECRET: secret,

@@ -11,7 +11,7 @@ from popengine import environment
 
 from .command_line import CommandLine
 
-_PORT = 29500  # as torchrun's
+PORT = 29500  # as torchrun's
 _SHOWN = 16  # replicas that a table shows one by one
 
 
@@ -48,7 +48,7 @@ def node_of(variables: Mapping[str, str]) -> Node:
         raise ValueError(
             f"{environment.NUM_NODES}={count}, but MASTER_ADDR, the address of node 0, is missing"
         )
-    return Node(rank, count, address, number("MASTER_PORT", _PORT if count > 1 else 0))
+    return Node(rank, count, address, number("MASTER_PORT", PORT if count > 1 else 0))
 
 
 def local_instances(request: CommandLine, nodes: int) -> int:

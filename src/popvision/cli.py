@@ -105,9 +105,7 @@ def _open(args: argparse.Namespace) -> None:
     found = profiles_at(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
-    inner = found[0].parent
-    folder = args.report if args.report.is_dir() and args.report != inner else inner.parent
-    _show(html.write_report(folder), not args.no_browser)
+    _show(html.write_report(found[0].parent.parent), not args.no_browser)
 
 
 def _show(page: Path, in_browser: bool) -> None:
