@@ -32,6 +32,13 @@ def test_an_input_that_is_no_dense_tensor_is_named(x, words, compiled):
     executor(X, TARGET)
 
 
+def test_inputs_of_different_row_counts_are_listed():
+    executor = poptorch.inferenceModel(lambda left, right: left + right)
+    with pytest.raises(poptorch.Error, match=r"left: torch.float32 \(4, 3\), right: torch.float32 \(2, 3\)"):
+        executor(torch.ones(4, 3), torch.ones(2, 3))
+    assert not executor.isCompiled()
+
+
 def test_a_first_call_that_fails_to_run_binds_the_model_to_nothing():
     # Labels of the wrong type failed in the first run, and from then on the right ones were a mismatch.
     model = torch.nn.Module()

@@ -256,9 +256,10 @@ class CompiledInputs:
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
             is_left_out = index >= min(call.positional, self.positional)
-            if (is_left_out or kind is inspect.Parameter.VAR_POSITIONAL) and not any_shape:
-                what = "Number of positional arguments mismatch"
-                _check(what, f"{self.positional} arguments", f"{call.positional} arguments")
+            may_differ = any_shape or call.positional == self.positional
+            if (is_left_out or kind is inspect.Parameter.VAR_POSITIONAL) and not may_differ:
+                what = f"Number of positional arguments mismatch: expected {self.positional} arguments"
+                raise BatchError(f"{what} but got {call.positional}{_HINT}")
             _compare(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for tensor, path in zip(call.tensors, call.paths, strict=True):
