@@ -9,7 +9,6 @@ of training rows with two micro-batches a step, `####` is a micro-batch of four 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +67,28 @@ def runs_of(
     size = _micro_batch_rows(call, like)
     if len(rows) != 1 or not size or min(rows) >= size * counts.product:
         return [Run(call, counts)]
+    count, rest = divmod(rows.pop(), size)
+    steps, left = divmod(count, counts.accumulation * counts.groups)
+    iteration = steps if every_n else None
+    parts: list[tuple[int, Counts, StepPart, int | None]] = []  # rows, and the fields of a run
+    if steps:
+        parts.append(((count - left) * size, replace(counts, iterations=steps), _WHOLE_STEP, None))
+    if left and not rest and left % counts.groups == 0:
+        each = replace(counts, iterations=1, accumulation=left // counts.groups)
+        parts.append((left * size, each, _WHOLE_STEP, iteration))
+        left = 0
+    # Replicas would not all have a micro-batch: the first one computes the rest of the step.
+    alone = replace(counts, iterations=1, accumulation=1, replicas=1, groups=1)
+    if left:
+        each = replace(alone, accumulation=left) if training else replace(alone, iterations=left)
+        parts.append((left * size, each, StepPart(ends_step=not (training and rest)), iteration))
+    if rest:
+        part = StepPart(before=left, weight=rest / size) if training and left else _WHOLE_STEP
+        parts.append((rest, alone, part, iteration))
     found, start = [], 0
-    for taken, fields in _split(counts, *divmod(rows.pop(), size), size, training):
+    for taken, own_counts, part, iteration in parts:
         inputs = (tensor[start : start + taken] if tensor.dim() else tensor for tensor in call.tensors)
-        fields["iteration"] = fields.get("iteration") if every_n else None
-        found.append(Run(call.with_tensors(inputs), is_ragged=True, **fields))
+        found.append(Run(call.with_tensors(inputs), own_counts, part, iteration, is_ragged=True))
         start += taken
     return found
 
@@ -84,29 +100,3 @@ def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | Non
         return loaded
     sizes = {shape[0] // like.counts.product for _, shape in like.kind.tensors if shape}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _split(
-    counts: Counts, count: int, rest: int, size: int, training: bool
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows and the fields of each run of a ragged call.
-
-    Args:
-        count: of micro-batches of `size` rows, which `rest` rows follow
-    """
-    steps, left = divmod(count, counts.accumulation * counts.groups)
-    if steps:
-        yield (count - left) * size, {"counts": replace(counts, iterations=steps)}
-    alone = replace(counts, iterations=1, accumulation=1, replicas=1, groups=1)
-    if left and not rest and left % counts.groups == 0:
-        each = replace(counts, iterations=1, accumulation=left // counts.groups)
-        yield left * size, {"counts": each, "iteration": steps}
-        return
-    # Replicas would not all have a micro-batch: the first one computes the whole step.
-    if left:
-        each = replace(alone, accumulation=left) if training else replace(alone, iterations=left)
-        part = StepPart(ends_step=not (training and rest))
-        yield left * size, {"counts": each, "part": part, "iteration": steps}
-    if rest:
-        part = StepPart(before=left, weight=rest / size) if training and left else StepPart()
-        yield rest, {"counts": alone, "part": part, "iteration": steps}

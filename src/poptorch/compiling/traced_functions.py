@@ -5,7 +5,7 @@ that give the same result without reading. What can't be replaced is refused in 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -44,22 +44,20 @@ class TracedFunctions(TorchFunctionMode):
         super().__exit__(*details)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _replacement(func)(*args, **(kwargs or {}))
+        is_known = isinstance(func, Hashable) and func in _REPLACEMENTS
+        return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
 
 
-def _replacement(func: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return _REPLACEMENTS.get(func, func)
-    except TypeError:  # not hashable
-        return func
-
-
-def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
-    loss = ctc_loss(*args, **kwargs)
+def _marked(loss: Tensor) -> Tensor:
+    """Return the loss, after marking it as the result of a loss function."""
     capture = current()
     assert capture is not None
     capture.mark_loss(loss)
     return loss
+
+
+def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    return _marked(ctc_loss(*args, **kwargs))
 
 
 def _gaussian_nll_loss(
@@ -81,11 +79,7 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    loss = {"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]()
-    capture = current()
-    assert capture is not None
-    capture.mark_loss(loss)
-    return loss
+    return _marked({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
 
 
 def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:

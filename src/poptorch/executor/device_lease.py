@@ -191,12 +191,8 @@ class DeviceLease:
         """What other devices would go on from; `whole`: also those of other instances."""
         engine, kept = self.engine, self.kept
         if engine is not None and engine.settings.training:
-            states = self.whole_optimizer_states() if whole else engine.state.read_optimizer()
-            kept = replace(
-                kept,
-                optimizer={**(kept.optimizer or {}), **(states or {})},
-                loss_factor=engine.state.loss_factor,
-            )
+            optimizer = {**(kept.optimizer or {}), **(self.optimizer_states(whole) or {})}
+            kept = replace(kept, optimizer=optimizer, loss_factor=engine.state.loss_factor)
         return replace(kept, random=self.random_state if with_random_state else None)
 
     # ---- what devices have, or the next ones will have -----------------------------------------------------
@@ -218,30 +214,24 @@ class DeviceLease:
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
 
     @property
-    def optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
-        """The optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
-
-        On devices a copy of their state; else the state kept for the next devices, or None if there is none. With a
-        sharded optimizer only the part of this instance.
-        """
-        return self.engine.state.read_optimizer() if self.engine is not None else self.kept.optimizer
-
-    @property
     def shares_state(self) -> bool:
-        """Whether `optimizer_states` is a part: other instances keep the rest."""
+        """Whether this instance has a part of the optimizer's state: other instances keep the rest."""
         if self.executable is None:
             return False
         settings = self.executable.settings
         return settings.shard_optimizer is not None and settings.counts.instances > 1
 
-    def whole_optimizer_states(self) -> Mapping[str, dict[str, Tensor]] | None:
-        """As `optimizer_states`, but always of all parameters.
+    def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
+        """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
 
+        On devices a copy of their state; else the state kept for the next devices, or None if there is none.
+
+        Args: whole: of all parameters, also if other instances keep a part of the state
         Raises:
             Error: the state is sharded over instances, and is not on devices; or another instance is gone
         """
-        if not self.shares_state:
-            return self.optimizer_states
+        if not whole or not self.shares_state:
+            return self.engine.state.read_optimizer() if self.engine is not None else self.kept.optimizer
         if self.engine is None:
             raise Error(
                 "the optimizer's state is shared out over the instances, and can be read while all are attached to"

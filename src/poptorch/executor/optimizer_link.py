@@ -28,7 +28,6 @@ from ..optim.rates import hyperparameter_entries
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 
-_SCALING = "loss_scaling"
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
 
 
@@ -46,7 +45,7 @@ class OptimizerLink:
         self.hyper: settings.Hyper | None = None
         self._torch_link: TorchLink | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
-        self._told_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
+        self._used_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
@@ -137,7 +136,7 @@ class OptimizerLink:
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter as torch's optimizers have it; none before the first update."""
         _, steps = self._lease.random_state
-        on_devices = self._lease.whole_optimizer_states() or {}
+        on_devices = self._lease.optimizer_states() or {}
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
         for name, state in self._loaded.items():
             states.setdefault(name, {}).update(state)
@@ -145,7 +144,7 @@ class OptimizerLink:
 
     def _read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         assert self.hyper is not None
-        states, executable = self._lease.whole_optimizer_states(), self._lease.executable
+        states, executable = self._lease.optimizer_states(), self._lease.executable
         if states is None:
             return None
         entries = state_entries(self.frozen.kind, states)
@@ -155,26 +154,27 @@ class OptimizerLink:
 
     def upload(self) -> None:
         """Upload the states and rates that the user has loaded into the optimizer."""
-        optimizer, engine = self.optimizer, self._lease.need_engine()
-        if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_torch_state is not None:
+        optimizer, state = self.optimizer, self._lease.need_engine().state
+        is_ours = isinstance(optimizer, PoptorchOptimizer)
+        if is_ours and optimizer._pending_torch_state is not None:
             self.load_states(optimizer._pending_torch_state, self._model.parameter_names())
             optimizer._pending_torch_state = None
             self.optimizer.state.clear()  # the devices have the newest from now on
         if self._loaded:
-            engine.state.write_optimizer(self._loaded)
+            state.write_optimizer(self._loaded)
             self._loaded = {}
-        if isinstance(optimizer, PoptorchOptimizer) and optimizer._pending_state is not None:
+        if is_ours and optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_states(entries)
-            missing = sorted(set(state_entries(kind, engine.state.read_optimizer())) - set(entries))
+            missing = sorted(set(state_entries(kind, state.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            engine.state.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
+            state.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
-        if isinstance(optimizer, PoptorchOptimizer) and optimizer._has_loaded_rates:
+        if is_ours and optimizer._has_loaded_rates:
             names = self._model.parameter_names()
             self._take_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
 
@@ -190,7 +190,7 @@ class OptimizerLink:
 
     def _take_rates(self, hyper: settings.Hyper) -> None:
         """Use these rates of the optimizer from the next call on."""
-        self._told_rates, self.hyper = _readable_rates(self.optimizer), hyper
+        self._used_rates, self.hyper = _readable_rates(self.optimizer), hyper
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._has_loaded_rates = False
 
@@ -201,11 +201,11 @@ class OptimizerLink:
         check_hooks(self.optimizer)
         now = _readable_rates(self.optimizer)
         is_loaded = getattr(self.optimizer, "_has_loaded_rates", False)  # `upload` reads these
-        if now != self._told_rates and not self._has_warned and not is_loaded:
+        if now != self._used_rates and not self._has_warned and not is_loaded:
             self._has_warned = True
             changes = [
                 f"{name} is {value}, and was {before.get(name)}"
-                for group, before in zip(now, self._told_rates, strict=False)
+                for group, before in zip(now, self._used_rates, strict=False)
                 for name, value in group.items()
                 if before.get(name) != value
             ]
@@ -230,7 +230,7 @@ def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
         {n: float(g[n]) if isinstance(g[n], Tensor) else g[n] for n in rates if n in g}
         for g in optimizer.param_groups
     )
-    return [{_SCALING: getattr(optimizer, _SCALING, 1.0)}, *groups]
+    return [{"loss_scaling": getattr(optimizer, "loss_scaling", 1.0)}, *groups]
 
 
 def _lost() -> NoReturn:

@@ -33,7 +33,7 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
     return {
         "weights": {name: value for name, value in values.items() if name not in names},
         "buffers": buffers,
-        "optimizer": lease.optimizer_states or {},
+        "optimizer": lease.optimizer_states(whole=False) or {},
         "shares_state": lease.shares_state,
         "rates": [_plain(group) for group in optimizer.param_groups],
         "loss_scaling": getattr(optimizer, "loss_scaling", None),
