@@ -239,10 +239,7 @@ def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts)
         cause = {_times(factor): cause for factor, cause in causes.items()}.get(verdict)
         return f"gradients are {verdict}" + (f": {cause}" if cause else "")
     if not differing:
-        return (
-            "all equal"
-            if {loss, *(weight for *_, weight in rows)} == {"equal"}
-            else "all gradients are equal"
-        )
+        others = {loss, *(weight for *_, weight in rows)}
+        return "all equal" if others == {"equal"} else "all gradients are equal"
     first = f"{differing[0][0]}: {differing[0][1]}"
     return f"{len(differing)} of {len(rows)} gradients differ, first {first}"

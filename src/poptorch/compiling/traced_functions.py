@@ -5,7 +5,7 @@ that give the same result without reading. What can't be replaced is refused in 
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class TracedFunctions(TorchFunctionMode):
         super().__exit__(*details)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_known = isinstance(func, Hashable) and func in _REPLACEMENTS
+        is_known = func.__hash__ is not None and func in _REPLACEMENTS
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
 
 

@@ -328,18 +328,14 @@ def _cause_of_death(process: BaseProcess) -> str:
     """Return why a process ended that no longer answers, with what usually helps."""
     process.join(_GRACE)
     code = process.exitcode
-    if code is None:
-        return "the worker process closed its connection"
-    if code >= 0:
+    if code is None or code >= 0:
         return (
             f"the worker process ended with exit code {code}: see its output above\n"
             f"  why: where that is about a process that starts, the worker has run the script anew\n  fix: {_GUARD}"
         )
-    name = signal.Signals(-code).name
     hints = {
-        "SIGKILL": "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
-        "SIGBUS": "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
+        signal.SIGKILL: "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
+        signal.SIGBUS: "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
     }
-    return f"the worker process (pid {process.pid}) was killed by {name}\n  fix: " + hints.get(
-        name, "look for native code in the dataset that crashes"
-    )
+    hint = hints.get(signal.Signals(-code), "look for native code in the dataset that crashes")
+    return f"the worker process (pid {process.pid}) was killed by {signal.Signals(-code).name}\n  fix: {hint}"

@@ -282,23 +282,14 @@ class PoplarExecutor(PublicNames):
                 )
                 return
 
-    def _described(self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Overview:
-        """Return what `plan` would be after a call with these arguments; nothing is kept of the compilation.
-
-        Args: options: in place of the executor's own, if given
-        """
-        run, options, settings = self._run_for(options, args, kwargs)
+    def _described(self, run: Run, options: Options, settings: Settings) -> Overview:
+        """Return what `plan` would be after this run; nothing is kept of the compilation."""
         return overview(compile_model(self._wrapped.traced, run, options, settings, is_plan_only=True))
-
-    def _planned(
-        self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any], kinds: Sequence[str]
-    ) -> dict[str, Profile]:
-        """Return what popvision plans from; arguments as for `_described`, and for `planning.profiles`."""
-        return self._profiles(*self._run_for(options, args, kwargs), kinds)
 
     def _profiles(
         self, run: Run, options: Options, settings: Settings, kinds: Sequence[str]
     ) -> dict[str, Profile]:
+        """Return what popvision plans from; `kinds` as for `planning.profiles`."""
         compiled = functools.partial(compile_model, self._wrapped.traced, run, options, is_plan_only=True)
         location = options.TensorLocations.location_optimizer.toDict()
         return profiles(compiled, settings, self._optimizer_link.hyper, location, kinds)
@@ -306,6 +297,7 @@ class PoplarExecutor(PublicNames):
     def _run_for(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Run, Options, Settings]:
+        """Return what a call with these arguments would run, with `options` in place of the executor's own if given."""
         training, model = self._wrapped.training, self._user_model
         options = self.options if options is None else resolved(options, training, model)
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())

@@ -115,7 +115,7 @@ def describe(
         Error: the model can't be compiled for such a batch
     """
     with _executor_of(model, options, training) as (executor, own):
-        return executor._described(own, *arguments_of(batch))
+        return executor._described(*executor._run_for(own, *arguments_of(batch)))
 
 
 @with_torch_modes
@@ -148,7 +148,7 @@ def plan(
     chosen = machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _executor_of(model, options, training) as (executor, own):
-        found = executor._planned(own, *arguments_of(batch), kinds)
+        found = executor._profiles(*executor._run_for(own, *arguments_of(batch)), kinds)
     return Estimates.of(found, chosen, replicas, accumulation)
 
 

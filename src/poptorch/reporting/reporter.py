@@ -101,7 +101,7 @@ class Reporter:
             "failed_calls": recorder.failed_calls,
             "steps": recorder.steps,
             "ns_in_calls": recorder.ns_in_calls,
-            "detailed_step": _detailed_step(recorder),
+            "detailed_step": next(([one.call, one.step] for one in recorder.details.values()), None),
             "capacity": _capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
@@ -195,20 +195,15 @@ def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
     """Return the steps in order of their start; of the last one that failed, the instructions that ran."""
-    found = [
-        _track(recorder, place, times, times.length)
-        for place, kept in recorder.kept.items()
-        for times in kept
-    ]
-    for place, times in recorder.broken.items():
-        done = next((index for index, end in enumerate(times.ends) if not end), times.length)
-        if done:
-            found.append(_track(recorder, place, times, done))
+    steps = [(place, times) for place, kept in recorder.kept.items() for times in kept]
+    steps += [(place, times) for place, times in recorder.broken.items() if any(times.ends[:1])]
+    found = [_track(recorder, place, times) for place, times in steps]
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 
 
-def _track(recorder: Recorder, place: tuple[int, int], times: Times, length: int) -> profile.Track:
-    """Return the first `length` instructions of a step of one ipu."""
+def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.Track:
+    """Return the instructions of a step of one ipu that have ended."""
+    length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
         times.call,
@@ -234,12 +229,6 @@ def _timed(described: Description, recorder: Recorder) -> list[profile.Operation
         else operation
         for line, operation in described.operations
     ]
-
-
-def _detailed_step(recorder: Recorder) -> list[int] | None:
-    """Return call and step in which single operations were measured."""
-    details = list(recorder.details.values())
-    return [details[0].call, details[0].step] if details else None
 
 
 # ---- options, strategy and optimizer in words ---------------------------------------------------------------
