@@ -3,7 +3,6 @@
 Error                     poptorch.Error: the base class of errors in a program or a run
 ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
 ├── PartitionError        blocks and stages don't fit together
-├── ScheduleError         an order that can't run: incomplete, or a deadlock
 ├── BatchError            a batch that isn't what was compiled for
 ├── DataError             the data loader or its workers failed
 ├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
@@ -66,10 +65,6 @@ class CaptureError(Error):
 
 class PartitionError(Error):
     """Blocks and stages don't fit together."""
-
-
-class ScheduleError(Error):
-    """An order of actions that can't run."""
 
 
 class BatchError(Error):

@@ -58,11 +58,6 @@ _COND = (
     "(Tensor condition, str then_body, Tensor[] then_inputs, str else_body, Tensor[] else_inputs) -> Tensor[]"
 )
 _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
-# A second name for bodies that draw random numbers: the tag has them drawn as those of any operation are.
-LIBRARY.define("cond" + _COND)
-LIBRARY.define("loop" + _LOOP)
-LIBRARY.define("cond_that_draws" + _COND, tags=(torch.Tag.nondeterministic_seeded,))
-LIBRARY.define("loop_that_draws" + _LOOP, tags=(torch.Tag.nondeterministic_seeded,))
 
 
 def _like(body: str, device: torch.device) -> list[Tensor]:
@@ -79,7 +74,10 @@ def _pretend_loop(count: int, body: str, state: list[Tensor], others: list[Tenso
     return _like(body, state[0].device)
 
 
-for _suffix in ("", "_that_draws"):
+# A second name for bodies that draw random numbers: the tag has them drawn as those of any operation are.
+for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_seeded,))):
+    LIBRARY.define(f"cond{_suffix}{_COND}", tags=_tags)
+    LIBRARY.define(f"loop{_suffix}{_LOOP}", tags=_tags)
     torch.library.register_fake(f"popengine::cond{_suffix}", _pretend_cond, lib=LIBRARY)
     torch.library.register_fake(f"popengine::loop{_suffix}", _pretend_loop, lib=LIBRARY)
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Pass(NamedTuple):
@@ -187,22 +187,6 @@ class Event(NamedTuple):
         return self.computed or self.end - self.start
 
 
-TABLES: dict[str, type[Any]] = {
-    "passes": Pass,
-    "blocks": Block,
-    "pieces": Piece,
-    "operations": Operation,
-    "parts": Part,
-    "tracks": Track,
-    "calls": Call,
-    "host": HostEvent,
-    "memory": Memory,
-    "tensors": Tensor,
-    "schedule": Tick,
-    "options": Option,
-}
-
-
 FORMAT, VERSION = "pando-profile", 1
 PLAN_WISH = "PANDO_PLAN"  # a variable: a program plans its first model, and ends; see `poptorch.planning`
 
@@ -283,6 +267,14 @@ class Profile:
         draft.replace(path)
 
 
+# The row type of each field that is a table.
+TABLES: dict[str, type[Any]] = {
+    name: get_args(hint)[0]
+    for name, hint in get_type_hints(Profile).items()
+    if get_origin(hint) is tuple and hasattr(get_args(hint)[0], "_fields")
+}
+
+
 class ProfileError(ValueError):
     """A file that can't be read as a profile."""
 
@@ -336,18 +328,15 @@ def _value(name: str, data: dict[str, Any]) -> Any:
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]
-        columns = value["columns"]
-        if tuple(columns) == row_type._fields:
-            return tuple(row_type(*row) for row in value["rows"])
-        rows = (dict(zip(columns, row, strict=True)) for row in value["rows"])
-        return tuple(row_type(**{k: v for k, v in row.items() if k in row_type._fields}) for row in rows)
+        rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
+        return tuple(row_type(**{k: v for k, v in row if k in row_type._fields}) for row in rows)
     if name == "programs":
         return {int(ipu): program for ipu, program in value.items()}
     return tuple(value) if name in ("stages", "ipus") else value
 
 
 def _check(profile: Profile) -> None:
-    """The references between the tables hold."""
+    """Raises ValueError, where a table refers to what isn't there."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
     for ipu, program in profile.programs.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm.auto import tqdm
 
-from popengine.errors import CaptureError, Error, PartitionError, ScheduleError
+from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Plan
 from popengine.programs import drawn
 from popengine.run.devices import cores
@@ -53,7 +53,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
             yield done
             each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
             logger.info("compiled in %.2f s: %s", sum(times.values()), each)
-        except (CaptureError, PartitionError, ScheduleError) as error:  # the message stays as it is
+        except (CaptureError, PartitionError) as error:  # the message stays as it is
             error.raised_by_engine(f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile")
             raise
 

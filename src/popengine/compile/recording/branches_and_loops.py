@@ -58,11 +58,10 @@ def trace(
 
 
 def _packed(graph: fx.Graph, inputs: Sequence[str]) -> Body:
-    placeholders = {node.meta["key"]: node.name for node in graph.nodes if node.op == "placeholder"}
+    placeholders = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    (output,) = (node for node in graph.nodes if node.op == "output")
     draws = any(node.meta.pop("draw", None) is not None for node in calls)
     reads = [placeholders[key] for key in inputs]
-    results: Any = output.args[0]
+    results: Any = graph.output_node().args[0]
     piece = emit("F", _BODY, reads, [node.name for node in results], calls)
     return Body(piece, tuple((tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in results), draws)

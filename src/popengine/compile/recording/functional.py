@@ -93,8 +93,7 @@ def replayed(
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
     recorder.constants.update(constants)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    placeholders, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
 
     def replay(*inputs: Tensor) -> Any:
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
@@ -103,7 +102,7 @@ def replayed(
                 meta.clear()
                 meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
                 values[node] = run(node, values)
-        return tuple(values[node] for node in output.args[0])
+        return fx.node.map_arg(results, values.__getitem__)  # type: ignore[arg-type]
 
     known = (node.meta.get("val") for node in graph.nodes)
     fake = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
@@ -126,10 +125,8 @@ def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], 
     """Return a functional graph with what `run` does in place of each node's operation."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_what_does_nothing(code)
-    (output,) = (node for node in code.nodes if node.op == "output")
-    results = [
-        replace(result, name=node.name) for result, node in zip(graph.results, output.args[0], strict=True)
-    ]
+    nodes: Any = code.output_node().args[0]
+    results = [replace(result, name=node.name) for result, node in zip(graph.results, nodes, strict=True)]
     return replace(graph, code=code, results=tuple(results))
 
 
@@ -176,41 +173,34 @@ def as_graph(
         results: kind, key and node of the graph's results but for what is changed in place
         trained: the parameters that an optimizer updates
     """
-    graph = recorder.graph
+    graph, constants = recorder.graph, recorder.constants
     graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
-    constants = recorder.constants
+    written: dict[fx.Node, fx.Node] = {}
     replace_simple_writes(graph)
     if any(map(is_write, graph.nodes)):
         functional = functionalized(graph, constants)
-        for node, value in functional.written.items():
-            kind = _kind_of_written(node, value, trained)
-            if kind is not None:
-                kinds.append((kind, node.meta["key"]))
-                (output,) = (n for n in functional.graph.nodes if n.op == "output")
-                output.args = ((*output.args[0], value),)  # type: ignore[misc]
-        graph, constants = functional.graph, functional.constants
-        lost = {n: value for n, value in functional.written.items() if n.meta["key"] not in recorder.fresh}
-        drop_what_does_nothing(graph)
-        _check_lost(lost)
-    else:
-        drop_what_does_nothing(graph)
-    (output,) = (node for node in graph.nodes if node.op == "output")
+        graph, constants, written = functional.graph, functional.constants, functional.written
+    output: Any = graph.output_node()
+    for node, value in written.items():
+        kind = _kind_of_written(node, value, trained)
+        if kind is not None:
+            kinds.append((kind, node.meta["key"]))
+            output.args = ((*output.args[0], value),)
+    drop_what_does_nothing(graph)
+    _check_lost({node: value for node, value in written.items() if node.meta["key"] not in recorder.fresh})
+
+    def about(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+        return tuple(node.meta["val"].shape), node.meta["val"].dtype
+
     slots = tuple(
-        Slot(
-            node.name,
-            node.meta["role"],
-            node.meta["key"],
-            tuple(node.meta["val"].shape),
-            node.meta["val"].dtype,
-        )
-        for node in graph.nodes
-        if node.op == "placeholder"
+        Slot(node.name, node.meta["role"], node.meta["key"], *about(node))
+        for node in graph.find_nodes(op="placeholder")
     )
     return Graph(
         slots,
         tuple(
-            Result(node.name, kind, key, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            Result(node.name, kind, key, *about(node))
             for (kind, key), node in zip(kinds, output.args[0], strict=True)
         ),
         {slot.key: _kept(slot.key, constants, recorder.fresh) for slot in slots if slot.role == "constant"},

@@ -41,10 +41,7 @@ class MixedPrecision(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        try:
-            position = _LAYERS.get(func)
-        except TypeError:  # not hashable
-            position = None
+        position = _LAYERS.get(func)
         if position is not None:
             return _cast_to(_first(position, args, kwargs), func, args, kwargs)
         if func in _STATISTICS:
