@@ -25,7 +25,7 @@ from .rules import crd
 from .spec import Job, count
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
-conda say that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
+conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
 are found by PATH only, so this is NOT a sandbox: a script that writes /usr/bin/apt gets the real one."""
 
 Command = Callable[[argparse.Namespace], int]  # returns the exit code
@@ -67,9 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Command, says: str, more: str | None = None) -> argparse.ArgumentParser:
+    def command(name: str, run: Command, summary: str, more: str | None = None) -> argparse.ArgumentParser:
         added = commands.add_parser(
-            name, help=says, description=more or says, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=summary,
+            description=more or summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         added.set_defaults(run=run)
         return added
@@ -80,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    add = command("check", check, "say everything that is wrong with files; needs no cluster").add_argument
+    add = command("check", check, "print everything that is wrong with files; needs no cluster").add_argument
     add("files", nargs="+", metavar="FILE", help="- is standard input")
 
     add = command("render", render, "print plain objects for clusters without our operator").add_argument
@@ -88,7 +91,7 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
     add("--name", help="in place of the file's name or generateName")
     add("--image", type=_pair, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the file doesn't say")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--drop", default="", metavar="resources,security", help="leave these of the template away")
 
     add = command("run", run, "run a file's workers here, as processes", _LOCAL).add_argument
@@ -106,12 +109,12 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     ).add_argument
     add("--namespace", default="ipujob-system", help="of the operator")
     add("--image", default="pando:latest", help="with Pando in it")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    def with_namespace(name: str, run: Command, says: str) -> Callable[..., Any]:
-        add = command(name, run, says).add_argument
+    def with_namespace(name: str, run: Command, summary: str) -> Callable[..., Any]:
+        add = command(name, run, summary).add_argument
         add("-n", "--namespace", help="else the file's, else the kubeconfig's")
         return add
 
@@ -125,7 +128,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     add("name", nargs="?", metavar="NAME")
     add("--watch", action="store_true", help="print again whenever it changes")
 
-    add = with_namespace("logs", remote.logs, "print what workers said")
+    add = with_namespace("logs", remote.logs, "print the output of workers")
     add("name", metavar="NAME")
     add("--worker", type=int, default=0, metavar="K")
     add("--all", action="store_true", help="all workers, with their names before each line")
@@ -141,7 +144,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     where.add_argument("--namespace", help="this one only; else the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs that don't say")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
     add("--alive", metavar="FILE", help="touch this file in every round")
 

@@ -1,4 +1,4 @@
-"""Run a job on this machine: `observe` decides as in a cluster, and its pods are processes."""
+"""Run a job on this machine: its pods are processes, which `observe` creates and deletes as in a cluster."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .observe import observe
 from .pods import ATTEMPT, INSTANCE, PORT, Object, exit_code, first_failed, phase
 from .spec import Fault, Job
 
-_POLL = 0.05  # seconds between two looks at a job
-_POLL_END = 0.01  # seconds between two looks at processes that are being ended
+_POLL = 0.05  # seconds between two checks of a job
+_POLL_END = 0.01  # seconds between two checks of processes that are being ended
 _FIELDS = r"metadata\.(name|namespace|labels\['.+'\])"
 _TEMPLATE = ("spec", "workers", "template", "spec")
 _IGNORED = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostIPC", "initContainers")
@@ -117,13 +117,13 @@ def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
         name, source = variable["name"], variable.get("valueFrom") or {}
         field = (source.get("fieldRef") or {}).get("fieldPath", "")
         if source and name not in overrides and not re.fullmatch(_FIELDS, field):
-            told = f"the value of {name} comes from {', '.join(source)} and can't be had here"
-            yield Fault((*place, "env", index), told, f"--env {name}=VALUE")
+            message = f"the value of {name} comes from {', '.join(source)} and can't be had here"
+            yield Fault((*place, "env", index), message, f"--env {name}=VALUE")
     for index, mount in enumerate(container.get("volumeMounts") or []):
         path = mount.get("mountPath", "")
         if path.rstrip("/") != "/dev/shm" and not Path(path).exists():
-            told = f"volume {mount.get('name')} is mounted at {path}, which doesn't exist here"
-            yield Fault((*place, "volumeMounts", index), told, f"mkdir -p {path}, or take the mount out")
+            message = f"volume {mount.get('name')} is mounted at {path}, which doesn't exist here"
+            yield Fault((*place, "volumeMounts", index), message, f"mkdir -p {path}, or take the mount out")
     if not (container.get("command") or job.launch or job.ttl):
         yield Fault(place, "an image's own command can't be run here", "--command TEXT")
 
@@ -177,7 +177,7 @@ class Process:
         where = container.get("workingDir")
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            # If it can't start the program, `env` says why, and exits with 126 or 127.
+            # If `env` can't start the program, it prints the reason and exits with 126 or 127.
             ["/usr/bin/env", "--", *(_expand(word, variables) for word in words)],
             cwd=where if where and Path(where).is_dir() else home,
             env={**environment, "HOME": str(home), "HOSTNAME": name, **variables},

@@ -103,8 +103,8 @@ def _finished(
 ) -> Decision:
     """Return the actions for a job that has ended: delete what is left, and the job itself after its time to live."""
     old = value["status"]
-    asked, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
-    message = f"the job has ended with {had} instances: create a new one for {asked}" if asked > had else ""
+    new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
+    message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
     status = {**old, "conditions": _conditions(old, {"Invalid": message}, now)}
     delete = [
         pod

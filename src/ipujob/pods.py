@@ -1,4 +1,4 @@
-"""The objects of a job in a cluster: its worker pods, and the Service that names them. And what a pod's status says."""
+"""The objects of a job in a cluster: its worker pods and their Service; and functions that read a pod's status."""
 
 from __future__ import annotations
 
@@ -107,8 +107,7 @@ def owned(made: Object, owner: Object) -> Object:
     annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
     namespace = owner["metadata"].get("namespace", "default")
     added = {"namespace": namespace, "annotations": annotations, "ownerReferences": [reference]}
-    metadata = {**made["metadata"], **added}
-    return {**made, "metadata": metadata}
+    return {**made, "metadata": {**made["metadata"], **added}}
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
@@ -135,15 +134,15 @@ def command(job: Job) -> dict[str, list[str]]:
     return {}
 
 
-def _environment(job: Job, ours: Mapping[str, Any]) -> list[Object]:
-    """Return a container's variables: ours first, so that those of the file can refer to them and override them."""
-    listed = [
-        {"name": name, **({"value": value} if isinstance(value, str) else {"valueFrom": value})}
-        for name, value in ours.items()
+def _environment(job: Job, added: Mapping[str, Any]) -> list[Object]:
+    """Return a container's variables: first those added, so that those of the file can refer to and override them."""
+    listed: list[Object] = [
+        {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
+        for name, value in added.items()
     ]
     listed += [*(job.worker.get("env") or []), *job.launch_env]
-    names = [variable["name"] for variable in listed]
-    return [variable for index, variable in enumerate(listed) if variable["name"] not in names[index + 1 :]]
+    last = {variable["name"]: index for index, variable in enumerate(listed)}
+    return [listed[index] for index in sorted(last.values())]
 
 
 def _drop_security(spec: Object) -> None:
@@ -202,9 +201,7 @@ def describe_end(pod: Object) -> str:
     code, status = exit_code(pod), pod.get("status", {})
     reason = status.get("reason") or _ended(pod).get("reason")
     if code is None or status.get("reason"):
-        return f"failed: {reason or 'no reason given'}" + (
-            f", {status['message']}" if status.get("message") else ""
-        )
+        return ", ".join(filter(None, (f"failed: {reason or 'no reason given'}", status.get("message"))))
     return f"exited with {code}" + (f" ({reason})" if reason not in (None, "Error", "Completed") else "")
 
 

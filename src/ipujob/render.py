@@ -54,7 +54,7 @@ def _warnings(job: Job, way: str) -> Iterator[str]:
     if way == "pod" and policy != "Never":
         yield f"restartPolicy {policy} needs the operator: bare pods are not started again"
     if way == "job" and policy != "Never":
-        yield "PANDO_RESTARTS is not set: a Job's pods aren't told how often they were started"
+        yield "PANDO_RESTARTS is not set: a Job's pods can't read how often they were started"
     if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
 

@@ -68,11 +68,11 @@ _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 def write_reports(directory: str | None, undo: ExitStack) -> None:
     """Let executors that compile write profiles into the directory, or into the current one, until `undo` is closed."""
     before = os.environ.get(_VARIABLE)
-    asked = {"autoReport.all": "true"}
+    options = {"autoReport.all": "true"}
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
-        asked["autoReport.directory"] = directory
-    os.environ[_VARIABLE] = json.dumps({**json.loads(before or "{}"), **asked})
+        options["autoReport.directory"] = directory
+    os.environ[_VARIABLE] = json.dumps({**json.loads(before or "{}"), **options})
     if before is None:
         undo.callback(os.environ.pop, _VARIABLE)
     else:

@@ -30,7 +30,7 @@ class StrategyPart:
 
     Args:
         device_iterations: weight updates (in inference: micro-batches of each replica) a call
-        autoreport: write a profile and its page; a directory alone asks for it, too
+        autoreport: write a profile and its page; a directory alone does the same
         training_opts, inference_opts: poptorch.Options, taken whole: `device_iterations`, the Trainer's `devices` and
             `accumulate_grad_batches` are then not put into them
     """
