@@ -18,7 +18,7 @@ from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, kind_of
 from ..optim.optimizer_state import (
     TorchLink,
-    check_shapes,
+    check_states,
     engine_state,
     state_entries,
     states_of,
@@ -99,6 +99,7 @@ class OptimizerLink:
                 self.optimizer._resume(self._model.parameter_names())
             if self._lease.executable is not None:
                 link = weakref.ref(self)
+                self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
         elif self._model.training and self._torch_link is None:
             self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)
@@ -117,11 +118,13 @@ class OptimizerLink:
 
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
         """Upload these states of torch's format before the next call. `names`: id(parameter) -> canonical name"""
-        self._loaded |= {
+        loaded = {
             names[id(parameter)]: engine_state(self.frozen, state)
             for parameter, state in states.items()
             if id(parameter) in names
         }
+        check_states(self.frozen.kind, loaded)
+        self._loaded.update(loaded)
 
     def discard_loaded(self) -> None:
         """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
@@ -184,7 +187,7 @@ class OptimizerLink:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # of which the host has one row for each replica or group
         shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
-        check_shapes(states_of(self.frozen.kind, entries), shapes)
+        check_states(self.frozen.kind, states_of(self.frozen.kind, entries), shapes)
 
     # ---- rates -------------------------------------------------------------------------------------------
 

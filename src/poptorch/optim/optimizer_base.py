@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import refuse_other_rules
+from poptorch.optim.optimizer_state import check_states, refuse_other_rules, states_of
 from poptorch.optim.rates import load_rates
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
@@ -76,6 +76,8 @@ class Optimizer:
 
     # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
     _state_reader: Callable[[], DeviceState] | None = None
+    # Raises RuntimeError for states of other shapes than the parameters. Set by the executor, too.
+    _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # State that the user has loaded and the executor has not uploaded yet.
     _pending_state: DeviceState | None = None
     # The same, if torch's part of the loaded dictionary has the state and "ipu_state" is None.
@@ -144,10 +146,13 @@ class Optimizer:
 
         Both are None before compilation. The rates are in torch's part, too.
         """
-        state = self._pending_state
-        if state is None and self._pending_torch_state is None:
-            state = self._state_reader() if self._state_reader else self._kept_state
-        ipu_state, ipu_param = state or (None, None)
+        ipu_state, ipu_param = None, None
+        if self._pending_state is not None:
+            ipu_state, ipu_param = self._pending_state
+        elif self._pending_torch_state is None:
+            ipu_state, ipu_param = (
+                self._state_reader() if self._state_reader else self._kept_state or (None, None)
+            )
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,8 +162,8 @@ class Optimizer:
         optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or has the state of another rule
-                or model; nothing is loaded then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another rule, or
+                a state that no update leaves; nothing is loaded then
         """
         if not state_dict:
             raise RuntimeError(
@@ -176,6 +181,9 @@ class Optimizer:
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         refuse_other_rules(self._kind, self, rest)
+        check_states(self._kind, states_of(self._kind, ipu_state or {}))
+        if self._state_check is not None:
+            self._state_check(ipu_state or {})
         super().load_state_dict(rest)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
         if ipu_param:
@@ -194,7 +202,7 @@ class Optimizer:
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
             self._kept_names = names
-            self._state_reader = lost
+            self._state_reader, self._state_check = lost, None
 
     def _resume(self, names: Mapping[int, str]) -> None:
         """Have the next executor upload the state of the last one, unless another state was loaded since.
@@ -207,10 +215,8 @@ class Optimizer:
             return
         news = {name: names[key] for key, name in self._kept_names.items() if key in names}
         parts = [(key.partition("___"), value) for key, value in kept[0].items()]
-        self._pending_state = (
-            {f"{name}{mark}{news.get(old, old)}": v for (name, mark, old), v in parts},
-            kept[1],
-        )
+        state = {f"{prefix}{mark}{news.get(old, old)}": value for (prefix, mark, old), value in parts}
+        self._pending_state = state, kept[1]
 
     # Copies -----------------------------------------------------------------------------------------
 
@@ -219,7 +225,8 @@ class Optimizer:
         attributes = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("step", "_state_reader", "_kept_names") and not name.startswith("_optimizer_")
+            if name not in ("step", "_state_reader", "_state_check", "_kept_names")
+            and not name.startswith("_optimizer_")
         }
         if self._state_reader is not None:
             attributes["_kept_state"] = self._state_reader()

@@ -15,6 +15,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,8 @@ from popengine import settings
 from popengine.update.optimizer_rules import RULES, rule_of
 
 State = dict[str, Tensor]
+
+_SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
 
 
 # poptorch's format ------------------------------------------------------------------------------------
@@ -50,16 +53,33 @@ def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
     return states
 
 
-def check_shapes(states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise RuntimeError if a state to be loaded has another shape than its parameter, whose shape is given."""
+def check_states(
+    kind: str, states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> None:
+    """Check states before they are loaded.
+
+    Args:
+        states: of each parameter, by the rule's names
+        shapes: of the parameters; those left out are not compared
+    Raises:
+        RuntimeError: a state that no update leaves, such as a negative number of updates
+    """
     for parameter, state in states.items():
         for name, value in state.items():
-            shape = shapes.get(parameter)
-            if name != "step" and shape is not None and tuple(value.shape) != shape:
+            found, shape, why = value.detach(), shapes.get(parameter), ""
+            if name == "step":
+                if not bool((found.isfinite() & (found >= 0) & (found == found.floor())).all()):
+                    why = "a count of updates is a whole number, 0 or more"
+            elif name in _SQUARES and bool((found < 0).any()):
+                why = "a mean of squares is nowhere negative"
+            elif shape is not None and tuple(found.shape) != shape:
+                why = f"the parameter has the shape {list(shape)}"
+            if why:
+                shown = found.tolist() if found.numel() == 1 else f"a tensor of the shape {list(found.shape)}"
                 raise RuntimeError(
-                    f"the state to be loaded is of another model: {name} of {parameter} is a tensor of the shape "
-                    f"{list(value.shape)}, and the parameter has the shape {list(shape)}\n"
-                    "  fix: load what state_dict() of an optimizer returned for this model"
+                    f"the state to be loaded can't be right: {name} of {parameter} is {shown}\n"
+                    f"  why: {why}\n"
+                    f"  fix: load what state_dict() of an optimizer of this kind ({kind}) returned for this model"
                 )
 
 
@@ -88,7 +108,7 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
     """Check torch's part of a `state_dict()` before it is loaded into an optimizer of this kind.
 
     Raises:
-        RuntimeError: the state is that of another kind of optimizer or of another model
+        RuntimeError: the state is that of another kind of optimizer or of another model, or no update leaves it
     """
     states = RULES[kind].states
     always = {state.torch_name for state in states if state.dtype and not state.when}
@@ -112,6 +132,8 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
                 f" shape {found}, and has {None if shape is None else tuple(shape)}\n"
                 "  fix: give the optimizer the parameters that it had, in the same order"
             )
+        names = {each.torch_name: each.name for each in states if each.torch_name}
+        check_states(kind, {f"parameter {index}": {names.get(n, n): v for n, v in tensors.items()}})
 
 
 # torch's optimizers while an executor trains ------------------------------------------------------------

@@ -376,23 +376,49 @@ def test_loaded_rates_that_a_group_can_not_have_are_a_warning(caplog):
     assert "rates that are not used: learningRate___specific___layer.weight" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["torch", "ours from torch's"])
-def test_a_state_of_another_shape_is_refused_where_it_is_loaded(kind):
+WRONG = {
+    "negative step": ("step", torch.tensor(-1.0), "a count of updates is a whole number"),
+    "random step": ("step", torch.tensor(0.37), "a count of updates is a whole number"),
+    "infinite step": ("step", torch.tensor(float("inf")), "a count of updates is a whole number"),
+    "negative square": ("exp_avg_sq", torch.full((2, 3), -1.0), "a mean of squares is nowhere negative"),
+    "other shape": ("exp_avg", torch.zeros(5, 3), "shape"),
+}
+FILE = {"step": "Step", "exp_avg": "Accl1", "exp_avg_sq": "Accl2"}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", ["torch", "ours", "ours from torch's"])
+def test_a_state_that_can_not_be_right_is_refused_where_it_is_loaded(kind, wrong):
     # The next call ended in "the weights are lost ... most likely for want of memory".
+    name, value, why = WRONG[wrong]
     model, torchs = made("adam")
     optimizer = torchs if kind == "torch" else OURS["adam"](model.parameters())
     executor = on_ipus(model, optimizer, data(1))
-    plain(*(other := made("adam")), data(1))
-    state = copy.deepcopy(other[1].state_dict())
-    state["state"][0]["exp_avg"] = torch.zeros(5, 3)
-    if kind != "torch":
-        state = {"ipu_state": None, "ipu_param": None, **state}
-    with pytest.raises(RuntimeError, match="shape"):
+    state = copy.deepcopy(optimizer.state_dict())
+    if kind == "ours":
+        state["ipu_state"][f"{FILE[name]}___layer.weight"] = value
+    else:
+        plain(*(other := made("adam")), data(1))
+        state = copy.deepcopy(other[1].state_dict())
+        state["state"][0][name] = value
+        if kind != "torch":
+            state = {"ipu_state": None, "ipu_param": None, **state}
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=why):
         optimizer.load_state_dict(state)
     executor(data(1)[0])
     twin, expected = made("adam")
     plain(twin, expected, data(1) * 2)
     assert torch.equal(model.layer.weight, twin.layer.weight)
+    assert before
+
+
+def test_a_wrong_state_that_a_torch_optimizer_has_already_is_refused_when_it_is_wrapped():
+    model, optimizer = made("adam")
+    plain(model, optimizer, data(1))
+    optimizer.state[model.layer.weight]["step"].fill_(-3)
+    with pytest.raises(RuntimeError, match=r"step of layer\.weight is -3"):
+        on_ipus(model, optimizer, [])
 
 
 def test_a_state_of_another_model_that_was_loaded_before_wrapping_is_refused_before_a_call_runs():
