@@ -53,23 +53,23 @@ def host_call(
     function: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor],
     like: Sequence[Tensor],
-    writes: Sequence[int] | None = (),
+    writes: Sequence[int] = (),
+    scratch: Sequence[int] = (),
 ) -> list[Tensor]:
     """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`.
 
     Args:
-        writes: positions of inputs that it changes in place; their new values are returned after the outputs.
-            None: it may change all inputs, which are copies, and the new values are dropped
+        writes:  positions of inputs that it changes in place; their new values are returned after the outputs
+        scratch: positions of inputs that it may change, whose new values are dropped
     """
     check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
     handle = next(_handles)
-    written = writes or ()
 
     def run(*given: Tensor) -> list[Tensor]:
-        return [*function(*given), *(given[position] for position in written)]
+        return [*function(*given), *(given[position] for position in writes)]
 
-    shapes = tuple((tuple(v.shape), v.dtype) for v in (*like, *(inputs[position] for position in written)))
-    unchanged = () if writes is None else tuple(i for i in range(len(inputs)) if i not in writes)
+    shapes = tuple((tuple(v.shape), v.dtype) for v in (*like, *(inputs[position] for position in writes)))
+    unchanged = tuple(i for i in range(len(inputs)) if i not in writes and i not in scratch)
     capture = current()
     weights = tuple((key, weakref.ref(value)) for key, value in (capture.members if capture else ()))
     _calls[handle] = HostCall(name, run, shapes, unchanged, weights)
@@ -106,7 +106,7 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 raise Error(
                     f"{call.name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
-                    f"  fix: work on a copy, `inputs[{i}].clone()`, or declare the write: writes=[{i}] of"
+                    f"  fix: work on a copy, `inputs[{i}].clone()`; a forward may declare the write: writes=[{i}] of"
                     " poptorch.registerCustomOp or poptorch.CPU"
                 )
     found = tuple((tuple(value.shape), value.dtype) for value in made)
@@ -319,7 +319,9 @@ class _HostFunction(torch.autograd.Function):
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
         name = f"the backward of the custom operation {ctx.name}"
-        made = host_call(name, run, [*gradients, *inputs], [inputs[i] for i in wanted], writes=None)
+        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
+        scratch = range(count if op.backward is not None else count + len(inputs))
+        made = host_call(name, run, [*gradients, *inputs], [inputs[i] for i in wanted], scratch=scratch)
         made = dict(zip(wanted, made, strict=True))
         return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
 

@@ -81,6 +81,17 @@ def test_an_undeclared_write_names_operation_input_and_fix(write):
     assert torch.equal(model.average, before)
 
 
+def test_a_backward_that_writes_an_input_is_an_error_and_its_gradients_are_its_own():
+    def backward(gradients, inputs):
+        inputs[1].add_(1)
+        return [gradients[0].mul_(2), None, None]
+
+    poptorch.registerCustomOp("Backward", "test.writes", 1, lambda y, average, weight: y * 2, backward)
+    executor = poptorch.trainingModel(Averaged("Backward"))
+    with pytest.raises(poptorch.Error, match=r"the backward of the custom operation .* changes its input 2"):
+        executor(torch.ones(1, 2))
+
+
 def test_a_cpu_layer_may_declare_what_it_writes():
     class Counting(nn.Module):
         def __init__(self, writes):
