@@ -13,6 +13,7 @@ renames the folder, or removes it. So an instance that dies can only lose the ch
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -166,38 +167,32 @@ def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
-class _ChecksumFile:
+class _ChecksumFile(io.BufferedWriter):
     """A file that computes its checksum as it is written, and keeps the error that torch.save hides."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.size, self.sum = file, 0, 0
-        self.error: OSError | None = None
+    sum = 0
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write data, and add them to the checksum."""
         self.sum = zlib.crc32(data, self.sum)
         try:
-            count = self._file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-        self.size += count
-        return count
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _save(path: Path, state: Any) -> list[int]:
     """Write a file to the disk and return its size and checksum."""
-    with open(path, "wb") as file:
-        summed = _ChecksumFile(file)
+    with _ChecksumFile(io.FileIO(path, "wb")) as file:
         try:
-            torch.save(state, summed)  # pyright: ignore[reportArgumentType]
+            torch.save(state, file)
         except RuntimeError as error:
-            raise summed.error or error from None
+            raise file.error or error from None
         file.flush()
         os.fsync(file.fileno())
-    return [summed.size, summed.sum]
+        return [file.tell(), file.sum]
 
 
 def _checksum(path: Path) -> list[int]:
