@@ -50,7 +50,11 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     where = _stages(graph, placement, of_state)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
-    members = _members(graph, where, order, views, casts, recompute)
+    own: dict[Where, list[fx.Node]] = {of: [] for of in order}
+    for node, maker in where.items():
+        if node not in of_state:
+            own[maker].append(node)
+    members = _members(own, views, graph, recompute)
     needs = {of: _outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _calls(graph):
@@ -83,24 +87,15 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
 
 
 def _members(
-    graph: Graph,
-    where: dict[fx.Node, Where],
-    order: list[Where],
-    views: set[fx.Node],
-    casts: set[fx.Node],
-    recompute: bool,
+    own: dict[Where, list[fx.Node]], views: set[fx.Node], graph: Graph, recompute: bool
 ) -> dict[Where, list[fx.Node]]:
     """Return the nodes of each piece: its own, the views that it needs, and those that it recomputes."""
-    own: dict[Where, list[fx.Node]] = {of: [] for of in order}
-    for node in _calls(graph):
-        if node not in views | casts:
-            own[where[node]].append(node)
     members = {}
-    for phase, stage in order:
+    for (phase, stage), nodes in own.items():
         again = views
         if recompute and phase == "B":
             again = views | {node for node in own["F", stage] if str(node.target) != CHECKPOINT}
-        members[phase, stage] = _with_needed(own[phase, stage], again, graph)
+        members[phase, stage] = _with_needed(nodes, again, graph)
     return members
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind
@@ -93,17 +94,12 @@ class _Flow:
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
     def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        """(from, to, names): the trained weights of an ipu that pieces of another one read."""
-        home, ipus = self.partition.home, self.partition.ipus
-        for source in self.ipus:
-            for target in self.ipus:
-                names = tuple(
-                    name
-                    for name in home
-                    if name in self.trained and ipus[home[name]] == source and (name, target) in self.readers
-                )
-                if names and source != target:
-                    yield source, target, names
+        """Yield (from, to, names): the trained weights of an ipu that pieces of another one read."""
+        home = {name: self.partition.ipus[stage] for name, stage in self.partition.home.items()}
+        for source, target in permutations(self.ipus, 2):
+            borrowed = [n for n in home if home[n] == source and (n, target) in self.readers]
+            if names := tuple(name for name in borrowed if name in self.trained):
+                yield source, target, names
 
 
 class _TableWriter:

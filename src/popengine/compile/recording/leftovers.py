@@ -23,8 +23,18 @@ from ...errors import CaptureError
 logger = logging.getLogger("poptorch::python")
 
 _SHELVES = {"_parameters", "_buffers", "_modules"}
-_CLOSED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, Tensor)
-_PLAIN = {type(None), bool, int, float, str, bytes}  # most of what is found
+_CLOSED = (
+    type(None),
+    str,
+    bytes,
+    int,
+    float,
+    Tensor,
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+)
 _MOST = 300_000  # objects that a search looks at
 
 
@@ -45,8 +55,6 @@ def left_behind(value: Any, path: str = "model") -> list[Leftover]:
     stack: list[tuple[Any, str, Callable[[Any], None]]] = [(value, path, _nowhere)]
     while stack and len(seen) < _MOST:
         value, path, put = stack.pop()
-        if type(value) in _PLAIN:
-            continue
         if isinstance(value, FakeTensor):
             found.append(Leftover(path, value, put))
         elif id(value) not in seen and not isinstance(value, _CLOSED):
