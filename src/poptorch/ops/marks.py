@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
-from ..enums import MultiConvPlanType, OverlapMode
+from ..enums import MultiConvPlanType, OverlapMode, by_name
 from .library import check_tensors, mark
 
 mark("nop(Tensor input) -> Tensor")
@@ -95,11 +95,9 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def _marked(name: str, tensors: Any, mode: OverlapMode) -> Any:
+    mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
-        raise Error(
-            f"the mode must be one of poptorch.OverlapMode's; found {mode!r}\n"
-            "  fix: poptorch.OverlapMode.OverlapAccumulationLoop, for example"
-        )
+        raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
 
     def marked(value: Any) -> Tensor:
         check_tensors(f"{name}: you may only set overlap on tensors, in containers", value)
