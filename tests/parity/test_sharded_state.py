@@ -65,7 +65,7 @@ def test_the_shared_state_is_saved_and_loaded_as_a_whole():
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 
 
-def test_state_off_the_device_changes_no_result():
+def test_state_off_the_device_is_noted_once_and_changes_no_result(caplog):
     def losses(on_chip):
         opts = options(accumulation=1)
         opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(on_chip))
@@ -73,4 +73,7 @@ def test_state_off_the_device_changes_no_result():
         executor = poptorch.trainingModel(model, opts, torch.optim.Adam(model.parameters()))
         return torch.stack([executor(*rows)[1] for rows in batches(Digits, 2, 2)])
 
-    assert torch.equal(losses(False), losses(True))
+    expected = losses(True)
+    with caplog.at_level("INFO", "poptorch::python"):
+        assert torch.equal(losses(False), expected)
+    assert len([text for text in caplog.messages if "useOnChipStorage(False) for optimizer" in text]) == 1

@@ -11,6 +11,7 @@ from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Se
 from poptorch.annotating.placing import strategy_of
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.logs import logger
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
@@ -67,6 +68,10 @@ def freeze(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
+    for name, location in options.TensorLocations.toDict().items():
+        if name.startswith("location_") and location.get("on_chip_storage") is False:
+            kind = name.removeprefix("location_")
+            logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", kind)
     return Settings(
         training=training,
         counts=counts,
