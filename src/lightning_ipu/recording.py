@@ -101,7 +101,10 @@ class Recording:
         replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         if self._is_manual:
             replaced |= self._manual_optimization()
-        self._before = _attributes(self._module)
+        self._before = {
+            name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+            for name, value in _attributes(self._module).items()
+        }
         self._undo.callback(_restore_attributes, self._module, self._before)
         for name, value in replaced.items():
             replace_until(self._undo, self._module, name, value)
@@ -109,7 +112,7 @@ class Recording:
             replace_until(self._undo, metric, "forward", self._noted(path, "forward"))
             replace_until(self._undo, metric, "update", self._noted(path, "update"))
             replace_until(self._undo, metric, "compute", MetricValue(path)._refuse)
-        _watch_counters(self._module, self._undo)
+        _watch_counters(self._module._trainer, self._undo)
         return self
 
     def __exit__(self, *details: Any) -> None:
@@ -217,10 +220,8 @@ class Recording:
 
 def _metrics_of(module: Any) -> dict[str, Any]:
     """Return the torchmetrics objects in a module by path; a collection comes before its members."""
-    try:
-        from torchmetrics import Metric, MetricCollection
-    except ImportError:
-        return {}
+    from torchmetrics import Metric, MetricCollection
+
     kinds = (Metric, MetricCollection)
     return {path: part for path, part in nn.Module.named_modules(module) if isinstance(part, kinds)}
 
@@ -302,31 +303,20 @@ def _capture() -> Capture:
 
 # ---- what a step leaves in attributes --------------------------------------------------------------------
 
-_INNER = ("_parameters", "_buffers", "_modules")  # the capture restores these
-
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """Return the module's attributes, with shallow copies of containers."""
-    containers = (list, dict, set, deque)
-    return {
-        name: copy.copy(value) if isinstance(value, containers) else value
-        for name, value in vars(module).items()
-        if name not in _INNER
-    }
+    """Return the module's attributes but for its parts, which the capture restores."""
+    parts = ("_parameters", "_buffers", "_modules")
+    return {name: value for name, value in vars(module).items() if name not in parts}
 
 
-def _with_traced(module: Any) -> dict[str, Any]:
-    """Return the attributes that hold a traced tensor."""
-    parts = {
-        name: list(value) if isinstance(value, (set, frozenset, deque)) else value
-        for name, value in vars(module).items()
-        if name not in _INNER
-    }
-    return {name: vars(module)[name] for name, value in parts.items() if _holds_traced(value)}
+def _traced_attributes(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in _attributes(module).items() if _holds_traced(value)}
 
 
 def _holds_traced(value: Any) -> bool:
-    return any(map(is_traced, tensors_of(value)))
+    is_set = isinstance(value, (set, frozenset, deque))
+    return any(map(is_traced, tensors_of(list(value) if is_set else value)))
 
 
 def _note_attributes(module: Any, before: dict[str, Any]) -> None:
@@ -335,7 +325,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
     Raises:
         CaptureError: something else holds a traced tensor
     """
-    for name, now in _with_traced(module).items():
+    for name, now in _traced_attributes(module).items():
         old = before.get(name)
         if isinstance(now, list) and isinstance(old, list) and not _holds_traced(now[: len(old)]):
             for item in filter(_holds_traced, now[len(old) :]):
@@ -344,7 +334,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
             for key, item in now.items():
                 if _holds_traced(item):
                     note(("key", name, key), item)
-        elif _holds_traced(now):
+        elif tensors_of(now):
             note(("set", name), list(now) if type(now) is list else now)  # the list itself is restored
         else:
             raise CaptureError(
@@ -357,7 +347,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
 
 def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
     """Restore the attributes that hold a traced tensor; lists and dictionaries stay the same objects."""
-    for name, now in _with_traced(module).items():
+    for name, now in _traced_attributes(module).items():
         old = before.get(name)
         if isinstance(now, list) and isinstance(old, list):
             now[:] = old
@@ -373,12 +363,13 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
 # ---- counters --------------------------------------------------------------------------------------------
 
 
-def _watch_counters(module: Any, undo: ExitStack) -> None:
+def _watch_counters(trainer: Any, undo: ExitStack) -> None:
     """Warn of each counter that is read until `undo` is closed, unless a change of it compiles anew.
 
-    The classes of the module and of its trainer are replaced by subclasses meanwhile.
+    The trainer's class is replaced by a subclass meanwhile: a module reads its trainer's counters.
     """
     read: set[str] = set()
+    kind = type(trainer)
 
     def watched(name: str) -> property:
         def get(owner: Any) -> Any:
@@ -387,8 +378,9 @@ def _watch_counters(module: Any, undo: ExitStack) -> None:
 
         return property(get)
 
-    def warn() -> None:
-        for name in sorted(read - set(module._trainer.strategy.recompile_on)):
+    def restore() -> None:
+        trainer.__class__ = kind
+        for name in sorted(read - set(trainer.strategy.recompile_on)):
             logger.warning(
                 "the step reads %s, which is a constant once the step is compiled. To compile anew when it has changed:"
                 " strategy.recompile_on = (%r,)",
@@ -396,9 +388,6 @@ def _watch_counters(module: Any, undo: ExitStack) -> None:
                 name,
             )
 
-    undo.callback(warn)
-    for owner in (module, module._trainer):
-        kind = type(owner)
-        undo.callback(setattr, owner, "__class__", kind)
-        counters = {name: watched(name) for name in ("current_epoch", "global_step")}
-        owner.__class__ = type(kind.__name__, (kind,), counters)
+    undo.callback(restore)
+    counters = {name: watched(name) for name in ("current_epoch", "global_step")}
+    trainer.__class__ = type(kind.__name__, (kind,), counters)

@@ -93,6 +93,11 @@ REFUSED = {
         "apiVersion": "graphcore.ai/v1",
     },
     "the job has no name": {**job(), "metadata": {}},
+    "specs is no field of an IPUJob\n  fix: write spec": {**job(), "specs": {}},
+    "metadata.labels.a must be of type string, and is 3\n  fix: write it in quotes": {
+        **job(),
+        "metadata": {"name": "a", "labels": {"a": 3}},
+    },
     "kind Deployment isn't an IPUJob": {"apiVersion": "apps/v1", "kind": "Deployment"},
     "this is a list, not an IPUJob": [1, 2],
 }
