@@ -139,7 +139,7 @@ def _captured(
 ) -> Executable:
     """Return an executable with the captured graph, without a plan."""
     requests = requests_of(options)
-    wanted = {request.long_name for request in requests.values()}
+    wanted = {long_name for long_name, *_ in requests.values()}
     tracing = _Tracing(model, run.call, options, settings.training, wanted)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()

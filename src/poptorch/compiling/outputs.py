@@ -33,16 +33,10 @@ from ..options.freeze_options import OUTPUTS
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
 
 
-@dataclass(frozen=True)
-class AnchorRequest:
-    """One use of `Options.anchorTensor`, with its output mode resolved."""
-
-    long_name: str
-    outputs: Outputs
-    period: int
+Request = tuple[str, Outputs, int]  # of `Options.anchorTensor`: the long name, the output mode and its period
 
 
-def requests_of(options: Options) -> dict[str, AnchorRequest]:
+def requests_of(options: Options) -> dict[str, Request]:
     """Return the anchors that `Options.anchorTensor` requested, by short name.
 
     Raises: Error, if a period is longer than a call
@@ -56,7 +50,7 @@ def requests_of(options: Options) -> dict[str, AnchorRequest]:
                 f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
                 f" a call, which are {options.device_iterations}: nothing would be kept"
             )
-        requests[short] = AnchorRequest(long_name, OUTPUTS[OutputMode(mode)], period)
+        requests[short] = long_name, OUTPUTS[OutputMode(mode)], period
     return requests
 
 
@@ -88,7 +82,7 @@ class Anchors:
 
 
 def resolve(
-    graph: Graph, traced: dict[str, int], requests: dict[str, AnchorRequest], training: bool
+    graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
 ) -> tuple[Graph, Anchors]:
     """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
 
@@ -111,13 +105,11 @@ def resolve(
         return str(position)
 
     by_name: dict[str, Anchor | None] = {}
-    for short, request in requests.items():
-        mode, period = request.outputs, request.period
-        name = _known(request.long_name, names, traced)
+    for short, (long_name, mode, period) in requests.items():
+        name = _known(long_name, names, traced)
         if name is None:
             raise Error(
-                f"anchorTensor({short!r}, {request.long_name!r}): no tensor has that name"
-                f"{did_you_mean(request.long_name, names)}\n"
+                f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, names)}\n"
                 f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
             )
         if name in traced:
