@@ -90,20 +90,28 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-@contextlib.contextmanager
-def autocast(enabled: bool = True) -> Iterator[None]:
+class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """A context manager and decorator: matrix products and convolutions inside run in float16.
 
     with poptorch.autocast():
         x = self.layer(x)
     """
-    # Imported late: options import this module in processes that only load data, without the compiler.
-    from popengine.compile.recording.current_capture import current
 
-    policy = _policy.get()
-    with contextlib.ExitStack() as stack:
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._stacks: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        # Imported late: options import this module in processes that only load data, without the compiler.
+        from popengine.compile.recording.current_capture import current
+
+        stack = contextlib.ExitStack()
+        policy = _policy.get()
         if current() is not None and policy is not None:
             for device in _devices():
-                stack.enter_context(torch.autocast(device, torch.float16, enabled))
-            stack.enter_context(_Casts(policy if enabled else default))
-        yield
+                stack.enter_context(torch.autocast(device, torch.float16, self._enabled))
+            stack.enter_context(_Casts(policy if self._enabled else default))
+        self._stacks.append(stack)
+
+    def __exit__(self, *details: Any) -> None:
+        self._stacks.pop().__exit__(*details)

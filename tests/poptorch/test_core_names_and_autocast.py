@@ -1,5 +1,7 @@
 """Names that programs import: errors of the core, the original's insides, automatic casts."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,21 @@ def test_autocast_follows_the_policy_of_the_options():
     found = poptorch.inferenceModel(forward, options)(x, x)
     half, single = torch.float16, torch.float32
     assert [value.dtype for value in found] == [half, single, half, single]
+
+
+def test_autocast_may_be_an_attribute_that_is_entered_again_and_copied():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.cast = nn.Linear(2, 2), poptorch.autocast()
+
+        def forward(self, x):
+            with self.cast, self.cast:
+                return self.layer(x)
+
+    for model in (Model(), copy.deepcopy(Model())):
+        for _ in range(2):
+            assert poptorch.inferenceModel(model)(torch.randn(2, 2)).dtype == torch.float16
 
 
 def test_autocast_does_nothing_where_the_options_say_so():
