@@ -259,7 +259,10 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
     many = counted(len(optimizer.group_of), "parameter")
     words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
     words += [f"{flag} {optimizer.flags[flag]}" for flag in RULES[optimizer.kind].changed_flags(optimizer)]
-    for name in (field.name for field in fields(optimizer) if field.name != "flags"):
+    words += [
+        f"{state} in {dtype}" for state, dtype in optimizer.state_types.items() if dtype != torch.float32
+    ]
+    for name in (field.name for field in fields(optimizer) if field.name not in ("flags", "state_types")):
         if (value := getattr(optimizer, name)) != getattr(plain, name):
             words.append(f"{name.replace('_', ' ')} {value}")
     return "; ".join(words)
