@@ -12,9 +12,8 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 TOTAL = "POPDIST_NUM_TOTAL_REPLICAS"
 LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
@@ -159,17 +158,12 @@ def write_stack_at_signal() -> None:
 
 def path_with_aliases(path: str) -> str:
     """Return a PYTHONPATH on which `import horovod` finds popdist's collectives, if Horovod itself is not installed."""
-    is_installed = PathFinder.find_spec("horovod") is not None
+    folders = [folder for folder in sys.path if folder != ALIASES]
+    is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
-
-
-class _AliasFinder:
-    @staticmethod
-    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [ALIASES]) if name == "horovod" else None
 
 
 def find_aliases() -> None:
     """As `path_with_aliases`, for this process."""
-    if _AliasFinder not in sys.meta_path:
-        sys.meta_path.append(_AliasFinder)
+    if ALIASES not in sys.path:
+        sys.path.append(ALIASES)

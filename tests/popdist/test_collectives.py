@@ -109,5 +109,6 @@ def imported(first, folder):
 def test_a_program_without_poprun_finds_horovods_names_unless_horovod_is_installed(tmp_path, first):
     assert imported(first, tmp_path).startswith(f"1 {ALIASES}")
     (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod/__init__.py").touch()
     (tmp_path / "horovod/torch.py").write_text("def init(): pass\ndef size(): return 'its own'")
     assert imported(first, tmp_path).startswith(f"its own {tmp_path}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from .current_capture import Capture, active
 from .graph_recorder import user_line
@@ -56,11 +56,7 @@ def modes_left() -> Iterator[None]:
             torch._C._pop_torch_function_stack()
         for mode in _get_current_dispatch_mode_stack():
             if not any(mode is before for before in modes):
-                key = getattr(mode, "_mode_key", None)  # torch's own modes have a place each
-                if key is None:
-                    torch._C._pop_torch_dispatch_stack(None)
-                else:
-                    torch._C._unset_dispatch_mode(key)
+                _pop_mode(getattr(mode, "_mode_key", None))  # torch's own modes have a place each
 
 
 @contextlib.contextmanager
