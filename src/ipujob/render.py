@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from . import pods
 from .pods import INSTANCE, JOB, Object
@@ -38,7 +37,7 @@ def _refuse(job: Job, way: str) -> None:
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {policy}\n"
             "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
         )
-    last = f"{_name(job, job.shape.instances - 1)}-{job.shape.workers - 1}"
+    last = f"{_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
     if len(last) > MAX_HOST:
         reason = f"the host name {last} has more than {MAX_HOST} characters"
         raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
@@ -60,21 +59,30 @@ def _warnings(job: Job, way: str) -> Iterator[str]:
 
 
 def _name(job: Job, instance: int) -> str:
-    return f"{job.name}-worker" if job.shape.instances == 1 else f"{job.name}-{instance}-worker"
+    """Return the name of an instance, without "-worker"."""
+    return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
+
+
+def _object(job: Job, instance: int, kind: tuple[str, str], name: str, spec: Object) -> Object:
+    """Return an object of a kind (apiVersion, kind) for an instance; it is deleted some time after its end."""
+    metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
+    kept = {} if job.seconds_kept is None else {"ttlSecondsAfterFinished": job.seconds_kept}
+    return {"apiVersion": kind[0], "kind": kind[1], "metadata": metadata, "spec": spec | kept}
 
 
 def _job(job: Job, instance: int) -> Object:
     """Return an Indexed Job. Its pods' host names are NAME-worker-0, ...; the pods' own names end in random letters."""
-    name = _name(job, instance)
-    environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-0.{job.name}")
-    if job.restarts.policy == "Never":
-        environment["PANDO_RESTARTS"] = "0"
-    metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    spec = _job_spec(job, instance, environment)
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+    name = f"{_name(job, instance)}-worker"
+    restarts = "0" if job.restarts.policy == "Never" else None
+    spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
+    return _object(job, instance, ("batch/v1", "Job"), name, spec)
 
 
-def _job_spec(job: Job, instance: int, environment: dict[str, Any]) -> Object:
+def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
+    """Return the spec of an Indexed Job, where worker 0 has this address, and PANDO_RESTARTS this value if any."""
+    environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, address)
+    if restarts is not None:
+        environment["PANDO_RESTARTS"] = restarts
     template = pods.template(job, environment)
     template["metadata"]["labels"][INSTANCE] = str(instance)
     workers = job.shape.workers
@@ -94,31 +102,22 @@ def _job_spec(job: Job, instance: int, environment: dict[str, Any]) -> Object:
                 {"action": "FailJob", "onExitCodes": {"containerName": job.worker["name"], **codes}},
             ]
         }
-    if job.seconds_kept is not None:
-        spec["ttlSecondsAfterFinished"] = job.seconds_kept
     return spec
 
 
 def _job_set(job: Job, instance: int) -> Object:
     """Return a JobSet of one Indexed Job, which restarts several workers together, and has a Service of its own."""
-    name = job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
-    environment = pods.variables(
-        job, instance, {"fieldRef": {"fieldPath": _INDEX}}, f"{name}-worker-0-0.{name}"
-    )
-    environment["PANDO_RESTARTS"] = {"fieldRef": {"fieldPath": _RESTARTS}}
-    inner = _job_spec(job, instance, environment)
+    name = _name(job, instance)
+    inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
+    inner["backoffLimit"] = 0
     inner["template"]["spec"].pop("subdomain", None)
-    inner |= {"backoffLimit": 0}
     spec: Object = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": inner}}],
     }
     if job.restarts.policy != "Never":
         spec["failurePolicy"] = {"maxRestarts": job.restarts.limit}
-    if "ttlSecondsAfterFinished" in inner:
-        spec["ttlSecondsAfterFinished"] = inner.pop("ttlSecondsAfterFinished")
-    metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    return _object(job, instance, ("jobset.x-k8s.io/v1alpha2", "JobSet"), name, spec)
 
 
 def placed(made: Object, value: Object) -> Object:

@@ -6,6 +6,7 @@ import copy
 import difflib
 import fnmatch
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -204,7 +205,7 @@ def _schema() -> dict[str, Any]:
 
 def _check_value(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
     """Yield a fault for each part of a value that an _API server would refuse or drop."""
-    name, shown = _path(place), _show(value)
+    name, shown = _path(place), reprlib.repr(value)
     if schema.get("x-kubernetes-int-or-string"):
         if not re.search(schema["pattern"], str(value)):
             message = f"{name} must be a whole number that matches {schema['pattern']}, and is {shown}"
@@ -257,8 +258,3 @@ def _near(word: str, known: Any) -> str:
 def _path(place: Place) -> str:
     """Return the name of a place in messages, such as "spec.workers.template.spec.containers[0]"."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

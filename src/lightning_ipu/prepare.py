@@ -51,8 +51,7 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     if seed.isdigit():
         # Not randomSeed(), which also seeds torch: the loader would shuffle otherwise than on the CPU.
         options.createOrSet(random_seed=int(seed))
-    module = strategy._lightning_module
-    trainer = module._trainer if module is not None else None
+    trainer = getattr(strategy._lightning_module, "_trainer", None)
     if trainer is not None and training:
         # During a run the Trainer's own count is 1: the executor accumulates.
         accumulation = max(trainer.accumulate_grad_batches, strategy._accumulation)

@@ -308,10 +308,6 @@ class StrategyPart:
 
     # ---- other processes ---------------------------------------------------------------------------------
 
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean (or sum, min, max) of a tensor or number over all processes."""
         if self.world_size == 1:
