@@ -27,19 +27,17 @@ def mix(*numbers: int) -> int:
     return state
 
 
-# Factories whose generator is another overload, and look-alikes, which have none.
+# Operations whose generator is an argument of another overload.
 _WITH_GENERATOR: dict[Any, Any] = {
     aten.rand.default: aten.rand.generator,
+    aten.rand_like.default: aten.rand_like.generator,
     aten.randn.default: aten.randn.generator,
+    aten.randn_like.default: aten.randn_like.generator,
     aten.randint.default: aten.randint.generator,
     aten.randint.low: aten.randint.low_generator,
+    aten.randint_like.default: aten.randint_like.generator,
+    aten.randint_like.low_dtype: aten.randint_like.low_generator_dtype,
     aten.randperm.default: aten.randperm.generator,
-}
-_LIKE: dict[Any, Callable[..., Any]] = {
-    aten.rand_like.default: lambda like, g: like.uniform_(generator=g),
-    aten.randn_like.default: lambda like, g: like.normal_(generator=g),
-    aten.randint_like.default: lambda like, high, g: like.random_(0, high, generator=g),
-    aten.randint_like.low_dtype: lambda like, low, high, g: like.random_(low, high, generator=g),
 }
 
 
@@ -59,9 +57,6 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
         )
     )
     numbers = generator(device, key, place)
-    fill = _LIKE.get(func)
-    if fill is not None:
-        return fill(torch.empty_like(args[0], **kwargs), *args[1:], numbers)
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:

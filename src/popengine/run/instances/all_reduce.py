@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +30,8 @@ from .connections import Connections
 IN_FLIGHT = 1 << 21  # elements that are on their way to an instance at the same time, about
 _ALIGNED = 64  # elements: kernels work on whole vectors, so shares begin at multiples of one
 _AHEAD = 4  # segments that are received while one is added up
-_SUM, _GATHER = (
-    "the sum of gradients",
-    "the exchange of weights",
-)  # in messages about peers that are waited for
+_SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # what peers are waited for, in warnings
+_Incoming = tuple[Tensor, dist.Work, int]  # a node of a segment on its way, and the peer that sends it
 
 
 # ---- the tree ------------------------------------------------------------------------------------------------
@@ -76,14 +73,6 @@ def nodes_of(start: int, count: int) -> list[tuple[int, int]]:
 
 
 # ---- over instances ------------------------------------------------------------------------------------------
-
-
-class _Incoming(NamedTuple):
-    """One node of a segment, on its way from another instance."""
-
-    peer: int
-    value: Tensor
-    work: dist.Work
 
 
 class AllReduce:
@@ -204,8 +193,7 @@ class AllReduce:
                 if key not in self._received or self._received[key].numel() < stop - start:
                     self._received[key] = like.new_empty(stop - start)
                 value = self._received[key][: stop - start]
-                work, _ = self._group.receive(value, peer, self._tag)
-                found.append(_Incoming(peer, value, work))
+                found.append((value, *self._group.receive(value, peer, self._tag)))
         return found
 
     def _add(self, flats: Sequence[Tensor], start: int, stop: int, parts: list[_Incoming]) -> None:
@@ -217,7 +205,7 @@ class AllReduce:
                 if rank == self.rank:
                     value = flats[index][start:stop]
                 else:
-                    peer, value, work = next(arriving)
+                    value, work, peer = next(arriving)
                     self._group.wait(work, peer, _SUM)
                 add(stack, TreeNode(level, number, [value]))
         (result,) = total(stack)
