@@ -234,7 +234,7 @@ class Engine:
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica, all or none. Processes compare them at their next call."""
-        self.state.write(weights)
+        self.state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed = {key for key in weights if key in self.state.trained}
 
     def average_buffers(self) -> None:
@@ -246,7 +246,7 @@ class Engine:
             if names:
                 replicas = [[each[name] for name in names] for each in self.state.read_buffers()]
                 means = _mean_over_replicas(replicas, self.settings.counts, self._group)
-                self.state.write_buffers([dict(zip(names, means, strict=True))] * len(replicas))
+                self.state.write([dict(zip(names, means, strict=True))] * len(replicas))
                 self.state.host_is_stale = True
 
 

@@ -13,7 +13,7 @@ they are places in one memory. Updates write in place. What lives where:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class State:
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
-            self._write(lambda replica: new)
+            self.write([new] * len(replicas))
             self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
             self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
             self.optimizer: dict[Unit, OptimizerState] = {}
@@ -220,22 +220,15 @@ class State:
         if self.lost is not None:
             raise self.lost
 
-    def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers into every replica, all or none."""
-        self._write(lambda replica: weights)
-
-    def write_buffers(self, values: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy to each replica its own buffers, all or none; what is not given stays."""
-        self._write(values.__getitem__)
-
-    def _write(self, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
+    def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copy to each replica its parameters and buffers, all or none; what is not given stays."""
         after: list[dict[str, Tensor]] = []
         held = {*self._names}
         with torch.no_grad(), devices.running(self.device):
             for replica, before in enumerate(self.values):
-                values, weights = dict(before), weights_of(replica)
+                values, given = dict(before), weights[replica]
                 for key, name in self.slot_of.items():
-                    if key not in weights or name not in held:
+                    if key not in given or name not in held:
                         continue
                     first = self.settings.members(key, replica)[0]
                     if first != replica and self._slots[name].role == "parameter":
@@ -243,10 +236,10 @@ class State:
                         continue
                     slot = self._slots[name]
                     new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                    values[name] = new.copy_(self._row(key, weights[key], replica))
+                    values[name] = new.copy_(self._row(key, given[key], replica))
                 after.append(values)
         devices.settle(self.device)
-        if self.slot_of.keys() <= weights_of(0).keys():
+        if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False
         self.values = after  # one assignment: an interrupt leaves all weights or none
 

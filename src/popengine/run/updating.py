@@ -289,7 +289,7 @@ class Updates:
         place, chunk = self._chunks[ipu][index]
         step = self._steps[place]
         if not self._is_left_out:
-            step.measure(chunk, self._prepare(step.views(chunk)))
+            step.measure(self._prepare(step.views(chunk)))
 
     def _trust(self, _: int) -> None:
         for step in self._steps.values() if not self._is_left_out else ():
@@ -300,7 +300,7 @@ class Updates:
         step = self._steps[place]
         if not self._is_left_out:
             views = step.views(chunk)
-            step.apply(chunk, views if step.layers is not None else self._prepare(views))
+            step.apply(views if step.layers is not None else self._prepare(views))
 
     def _share(self, _: int) -> None:
         """Give all processes the weights that their owners have updated."""

@@ -7,7 +7,7 @@ the sums within norms, and with it their bits, depends on the parameter alone. S
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ class Part:
     Args:
         others: gradient sums of other replicas, added to `gradient` in the order of a binary tree
         seed:   of the random numbers of stochastic rounding; None: no stochastic rounding
+        start:  the first element of a range
+        is_fused: torch's own kernel updates the parameter
         step:   for rules with a trust ratio: a buffer for the unscaled step; the gradient itself if its dtype fits
-        norms:  (norm of the weight, norm of the step) of each chunk, by the index of its first element
+        norms:  for these rules (norm of the weight, norm of the step) of each chunk, by its first element; None: the
+            parameter has no ratio
     """
 
     parameter: Tensor
@@ -34,8 +37,10 @@ class Part:
     state: State
     others: tuple[Tensor, ...] = ()
     seed: int | None = None
+    start: int = 0
+    is_fused: bool = False
     step: Tensor | None = None
-    norms: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    norms: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -57,7 +62,7 @@ class Part:
             gradient=_view(self.gradient, start, stop),
             state={name: _view(value, start, stop) for name, value in self.state.items()},
             others=tuple(_view(value, start, stop) for value in self.others),
-            seed=None if self.seed is None else self.seed + start,
+            start=start,
             step=None if self.step is None else _view(self.step, start, stop),
         )
 

@@ -57,10 +57,10 @@ def update(
     step.begin()
     if step.layers is not None:
         for chunk in step.chunks:
-            step.measure(chunk, step.views(chunk))
+            step.measure(step.views(chunk))
         step.trust()
     for chunk in step.chunks:
-        step.apply(chunk, step.views(chunk))
+        step.apply(step.views(chunk))
 
 
 class UpdateStep:
@@ -78,8 +78,11 @@ class UpdateStep:
                 if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
                     # There was no momentum so far: the state is zero.
                     part.state[state.name] = _zeros(optimizer, state.name, part.parameter)
-        self.parts = list(parts) if self.layers is None else [_with_room(part) for part in parts]
-        self._fused = [bool(rates.get("fused")) and has_kernel(optimizer, part.parameter) for part in parts]
+        if self.layers is not None:
+            parts = [_with_room(part, part.parameter.dim() >= self.layers.least) for part in parts]
+        elif rates.get("fused"):
+            parts = [replace(part, is_fused=has_kernel(optimizer, part.parameter)) for part in parts]
+        self.parts = parts
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -99,7 +102,7 @@ class UpdateStep:
         if steps:
             torch._foreach_add_(steps, 1)
 
-    def measure(self, chunk: Chunk, views: Sequence[Part]) -> None:
+    def measure(self, views: Sequence[Part]) -> None:
         """Compute the steps of a chunk's elements, and the norms of these and of the weights."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
@@ -111,45 +114,32 @@ class UpdateStep:
         self.layers.steps(Step(self.optimizer, self.rates, weights, steps, wide))
         for view, results in zip(views, wide, strict=True):
             _write_back(view.state, results)
-        chosen = [i for i, (part, _, _) in enumerate(chunk) if self._has_ratio(self.parts[part])]
+        chosen = [i for i, view in enumerate(views) if view.norms is not None]
         if chosen:
             sizes = torch._foreach_norm([weights[i] for i in chosen])
             lengths = torch._foreach_norm([steps[i] for i in chosen])
             for i, size, length in zip(chosen, sizes, lengths, strict=True):
-                views[i].norms[chunk[i][1]] = size, length
-
-    def _has_ratio(self, part: Part) -> bool:
-        assert self.layers is not None
-        return part.parameter.dim() >= self.layers.least
+                views[i].norms[views[i].start] = size, length  # pyright: ignore[reportOptionalSubscript]
 
     def trust(self) -> None:
-        """Replace each parameter's gradient by its step, and add the ratio of the norms to its state."""
+        """Add the ratio of the norms to each parameter's state."""
         assert self.layers is not None
         measured = [part for part in self.parts if part.norms]
-        ratios: dict[int, Tensor] = {}
         if measured:
             sizes, lengths = (torch.stack([_norm(part, which) for part in measured]) for which in (0, 1))
-            found = self.layers.trust(self.rates, sizes, lengths)
-            ratios = {id(part): ratio for part, ratio in zip(measured, found.unbind(), strict=True)}
-        self.parts = [
-            replace(
-                part,
-                gradient=part.gradient if part.step is None else part.step,
-                state=part.state | ({"trust": ratios[id(part)]} if id(part) in ratios else {}),
-            )
-            for part in self.parts
-        ]
+            ratios = self.layers.trust(self.rates, sizes, lengths)
+            for part, ratio in zip(measured, ratios.unbind(), strict=True):
+                part.state["trust"] = ratio
 
-    def apply(self, chunk: Chunk, views: Sequence[Part]) -> None:
+    def apply(self, views: Sequence[Part]) -> None:
         """Update the weights and states of a chunk."""
-        fused = [view for view, (part, _, _) in zip(views, chunk, strict=True) if self._fused[part]]
-        others = [view for view, (part, _, _) in zip(views, chunk, strict=True) if not self._fused[part]]
+        fused = [view for view in views if view.is_fused]
         if fused:
             assert self.rule.fused is not None
             weights, gradients = [part.parameter for part in fused], [part.gradient for part in fused]
             self.rule.fused(self.rates, weights, gradients, [part.state for part in fused])
-        if others:
-            self._apply_formula(others)
+        if len(fused) < len(views):
+            self._apply_formula([view for view in views if not view.is_fused])
 
     def _apply_formula(self, parts: Sequence[Part]) -> None:
         """Run the formula on float32 (for float64 parameters: float64) copies of what isn't, then write back."""
@@ -157,14 +147,15 @@ class UpdateStep:
         # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
         floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
         wide = [_wide(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
-        gradients = [part.gradient.to(dtype) for part, dtype in zip(parts, types, strict=True)]
+        steps = (part.gradient if part.step is None else part.step for part in parts)
+        gradients = [step.to(dtype) for step, dtype in zip(steps, types, strict=True)]
         self.rule.formula(Step(self.optimizer, self.rates, floats, gradients, wide))
         for part, result, results in zip(parts, floats, wide, strict=True):
             if result is not part.parameter:
                 if part.seed is None:
                     part.parameter.copy_(result)
                 else:
-                    generator = torch.Generator(result.device).manual_seed(part.seed)
+                    generator = torch.Generator(result.device).manual_seed(part.seed + part.start)
                     stochastic_round_(part.parameter, result, generator)
             _write_back(part.state, results)
 
@@ -184,17 +175,17 @@ def _write_back(state: State, results: State) -> None:
             value.copy_(results[name])
 
 
-def _with_room(part: Part) -> Part:
-    """Return a part with memory for its step."""
+def _with_room(part: Part, has_ratio: bool) -> Part:
+    """Return a part with memory for its step and its norms, and a state of its own for the ratio."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    return replace(part, step=step, norms={})
+    return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
 def _norm(part: Part, which: int) -> Tensor:
     """Return the norm of a parameter (0) or of its step (1) from those of its chunks, in their order: it depends on
     nothing that is updated beside."""
-    norms = [part.norms[start][which] for start in sorted(part.norms)]
+    norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -154,7 +154,7 @@ class DeviceLease:
         if kept.optimizer is not None:
             engine.state.write_optimizer(kept.optimizer, kept.loss_factor)
         if kept.buffers is not None:
-            engine.state.write_buffers(kept.buffers)
+            engine.state.write(kept.buffers)
         self._process = os.getpid()
         plan.engine = engine  # last: now it has all that was kept
         self.kept = replace(kept, buffers=None)
