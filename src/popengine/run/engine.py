@@ -21,7 +21,7 @@ from ..settings import Counts, Hyper, Settings
 from . import devices
 from .backends import load
 from .call import EngineCall, Results
-from .devices import aligned
+from .devices import aligned, pinned
 from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import ProcessGroup, group_of
@@ -73,9 +73,9 @@ class Engine:
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
         # The name by which processes read the optimizer's state that they share out; "": each has all of it.
-        self._sharded = (
-            self._group.publish(self.state) if self._group is not None and self.state.owner else ""
-        )
+        self._sharded = ""
+        if self._group is not None and self.state.owner:
+            self._sharded = self._group.publish(self.state)
         self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of gradients that overflow
         self._latest: EngineCall | None = None  # that threads may still work on
@@ -126,7 +126,7 @@ class Engine:
             self._group.barrier(name, self._facts(hyper, inputs))
             self._unconfirmed.clear()
         call = self._latest = EngineCall(
-            [devices.pinned(value, self.state.device) for value in self._by_micro_batch(inputs)],
+            self._by_micro_batch(inputs),
             Results(self.plan.partition.signature, self.settings, self.state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
@@ -151,17 +151,16 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Combined batches as [iterations, accumulation, groups, micro-batch, ...]; views, where micro-batches so
-        begin well."""
+        """Return combined batches as [iterations, accumulation, groups, micro-batch, ...]: views, where micro-batches
+        then begin at multiples of 64 bytes."""
         counts = self.settings.counts
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
-        batches = [
-            value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-            for value in inputs
-        ]
-        return [
-            aligned(batch) if self.state.device.type == "cpu" and batch.is_cpu else batch for batch in batches
-        ]
+        is_host = self.state.device.type == "cpu"
+        found = []
+        for value in inputs:
+            batch = value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
+            found.append(aligned(batch) if is_host and batch.is_cpu else pinned(batch, self.state.device))
+        return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
         """Return what has to be equal in all processes before a call."""

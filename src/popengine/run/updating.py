@@ -17,6 +17,7 @@ stochastic rounding has the key (seed, step) and the number of the parameter's s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -69,9 +70,7 @@ class Updates:
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
         # Something has to be known of all gradients before the first update.
-        self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm != float(
-            "inf"
-        )
+        self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm < math.inf
         self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
@@ -239,7 +238,7 @@ class Updates:
             self.call.overflows.append((self.call.step, self._scale))
         if self._factor is not None:
             scale_(gradients, self._factor)
-        if optimizer.max_grad_value != float("inf"):
+        if optimizer.max_grad_value < math.inf:
             clamp_(gradients, optimizer.max_grad_value)
         return parts
 

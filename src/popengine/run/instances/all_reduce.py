@@ -224,13 +224,10 @@ class AllReduce:
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
     """Return the rows of some instances, one after another; each has as many."""
-    parts = [mine if rank == group.rank else torch.empty_like(mine) for rank in ranks]
-    others = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part is not mine]
-    begun = [group.send(mine, rank, tag) for rank, _ in others]
-    begun += [group.receive(part, rank, tag) for rank, part in others]
-    for work, peer in begun:
-        group.wait(work, peer, "values that replicas gather")
-    return torch.cat(parts)
+    parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
+    received = {rank: part for rank, part in parts.items() if rank != group.rank}
+    group.exchange(mine, received, tag, "values that replicas gather")
+    return torch.cat([*parts.values()])
 
 
 def even_cuts(elements: int, size: int) -> list[int]:

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -118,6 +118,13 @@ class Connections:
             raise self._closed_by(error, peer, generation) from error
         finally:
             self._waits.pop(thread, None)
+
+    def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
+        """Send a value to some peers, and receive another one from each of them."""
+        begun = [self.receive(value, peer, tag) for peer, value in received.items()]
+        begun += [self.send(mine, peer, tag) for peer in received]
+        for work, peer in begun:
+            self.wait(work, peer, what)
 
     def _started(self, operation: str, value: Tensor, peer: int, tag: int) -> dist.Work:
         with self._lock:

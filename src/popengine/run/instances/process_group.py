@@ -80,9 +80,8 @@ class ProcessGroup(Connections):
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._published = 0
         self._states: weakref.WeakValueDictionary[str, ShardedState] = weakref.WeakValueDictionary()
-        self._kept: dict[
-            str, OptimizerStates
-        ] = {}  # parts of trainings that have ended, until the next barrier
+        # Parts of trainings that have ended, until the next barrier.
+        self._kept: dict[str, OptimizerStates] = {}
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
@@ -197,10 +196,7 @@ class ProcessGroup(Connections):
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
-        begun = [self.send(mine, peer, tag) for peer in self.peers]
-        begun = [self.receive(values[peer], peer, tag) for peer in self.peers] + begun
-        for work, peer in begun:
-            self.wait(work, peer, what)
+        self.exchange(mine, {peer: values[peer] for peer in self.peers}, tag, what)
         return values
 
 
