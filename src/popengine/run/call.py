@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..ir import Signature
+from ..ir import Result, Signature, Slot
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 
 logger = logging.getLogger("popengine")
@@ -30,20 +30,14 @@ class Rows:
     """The values of one tensor that a mode asks for, and when each began and ended to arrive."""
 
     def __init__(
-        self,
-        counts: Counts,
-        mode: Outputs,
-        period: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device
     ) -> None:
         self._counts, self._mode = counts, mode
         self._period = period if mode == "every_n" else 1
         copies = counts.replicas
         if mode in ("all", "every_n"):
             copies *= counts.iterations // self._period * counts.accumulation
-        self.values = torch.empty((copies, *shape), dtype=dtype, device=device)
+        self.values = torch.empty((copies, *like.shape), dtype=like.dtype, device=device)
         if mode == "sum":
             self.values.zero_()
         self.started, self.finished = [0.0] * copies, [0.0] * copies
@@ -111,7 +105,7 @@ class Results:
         for position, result in enumerate(signature.results):
             if result.kind == "output":
                 mode, period = modes.get(position, (settings.outputs, settings.return_period))
-                self._rows[position] = Rows(counts, mode, period, result.shape, result.dtype, device)
+                self._rows[position] = Rows(counts, mode, period, result, device)
             elif result.kind == "input":  # every micro-batch's value goes back
                 shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
                 self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
@@ -119,8 +113,7 @@ class Results:
             if anchor.is_weight:
                 slot = next(slot for slot in signature.weights if slot.key == anchor.key)
                 once = replace(counts, accumulation=1)
-                rows = Rows(once, anchor.outputs, anchor.return_period, slot.shape, slot.dtype, device)
-                self._anchors[anchor] = rows
+                self._anchors[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when each micro-batch was staged; at first the beginning of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)

@@ -278,15 +278,15 @@ class Recorder:
     ) -> None:
         """The row's main instruction takes its time; those before and after it take none."""
         times, moment = self._times[replica, task.ipu], begin
-        main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), 0)
+        main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):
-            if number != main:
-                times.note(first + number, moment, moment, core)
+            index = first + number
+            if number != (main or 0):
+                times.note(index, moment, moment, core)
                 continue
-            if task.once and first < times.length and times.ends[first]:  # another chunk of the same update
-                begin, computed = times.begins[first], computed + times.computed[first]
-            is_work = task.instructions[number].kind in _WORK
-            times.note(first + number, begin, end, core, computed if is_work else 0)
+            if task.once and index < times.length and times.ends[index]:  # another chunk of the same update
+                begin, computed = times.begins[index], computed + times.computed[index]
+            times.note(index, begin, end, core, 0 if main is None else computed)
             moment = end
 
 

@@ -53,20 +53,15 @@ _METHODS = "expand.default permute.default view.default"
 _LAYERS = "avg_pool2d.default gelu.default max_pool2d_with_indices.default silu.default"
 
 
-def _by_name() -> dict[str, Callable[..., Any]]:
-    homes: tuple[tuple[str, Any], ...] = (
+DIRECT: dict[str, Callable[..., Any]] = {
+    f"aten.{name}": getattr(home, name.partition(".")[0])
+    for names, home in (
         (_FUNCTIONS, torch._C._VariableFunctions),  # pyright: ignore[reportAttributeAccessIssue]
         (_METHODS, torch.Tensor),
         (_LAYERS, torch._C._nn),  # pyright: ignore[reportAttributeAccessIssue]
     )
-    return {
-        f"aten.{name}": getattr(home, name.partition(".")[0])
-        for names, home in homes
-        for name in names.split()
-    }
-
-
-DIRECT = _by_name()
+    for name in names.split()
+}
 
 
 def operation_of(name: str) -> OpOverload:

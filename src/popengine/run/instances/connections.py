@@ -102,11 +102,11 @@ class Connections:
 
     def send(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
         """Begin to send a value, which may change after `wait`. Returns: the work, and the peer."""
-        return self._started("send", value, peer, tag), peer
+        return self._begin("send", value, peer, tag)
 
     def receive(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
         """Begin to receive into a value, which is complete after `wait`. Returns: the work, and the peer."""
-        return self._started("recv", value, peer, tag), peer
+        return self._begin("recv", value, peer, tag)
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
         """Wait until a message is sent or received; `what` names the purpose in warnings."""
@@ -126,13 +126,13 @@ class Connections:
         for work, peer in begun:
             self.wait(work, peer, what)
 
-    def _started(self, operation: str, value: Tensor, peer: int, tag: int) -> dist.Work:
+    def _begin(self, operation: str, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
         with self._lock:
             group, generation = self._group, self._generation
             if group is None:
                 raise self._error()
         try:
-            return getattr(group, operation)([value], peer, tag)
+            return getattr(group, operation)([value], peer, tag), peer
         except RuntimeError as error:
             raise self._closed_by(error, peer, generation) from error
 
@@ -163,25 +163,25 @@ class Connections:
 
     # ---- generations -------------------------------------------------------------------------------------
 
-    def connect(self, what: str) -> _Gloo:
-        """Return the connected group, made anew if it was closed; waits for all peers."""
+    def connect(self, what: str) -> None:
+        """Connect to all peers, anew if the connections were closed; waits for them."""
         with self._connecting:
             if self._ended:
                 raise self._error()
-            if self._group is None:
-                if not self._is_watched:
-                    self._is_watched = True
-                    TorchThread(self._watch).start()
-                try:
-                    group = self._connect(f"{self._name}/{self._generation}", what)
-                except RuntimeError as error:
-                    self._ended = self._ended or str(error)
-                    raise self._error() from error
-                finally:
-                    self._waits.pop(threading.get_ident(), None)
-                with self._lock:
-                    self._group = group
-            return self._group
+            if self._group is not None:
+                return
+            if not self._is_watched:
+                self._is_watched = True
+                TorchThread(self._watch).start()
+            try:
+                group = self._connect(f"{self._name}/{self._generation}", what)
+            except RuntimeError as error:
+                self._ended = self._ended or str(error)
+                raise self._error() from error
+            finally:
+                self._waits.pop(threading.get_ident(), None)
+            with self._lock:
+                self._group = group
 
     def _connect(self, generation: str, what: str) -> _Gloo:
         self._store.set(f"{generation}/here/{self.rank}", "1")
