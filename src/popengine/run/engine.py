@@ -21,7 +21,7 @@ from ..settings import Counts, Hyper, Settings
 from . import devices
 from .backends import load
 from .call import EngineCall, Results
-from .devices import aligned, pinned
+from .devices import aligned
 from .instances.all_reduce import AllReduce, TreeNode, add, total
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import ProcessGroup, group_of
@@ -159,7 +159,9 @@ class Engine:
         found = []
         for value in inputs:
             batch = value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-            found.append(aligned(batch) if is_host and batch.is_cpu else pinned(batch, self.state.device))
+            found.append(
+                aligned(batch) if is_host and batch.is_cpu else devices.pinned(batch, self.state.device)
+            )
         return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
