@@ -175,7 +175,8 @@ class ProcessGroup(Connections):
     def _gather_parts(self, name: str) -> list[OptimizerStates]:
         file = io.BytesIO()
         try:
-            torch.save(self._kept.get(name) or self._states[name].read_optimizer(), file)
+            part = self._kept[name] if name in self._kept else self._states[name].read_optimizer()
+            torch.save(part, file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
