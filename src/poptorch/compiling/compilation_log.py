@@ -100,7 +100,6 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
         f"{used} IPUs are used, but real hardware reserves a power of two: {reserved} must be reserved, and"
         f" {reserved - used} would be idle"
     )
-    if rounds:
-        logger.warning("%s (autoRoundNumIPUs(True) allows it)", text)
-        return
-    raise Error(f"{text}\n  fix: options.autoRoundNumIPUs(True)")
+    if not rounds:
+        raise Error(f"{text}\n  fix: options.autoRoundNumIPUs(True)")
+    logger.warning("%s (autoRoundNumIPUs(True) allows it)", text)

@@ -202,12 +202,20 @@ class AsynchronousDataAccessor:
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
     """Return the batches in an epoch; None if not known. (A reference to the dataset could keep its loader alive.)"""
+    if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
+        rows = length_of(dataset)  # assuming one row a batch
+    elif dataset.drop_last:
+        batches = length_of(dataset)
+        rows = None if batches is None else batches * dataset.batch_size
+    else:
+        rows = length_of(dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler)
+    return None if rows is None else rows // (rebatched_size or 1)
+
+
+def length_of(value: Any) -> int | None:
+    """Return the length of a dataset, loader or sampler; None if it has none."""
     try:
-        if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
-            return len(dataset) // (rebatched_size or 1)  # assuming one row a batch
-        source: Any = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
-        rows = len(source) // dataset.batch_size * dataset.batch_size if dataset.drop_last else len(source)
-        return rows // rebatched_size
+        return len(value)
     except (TypeError, NotImplementedError):
         return None
 

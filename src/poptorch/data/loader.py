@@ -7,7 +7,7 @@ the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.utils.data
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError
 from popengine.settings import Counts
-from poptorch.data.accessor import AsynchronousDataAccessor
+from poptorch.data.accessor import AsynchronousDataAccessor, length_of
 from poptorch.data.dataset_shares import partition_of
 from poptorch.data.loader_state import Progress, Resumable, checked
 from poptorch.data.rows import grouped
@@ -121,7 +121,10 @@ class DataLoader(torch.utils.data.DataLoader):
             **kwargs,
         )
         if not drop_last and not options.exists("new_shapes"):
-            _warn_of_tail(self._rows(), combined, batch_sampler, self._group)
+            if batch_sampler is not None:
+                _warn_of_tail(length_of(batch_sampler), self._group, "micro-batches")
+            elif combined is not None and self._rows() is not None:
+                _warn_of_tail(self._rows(), combined, "rows")
         if self.mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
 
@@ -215,11 +218,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     def _rows(self) -> int | None:
         """Return the rows that this process reads in an epoch; None if not known."""
-        source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
-        try:
-            return len(source) if isinstance(source, Sized) else None
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _rebatching(self, worker_size: int | None, batch_sampler: Any) -> int | None:
         """Return the rows that torch's loader loads at once if the worker regroups them, else None."""
@@ -299,17 +298,12 @@ def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None
         )
 
 
-def _warn_of_tail(rows: int | None, combined: int | None, batch_sampler: Any, group: int) -> None:
-    """Report the size of the last batch if it is incomplete (drop_last=False)."""
-    advice = "An executor can't run it without options.allowNewShapes(); drop_last=True leaves it out"
-    if batch_sampler is not None:
-        if not hasattr(batch_sampler, "__len__"):
-            logger.warning("drop_last=False: the last combined batch may be incomplete. %s", advice)
-        elif left := len(batch_sampler) % group:
-            logger.warning(
-                "drop_last=False: the last combined batch has %d of %d micro-batches. %s", left, group, advice
-            )
-    elif rows is not None and combined is not None and (left := rows % combined):
+def _warn_of_tail(parts: int | None, whole: int, unit: str) -> None:
+    """Report the size of the last batch if it is, or may be, incomplete (drop_last=False)."""
+    if parts is None or parts % whole:
+        size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
         logger.warning(
-            "drop_last=False: the last batch will have %d rows instead of %d. %s", left, combined, advice
+            "drop_last=False: the last combined batch %s. An executor can't run it without options.allowNewShapes();"
+            " drop_last=True leaves it out",
+            size,
         )

@@ -293,9 +293,7 @@ class _Feeder:
             return
         self.generation, self.batches, self.running = message.generation, None, True
         self.wanted = None if message.state is None else pickle.loads(message.state)
-        if (
-            message.epoch in self.begun
-        ):  # loaded ahead by the worker, and not seen by the consumer: begin again
+        if message.epoch in self.begun:  # was loaded ahead, and the consumer has not seen it: begin again
             start = {"epoch": message.epoch, "position": 0, "begun": None, "now": self.begun[message.epoch]}
             self.wanted = {**self.dataset.state_dict(), **start}
         self.begun = {}

@@ -109,7 +109,7 @@ def test_a_break_starts_a_new_epoch_in_every_mode():
 
 def test_an_incomplete_last_batch_is_announced(caplog):
     loader_of(Rows(10), batch_size=2, drop_last=False)
-    assert "the last batch will have 2 rows" in caplog.text
+    assert "the last combined batch has 2 of 4 rows" in caplog.text
     caplog.clear()
     loader_of(Rows(8), batch_size=2, drop_last=False)
     assert not caplog.text
