@@ -59,6 +59,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     options: Options
     mode: DataLoaderMode
+    drops_last: bool
 
     def __init__(
         self,
