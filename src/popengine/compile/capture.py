@@ -28,7 +28,6 @@ from .recording.capture_contexts import (
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
 from .recording.graph_recorder import Recorder, check_dense, like
-from .recording.known_values import CaptureRecorder
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns, adoption
 from .recording.torch_errors import explained
@@ -69,9 +68,8 @@ def capture(
         stand_ins = StandIns(module, training, needs_values)
         inputs = [like(sample) for sample in samples]
         scale = torch.empty(())
-    state = Capture(training)
-    state.members = stand_ins.members()
-    recorder = state.recorder = CaptureRecorder(state.describe, stand_ins.of_operand)
+    state = Capture(training, stand_ins.members(), stand_ins.of_operand)
+    recorder = state.recorder
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
     for role, values in roles.items():
@@ -115,7 +113,6 @@ def capture(
 def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, Tensor]:
     """Return the backward: the gradient of the model's one loss, for each parameter that has one."""
     recorder = state.recorder
-    assert recorder is not None
     wanted = stand_ins.trained()
     loss = final_loss(state.losses, state.chosen, recorder)
     recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")

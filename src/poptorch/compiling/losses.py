@@ -60,7 +60,6 @@ def loss_field(returned: Any) -> Any:
 def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
     """Return the scalar output that is trained, if it is not a loss function's result itself; else None."""
     recorder = capture.recorder
-    assert recorder is not None
     final = final_losses(capture.losses, recorder)
     scalars = [value for value in tensors_of(returned) if _is_loss(value)]
     if any(recorder.node(value) in final for value in scalars):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,9 @@ class Capture:
     """What is known while a forward runs: which block is open, and which tensors are losses."""
 
     training: bool
+    members: list[tuple[str, Tensor]]  # the user's own parameters and buffers
+    adopt: InitVar[Callable[[Any], Any]]  # from a tensor of the module to what stands in for it
+    recorder: CaptureRecorder = field(init=False)
     visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
     phase: str = "F"
@@ -83,16 +86,17 @@ class Capture:
     scopes: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     group: Group | None = None
-    recorder: CaptureRecorder | None = None
-    members: list[tuple[str, Tensor]] = field(default_factory=list)  # the user's own parameters and buffers
+
+    def __post_init__(self, adopt: Callable[[Any], Any]) -> None:
+        self.recorder = CaptureRecorder(self.describe, adopt)
 
     def adopted(self, value: Tensor) -> Tensor:
         """Return what stands in for a tensor of the module; anything else as it is."""
-        return self.recorder.adopted(value) if self.recorder is not None else value
+        return self.recorder.adopted(value)
 
     def value_of(self, value: Tensor) -> Tensor | None:
         """Return a copy of a tensor's value, if it is computed from constants alone."""
-        known = value_of(self.recorder, value) if self.recorder is not None else None
+        known = value_of(self.recorder, value)
         with torch._C.DisableTorchFunction(), paused():
             return None if known is None else known.clone()
 
