@@ -68,7 +68,7 @@ class AsynchronousDataAccessor:
         granted = slots if early_preload else 1
         self._kept_back = list(range(granted, slots))  # sent to the worker at the first iter()
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        keep_tail = getattr(dataset, "keeps_tail_of_worker", False)
+        keep_tail = getattr(dataset, "_keeps_tail", False)
         settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, keep_tail)
         self._process, self._connection = _start(dataset, strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
@@ -194,7 +194,7 @@ class AsynchronousDataAccessor:
                 f"  fix: iterate over the loader itself, or make it with mode=poptorch.DataLoaderMode.Sync"
             )
         ragged = not getattr(dataset, "drops_last", True) and (dataset.combinedBatchSize or 1) > 1
-        assert not ragged or dataset.keeps_tail_of_worker or rebatched_size is not None, (
+        assert not ragged or dataset._keeps_tail or rebatched_size is not None, (
             "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
             "'rebatched_size' to regroup the rows"
         )

@@ -59,7 +59,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     options: Options
     mode: DataLoaderMode
-    drops_last: bool
+    drops_last: bool  # whether an incomplete combined batch is left out; `drop_last` is the argument of torch's loader
 
     def __init__(
         self,
@@ -84,8 +84,9 @@ class DataLoader(torch.utils.data.DataLoader):
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
-        self.drops_last = drop_last  # (`drop_last` is the argument of torch's loader)
-        self.keeps_tail_of_worker = not drop_last and self.mode != DataLoaderMode.Sync
+        self.drops_last = drop_last
+        # Whether the worker regroups rows and keeps an incomplete batch at the end.
+        self._keeps_tail = not drop_last and self.mode != DataLoaderMode.Sync
         self._accessor: AsynchronousDataAccessor | None = None
         self._group = options._counts().product if batch_sampler is not None else 1
 
@@ -227,7 +228,7 @@ class DataLoader(torch.utils.data.DataLoader):
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
         )
-        regroups = self.keeps_tail_of_worker or self.mode == DataLoaderMode.AsyncRebatched
+        regroups = self._keeps_tail or self.mode == DataLoaderMode.AsyncRebatched
         if not regroups or batch_sampler is not None or combined in (None, 1):
             return None
         return worker_size or combined
