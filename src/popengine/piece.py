@@ -13,10 +13,9 @@ Passes read and rewrite the list. Cores run the Python that is made from it, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Phase = Literal["F", "B"]
@@ -118,17 +117,13 @@ class Piece:
         """Python that defines `piece(values)`. It empties the list, so that each tensor is freed at its last use."""
         return self.written()
 
-    def written(self, after: Mapping[int, str] = MappingProxyType({})) -> str:
-        """Return the source with statements `after` lines of the body, by their numbers (-1: before the first)."""
-        head = self._head()
-        body = [
-            self._written(line) + forgotten(dying) for line, dying in zip(self.lines, self.dying, strict=True)
-        ]
-        lines = [
-            *head[:-1],
-            *(line + after.get(place, "") for place, line in enumerate([head[-1], *body], -1)),
-        ]
-        return "\n".join([*lines, f"    return ({''.join(name + ', ' for name in self.writes)})"]) + "\n"
+    def written(self, after: str = "") -> str:
+        """Return the source with a statement `after` each line of the body, and before the first."""
+        *head, cleared = self._head()
+        lines = zip(self.lines, self.dying, strict=True)
+        body = [cleared, *(self._written(line) + forgotten(dying) for line, dying in lines)]
+        writes = "".join(name + ", " for name in self.writes)
+        return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
     def where(self, number: int) -> str:
         """Return the user's line that a line of the source (from 1) was captured from."""

@@ -92,6 +92,5 @@ def test_pieces_pickle_and_bodies_of_branches_travel_as_text():
 
 def test_a_statement_can_be_put_after_each_line():
     ticks = []
-    after = dict.fromkeys(range(-1, len(HALF.lines)), "; tick()")
-    build(HALF, after=after, tick=lambda: ticks.append(1))([torch.ones(2, 3), torch.ones(4, 3)])
+    build(HALF, after="; tick()", tick=lambda: ticks.append(1))([torch.ones(2, 3), torch.ones(4, 3)])
     assert len(ticks) == 1 + len(HALF.lines)

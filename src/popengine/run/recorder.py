@@ -302,7 +302,4 @@ class _Ticks(threading.local):
 
 def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
     """Return the same pieces, reading the clock before their first line and after each."""
-    return [
-        build(piece, after=dict.fromkeys(range(-1, len(piece.lines)), "; tick()"), tick=ticks.note)
-        for piece in pieces
-    ]
+    return [build(piece, after="; tick()", tick=ticks.note) for piece in pieces]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ def build(
     piece: Piece,
     call: Callable[[OpOverload], Callable[..., Any]] = direct,
     device: torch.device = CPU,
-    after: Mapping[int, str] = MappingProxyType({}),
+    after: str = "",
     **more: Any,
 ) -> Code:
     """Return the function of a piece: it takes the list of the values read, empties it, and returns those written.
@@ -91,7 +90,7 @@ def build(
     Args:
         call:   what the source calls for an operation of torch.ops
         device: of the values that it reads, and of those that it makes
-        after:  statements that follow lines of its body, by their numbers; -1: before the first
+        after:  a statement that follows each line of its body, and comes before the first
         more:   other names that its source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
