@@ -1,4 +1,4 @@
-"""The options a user sets: `Options`, its parts, and the error of a faulty options file."""
+"""The options that a user sets: `Options`, its parts, and the error for a faulty options file."""
 
 from poptorch.options.option_base import OptionsDict
 from poptorch.options.option_parts import (

@@ -1,4 +1,4 @@
-"""The engine's settings from the user's options; contradictory options are refused here."""
+"""Convert the user's options into the engine's settings. Contradictory options raise Error here."""
 
 import os
 from typing import Any, Literal
@@ -24,10 +24,12 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 
 def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
-    """Return an executor's frozen copy of options, with an output mode, and with the strategy of the model's notes.
+    """Return a frozen copy of the options for an executor, with its output mode and its strategy filled in.
 
+    Args:
+        model: if `poptorch.annotate` or `split` marked it, its strategy replaces the default strategy
     Raises:
-        Error: gradient accumulation in inference
+        Error: gradient accumulation is not 1 in inference
     """
     own = options.clone()
     if own.defaultOutputMode():
@@ -54,10 +56,13 @@ def freeze(
     optimizer: Optimizer | None,
     groups: dict[str, ReplicaGroups] | None = None,
 ) -> Settings:
-    """Return the engine's settings.
+    """Return the engine's settings for these options.
 
+    Args:
+        groups: the groups of replicas of each per-replica parameter, by canonical name
     Raises:
-        Error: OutputMode.EveryN with a period that does not divide the device iterations, or a missing device
+        Error: the period of OutputMode.EveryN does not divide the device iterations, the backend or the kind
+            of device is unknown, or there is no such device
     """
     popart = options._Popart.options
     counts = options._counts()
@@ -101,10 +106,10 @@ def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
 
 
 def device_of(options: Options, training: bool) -> DeviceKind:
-    """Return the kind of device of the options, else of the environment.
+    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu".
 
     Raises:
-        Error: POPTORCH_DEVICE names no kind of device, or there is no such device
+        Error: the kind is unknown, there is no such device, or several processes train on an accelerator
     """
     kind: Any = _chosen(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:
@@ -113,7 +118,11 @@ def device_of(options: Options, training: bool) -> DeviceKind:
 
 
 def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
-    """Return the value of an option, else of the variable, else the first known one. Raises Error for unknown ones."""
+    """Return the value of an option, else of an environment variable, else `known[0]`.
+
+    Raises:
+        Error: the value is not in `known`; `what` is its description in the message
+    """
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
         raise Error(
@@ -123,7 +132,7 @@ def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...]
 
 
 def _least_shared(options: Options) -> int | None:
-    """Return the elements from which on a parameter's optimizer state is sharded over replicas; None for never."""
+    """Return the elements that a parameter must have for its state to be sharded; None: none is sharded."""
     values = options.TensorLocations.location_optimizer.toDict()
     if not values.get("replicated_tensor_sharding", False):
         return None

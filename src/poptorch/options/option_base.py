@@ -1,7 +1,7 @@
 """Base classes of all option objects: named values with declared types, freezing, copying and printing.
 
 An option is a public annotation of its class: with a default, or without a value until a setter creates it. Private
-fields are declared with `_declare`. A frozen object refuses every write; a copy of it is not frozen.
+fields are declared with `_declare`. Writes to a frozen object raise AttributeError; copies are not frozen.
 
 The docstring of a setter without effect begins with "Recorded: " or "Refused: " and the reason.
 docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
@@ -23,7 +23,7 @@ _FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type, error: type[Exception] = AssertionError) -> T:
-    """Return a setter's argument. Raises `error` if it is not of this kind."""
+    """Return a setter's argument. Raises `error` if it is not an instance of `kind`."""
     if not isinstance(value, kind):
         word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
         is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
@@ -34,7 +34,7 @@ def expect(setter: str, value: T, kind: type, error: type[Exception] = Assertion
 
 
 class Freezable:
-    """Base class of objects that can be made read-only, with the option objects in their fields."""
+    """Base class of objects that can be made read-only, together with the option objects in their fields."""
 
     _is_frozen: bool
 
@@ -42,7 +42,7 @@ class Freezable:
         self._declare(_is_frozen=False)
 
     def checkIsFrozen(self) -> None:
-        """Raise AttributeError if a model or loader uses these options."""
+        """Raise AttributeError if these options are frozen, as they are once a model or loader uses them."""
         if self._is_frozen:
             raise AttributeError(
                 "Can't modify frozen Options: a model or a data loader uses them already. "
@@ -99,7 +99,7 @@ class OptionsDict(Freezable):
 
     @classmethod
     def _declared(cls) -> list[str]:
-        """Return the names of all options, also of those without a default."""
+        """Return the names of all options, including those without a default."""
         annotated = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
         return [name for name in annotated if not name.startswith("_")]
 
@@ -108,44 +108,47 @@ class OptionsDict(Freezable):
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def set(self, **values: Any) -> Self:
-        """Change values by name.
+        """Change existing values, given by name, and return the object.
 
-        Raises: AssertionError for an unknown name or a value of another type than the present one.
+        Raises: AssertionError for an unknown name, or a value of another type than the current value.
         """
         for name in values:
             self._check_known(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
-        """Change or create values by name."""
+        """Change or create values, given by name, and return the object.
+
+        Raises: AssertionError for a value of another type than the current value.
+        """
         self.checkIsFrozen()
         for name, value in values.items():
             self._check(name, value)
         for name, value in values.items():
-            # Integers for enum members of integer values, so that equal options print equally.
+            # Store the integer of an enum member where the old value is an int: equal options print equally.
             as_integer = type(vars(self).get(name)) is int and isinstance(value, IntEnum)
             vars(self)[name] = int(value) if as_integer else value
         return self
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a value."""
+        """Return whether a value of this name exists."""
         return name in self._values
 
     def deleteIfExists(self, name: str) -> Self:
-        """Delete a value. As in PopTorch, this is allowed for frozen options."""
+        """Delete a value, if it exists. As in PopTorch, this is allowed for frozen options."""
         if self.exists(name):
             del vars(self)[name]
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """Return these values and those of another dictionary in one dictionary.
+        """Return a new dictionary with these values and those of another dictionary; nothing is changed.
 
-        Raises: AssertionError if both have a name.
+        Raises: AssertionError if a name is in both.
         """
         return merged(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:
-        """Return the values by name; for `Options` with those of its parts."""
+        """Return the values by name; for `Options`, including the values of its parts."""
         return {name: plain(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
@@ -195,14 +198,14 @@ class OptionsDict(Freezable):
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return both dictionaries in one. Raises AssertionError if both have a name."""
+    """Return a new dictionary with the entries of both. Raises AssertionError if a key is in both."""
     shared = sorted(first.keys() & second.keys())
     assert not shared, f"Can't merge dictionaries: both contain {', '.join(shared)}"
     return {**first, **second}
 
 
 def plain(value: Any) -> Any:
-    """Return nested options as a dictionary, anything else as a copy."""
+    """Return an options object as a dictionary, any other value as a deep copy."""
     return value.toDict() if isinstance(value, OptionsDict) else copy.deepcopy(value)
 
 

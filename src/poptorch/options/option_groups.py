@@ -21,7 +21,7 @@ _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 
 
 class ExecutionOptions(OptionsDict):
-    """How much one call computes, on how many replicas, and which outputs it returns."""
+    """Options for how much one call computes, on how many replicas, and which outputs it returns."""
 
     _execution_strategy: ExecutionStrategy
 
@@ -41,17 +41,18 @@ class ExecutionOptions(OptionsDict):
     replication_factor: int = 1
 
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Weight updates in one call; in inference, micro-batches of each replica."""
+        """Set the number of weight updates per call; in inference, of micro-batches per call and replica."""
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
-        """Copies of the model in this process, each with its own rows of the batch."""
+        """Set the number of copies of the model in this process, each with its own rows of the batch."""
         return self.set(replication_factor=replication_factor)
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
-        """Replicas of one group get the same input. Call after `replicationFactor`.
+        """Give the replicas of a group the same rows of the batch. Call `replicationFactor` before.
 
-        Raises: ValueError for a size that does not divide the replication factor, or type All.
+        Args: input_group_size: replicas per group
+        Raises: ValueError if the size does not divide the replication factor, or for the type All.
         """
         if not isinstance(input_group_type, CommGroupType):
             raise ValueError(f"input_group_type is a poptorch.CommGroupType; found {input_group_type!r}")
@@ -71,11 +72,13 @@ class ExecutionOptions(OptionsDict):
         return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
-        """True (default) refuses models with buffers that would differ between replicas; False allows them."""
+        """Choose which buffers forward may change if this process has several replicas. True (default):
+        running statistics only; any other changed buffer raises Error at compilation. False: any buffer. Each
+        replica keeps its own value of a changed buffer, and the host reads that of replica 0."""
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
-        """Choose the order of stages: Pipelined-, Sharded-, SerialPhased- or ParallelPhasedExecution."""
+        """Set the order of stages: a Pipelined-, Sharded-, SerialPhased- or ParallelPhasedExecution."""
         assert isinstance(strategy, ExecutionStrategy), (
             "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
             f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
@@ -84,12 +87,12 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Choose which outputs a call returns. The period is for EveryN, in device iterations."""
+        """Choose which outputs a call returns. The period, in device iterations, is for EveryN only."""
         period = _period(expect("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
     def defaultOutputMode(self) -> bool:
-        """Return whether the mode is Default: Final in training, All in inference."""
+        """Return whether the output mode is Default, which means Final in training and All in inference."""
         return self.output_mode == OutputMode.Default
 
     def anchorTensor(
@@ -99,10 +102,13 @@ class ExecutionOptions(OptionsDict):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> None:
-        """Store a tensor of `getTensorNames()` at each call, for `getAnchoredTensor(short_name)`.
+        """Store a tensor at each call, for `getAnchoredTensor(short_name)`.
 
-        The option is `[long_name, use_default, mode, period]`. Without a mode it is the model's, resolved when the
-        model is wrapped. As in PopTorch, this is allowed for frozen options.
+        Without a mode, the model's output mode applies. As in PopTorch, this is allowed for frozen options.
+
+        Args:
+            long_name: a name of `getTensorNames()`
+            output_return_period: device iterations, for EveryN
         """
         use_default = output_mode is None
         mode = expect("anchorTensor", OutputMode.Default if output_mode is None else output_mode, OutputMode)
@@ -110,14 +116,14 @@ class ExecutionOptions(OptionsDict):
         self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Seed the random numbers of the model, and torch's own on the host."""
+        """Set the seed of the model's random numbers, and call `torch.manual_seed` with it."""
         self.createOrSet(random_seed=expect("randomSeed", random_seed, int))
         torch.manual_seed(random_seed)
         return self
 
     def enableSyntheticData(self, enabled: bool | int) -> Self:
-        """Generate the inputs once instead of reading them; outputs have no meaning. Also takes a
-        `popart.SyntheticDataMode`."""
+        """Replace the inputs of all calls by values that are generated once; outputs have no meaning then.
+        Also takes a `popart.SyntheticDataMode`."""
         assert isinstance(enabled, int) and 0 <= enabled <= 3, (
             f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
         )
@@ -133,11 +139,12 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(backend=backend)
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
-        """*Pando*: the layout of convolutional parts: the model's ("preserve"), "channels_last", or by a rule ("auto").
+        """*Pando*: choose the layout of convolutions: the model's ("preserve"), "channels_last", or "auto".
 
-        "auto" is "channels_last" if images of 8 channels or more are pooled or resized, which is 2 to 10 times as fast
-        in that layout on CPUs; a profile measures the gain. "preserve" (default) gives the bits of plain PyTorch, the
-        other layout differs by rounding. `executor.memory_format` is the layout of a compiled model.
+        "auto" is "channels_last" if the model pools or resizes images of 8 channels or more, which is 2 to 10
+        times as fast in that layout on CPUs, else "preserve". "preserve" (default) gives the bits of plain
+        PyTorch; the results of "channels_last" differ by rounding. `executor.memory_format` is the layout of
+        a compiled model.
         """
         assert memory_format in MEMORY_FORMATS, (
             f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
@@ -148,7 +155,8 @@ class ExecutionOptions(OptionsDict):
         """*Pando*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
 
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random state. The
-        last `plans` are kept. The log says (INFO) what each has cost. See docs/guide/shapes.md.
+        `plans` most recently used plans are kept. The log (INFO) has the time of each compilation. See
+        docs/guide/shapes.md.
         """
         assert type(plans) is int and plans > 0, (
             f"allowNewShapes takes a number of plans from 1; found {plans!r}"
@@ -156,11 +164,11 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(new_shapes=plans)
 
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
-        """*Pando*: name the loss: a key or an attribute of what forward returns ("total", "out.loss"), or a place (0).
+        """*Pando*: name the output that is the loss by its key, attribute or index ("total", "out.loss", 0).
 
-        By default the loss is what forward marks, else what it returns; see docs/guide/options.md. `marked=True` is
-        PopTorch's rule: the loss is what `identity_loss` or a loss function of torch returns, and what forward computes
-        from that is not trained.
+        By default the loss is a scalar that forward marks, else one that it returns: docs/guide/options.md.
+        `marked=True` is PopTorch's rule: the loss is the result of `identity_loss` or of a loss function of
+        torch, and values that forward computes from it are not trained.
         """
         assert (output is None) == marked and (output is None or type(output) in (str, int)), (
             f"loss takes the name or the place of an output, or marked=True; found {output!r}, marked={marked!r}"
@@ -169,7 +177,7 @@ class ExecutionOptions(OptionsDict):
         return self if output is None else self.createOrSet(loss_output=output)
 
     def enableStableNorm(self, enabled: bool) -> Self:
-        """Recorded: PyTorch's norms are stable."""
+        """Recorded: PyTorch's norms are numerically stable."""
         return self._set_popart("enableStableNorm", expect("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
@@ -180,7 +188,7 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("updatableNamedBuffers", list(buffers))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
-        """Report unexpected attributes of optimizers in debug messages, not in warnings."""
+        """Log unexpected attributes of optimizers at the level DEBUG instead of WARN."""
         self._relax_optimizer_checks = expect("relaxOptimizerAttributesChecks", relax, bool)
         return self
 
@@ -198,7 +206,7 @@ def _period(mode: OutputMode, period: int | None) -> int:
 
 
 class DeviceOptions(OptionsDict):
-    """Which device a model runs on, and when the model is attached to it."""
+    """Options for the device that a model runs on, and for when the model is attached to it."""
 
     auto_round_num_ipus: bool = False
     available_memory_proportion: dict[int, float] = {}
@@ -218,7 +226,8 @@ class DeviceOptions(OptionsDict):
         return self.createOrSet(device_kind=kind)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
-        """Recorded: any number of ipus can be had, see environment.md for the rule of real systems."""
+        """Recorded: any number of ipus is allowed. With POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no
+        power of two raises Error, or logs a warning if this option is True."""
         return self.set(auto_round_num_ipus=auto_round_num_ipus)
 
     def useIpuModel(self, use_model: bool) -> Self:
@@ -226,27 +235,27 @@ class DeviceOptions(OptionsDict):
         return self.createOrSet(use_model=expect("useIpuModel", use_model, bool))
 
     def useIpuId(self, ipu_id: int) -> Self:
-        """Recorded: there are no devices to choose from."""
+        """Recorded: ipus are logical devices, so there are none to choose from."""
         assert isinstance(ipu_id, int) and ipu_id >= 0, (
             f"useIpuId takes an int from 0; found ipu_id={ipu_id!r}"
         )
         return self.createOrSet(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
-        """Compile only: no device is attached, and a call of the model is an error."""
+        """Compile only: no device is attached, and calling the model raises AssertionError."""
         self.createOrSet(ipu_version=expect("useOfflineIpuTarget", ipu_version, int))
         return self.connectionType(ConnectionType.Never)
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
-        """`Never` compiles only; `Always` and `OnDemand` attach the device when the model is compiled."""
+        """Choose when the device is attached: at compilation (`Always`, `OnDemand`) or never (`Never`)."""
         return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Recorded: workers wait for the values they need, and for nothing else."""
+        """Recorded: workers wait for the values they need only, so there are no synchronization patterns."""
         return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Recorded: memory is shared here.
+        """Recorded: all ipus share the memory of the machine.
 
         Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`
         """
@@ -261,7 +270,7 @@ class DeviceOptions(OptionsDict):
 
 
 class ReportingOptions(OptionsDict):
-    """Executables, logs, profiles and places in the source."""
+    """Options for executable files, logs, profiles and source locations."""
 
     _source_location_excludes: list[str]
 
@@ -270,7 +279,7 @@ class ReportingOptions(OptionsDict):
     model_name: str
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Write each compiled model to a file in this folder, for `loadExecutable`. None: don't.
+        """Write each compiled model to a file in this folder, for `loadExecutable`. None: write no files.
 
         Compilation does not read the files.
         """
@@ -278,26 +287,27 @@ class ReportingOptions(OptionsDict):
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
-        """Recorded: there are no log files but POPTORCH_LOG_DEST."""
+        """Recorded: the only log file is the one that POPTORCH_LOG_DEST names."""
         return self.set(log_dir=os.fspath(log_dir))
 
     def modelName(self, name: str) -> Self:
-        """Set the name of the model in profiles, and of its folder there."""
+        """Set the model's name in profiles, which is also the name of their folder."""
         return self.createOrSet(model_name=expect("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """Write the same line at most this many times in succession. None: no limit."""
+        """Write the same log line at most `max_lines` times in succession. None: no limit."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
-        """Recorded: only an IPU counts cycles; `getPerfCounters` has seconds."""
+        """Recorded: only an IPU counts cycles; `getPerfCounters` returns seconds."""
         expect("logCycleCount", log_cycle_count, bool)
         return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
-        """Write a profile and a report page.
+        """Write a profile and a report page into a folder of `profile_dir` (default: the current directory).
 
-        They are files in `<profile_dir>/<model name, or "training" or "inference">/`, in formats of ours.
+        The folder has the model's name (`modelName`), else it is "training" or "inference".
+        docs/profile-format.md describes the files.
         """
         directory = os.fspath("." if profile_dir is None else profile_dir)
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
@@ -319,12 +329,12 @@ class ReportingOptions(OptionsDict):
         return Path(engine.get("autoReport.directory", ".")) / name
 
     def disableModuleNamescope(self) -> Self:
-        """Recorded: operations have the names of `NameScope` only."""
+        """Recorded: names of operations contain those of `NameScope` only, not those of modules."""
         self._module_namescope_enabled = False
         return self
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Recorded: the lines shown are the innermost ones outside of torch and this package.
+        """Recorded: messages show the innermost source line outside of torch and this package.
 
         Args: excludes: fragments of paths that are not to be shown
         """
@@ -335,11 +345,11 @@ class ReportingOptions(OptionsDict):
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Recorded: see `sourceLocationExcludes`, to whose fragments it adds."""
+        """Recorded: adds fragments to those of `sourceLocationExcludes`, and has no more effect."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
-        """Show a progress bar during compilation; without it `compilationTime()` is an error."""
+        """Set whether compilation shows a progress bar. Without one, `compilationTime()` raises Error."""
         self._show_progress_bar = expect("showCompilationProgressBar", show, bool)
         return self
 

@@ -16,7 +16,7 @@ _PARTIALS = {torch.float: "float", torch.half: "half"}
 
 
 class Training(OptionsDict):
-    """How gradients become a weight update."""
+    """Options for how gradients become a weight update."""
 
     _renamed = {
         "accumulationReductionType": "accumulationAndReplicationReductionType",
@@ -28,13 +28,13 @@ class Training(OptionsDict):
     mean_accumulation_and_replication_reduction_strategy: int = MeanReductionStrategy.Post.value
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """Micro-batches for each weight update, on each replica."""
+        """Set the number of micro-batches per weight update, on each replica."""
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
-        """Take the mean (default) or the sum of gradients over micro-batches and replicas.
+        """Choose the mean (default) or the sum of gradients over micro-batches and replicas.
 
-        Raises: ValueError for anything else.
+        Raises: ValueError for any other value.
         """
         if not isinstance(reduction_type, ReductionType) or reduction_type is ReductionType.NoReduction:
             raise ValueError(
@@ -44,7 +44,8 @@ class Training(OptionsDict):
         return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
-        """Divide for the mean while gradients are summed (Running) or afterwards (Post, default)."""
+        """Choose when the gradients of a mean are divided: while they are summed (Running), or after
+        (Post)."""
         setter = "setMeanAccumulationAndReplicationReductionStrategy"
         expect(setter, strategy, MeanReductionStrategy, ValueError)
         if strategy is MeanReductionStrategy.PostAndLoss:
@@ -52,7 +53,8 @@ class Training(OptionsDict):
         return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
-        """Adapt the loss scale to the largest gradients after each weight update."""
+        """Set whether the loss scale is adapted: it is halved if too many gradients are large, else doubled.
+        An update with an infinite or NaN gradient is left out."""
         expect("setAutomaticLossScaling", enabled, bool)
         return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
@@ -64,7 +66,7 @@ class Training(OptionsDict):
 
 
 class Precision(OptionsDict):
-    """Number formats."""
+    """Options for number formats."""
 
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
 
@@ -75,14 +77,14 @@ class Precision(OptionsDict):
     running_statistics_always_float: bool
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
-        """Whether `poptorch.autocast` casts in this model.
+        """Set whether `poptorch.autocast` casts in this model.
 
         Raises: ValueError if not a bool.
         """
         return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
-        """Choose what `poptorch.autocast` casts.
+        """Set the policy of `poptorch.autocast`: which operations it casts, and to which types.
 
         Raises: ValueError if not a `poptorch.autocasting.Policy`.
         """
@@ -90,17 +92,17 @@ class Precision(OptionsDict):
         return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
-        """Round weight updates in half precision at random, without bias."""
+        """Set whether updates in half precision use stochastic rounding, whose expected error is zero."""
         expect("enableStochasticRounding", enabled, int)
         return self._set_popart("enableStochasticRounding", bool(enabled))
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
-        """Raise an Error at run time if a computation yields an infinity or NaN."""
+        """Set whether a call raises Error if an operation yields an infinity or NaN."""
         expect("enableFloatingPointExceptions", enabled, bool)
         return self._set_popart("enableFloatingPointChecks", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Recorded: products are summed as PyTorch sums them.
+        """Recorded: PyTorch's kernels choose the type in which products are summed; see `halfKernels`.
 
         Raises: ValueError if not torch.float or torch.half.
         """
@@ -111,14 +113,15 @@ class Precision(OptionsDict):
         return self
 
     def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
-        """Compute a CPU's products of half precision by "native" kernels, in "float32", or by processor ("auto").
+        """*Pando*: choose how a CPU computes products in half precision: "native", "float32" or "auto".
 
-        Products are those of matrices, convolutions and attention, of float16 and bfloat16. "float32" computes them
-        from float32 copies of the operands, rounds once at the end, and copies weights once a step. "auto" (default) is
-        "native" for the types that the processor has units for (avx512_fp16, avx512_bf16), and "float32" for others and
-        for attention. Instances on different processors must use "native" or "float32".
+        Products are matrix products, convolutions and attention in float16 and bfloat16. "native" uses the
+        kernels of these types. "float32" computes from float32 copies of the operands, rounds once at the
+        end, and copies weights once per step. "auto" (default) is "native" for the types that the processor
+        has units for (avx512_fp16, avx512_bf16), and "float32" for other types and for attention. Instances
+        on different processors must use "native" or "float32".
 
-        Raises: ValueError for anything else.
+        Raises: ValueError for any other value.
         """
         if kernels not in HALF_KERNELS:
             raise ValueError(
@@ -127,7 +130,8 @@ class Precision(OptionsDict):
         return self.set(half_kernels=kernels)
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        """Recorded: deprecated: mixed operands follow PyTorch's own promotion."""
+        """Recorded: deprecated: operands of two types follow PyTorch's promotion; a layer's weights are
+        converted to the type of its input."""
         expect("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
@@ -147,7 +151,7 @@ class Jit(OptionsDict):
     def traceModel(self, trace_model: bool) -> Self:
         """Refused: True asks for tracing with TorchScript, which is gone.
 
-        Raises: ValueError for True; False is deprecated.
+        Raises: ValueError for True. False logs a warning, since the option is deprecated.
         """
         logger.warning("Jit.traceModel is deprecated: leave it out")
         if trace_model:
@@ -159,7 +163,7 @@ class Jit(OptionsDict):
 
 
 class TensorLocationSettings(OptionsDict):
-    """The place of tensors of one kind. Never changes a result.
+    """Settings for where the tensors of one kind are kept. They never change a result.
 
     >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
@@ -172,18 +176,18 @@ class TensorLocationSettings(OptionsDict):
     replicated_tensor_sharding: bool
 
     def minElementsForOffChip(self, min_elements: int) -> Self:
-        """Recorded: tensors stay where they are computed."""
+        """Recorded: tensors stay in the memory in which they are computed."""
         return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
-        """Each replica keeps the optimizer's whole state of parameters with fewer elements."""
+        """Set how many elements a parameter must have for its optimizer state to be sharded. Every instance
+        keeps the whole state of a smaller parameter."""
         expect("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """Recorded: tensors stay where they are computed; a profile says what the moves would take.
-
-        None deletes the setting.
+        """Recorded: tensors stay in the memory in which they are computed. Plans for other machines
+        (`poptorch.plan`) include the transfers of the optimizer state. None deletes the setting.
         """
         if use is None:
             self.checkIsFrozen()
@@ -192,8 +196,8 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(on_chip_storage=use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
-        """Each of R replicas of all instances keeps 1/R of the optimizer's state; other tensors are not divided. See
-        [scaling out](../guide/scaling.md).
+        """Set whether the optimizer state is sharded: each of N instances keeps about 1/N of it, in whole
+        parameters. Other tensors are never sharded. See [scaling out](../guide/scaling.md).
         """
         return self.createOrSet(replicated_tensor_sharding=expect("useReplicatedTensorSharding", use, bool))
 
@@ -216,23 +220,24 @@ class TensorLocations(OptionsDict):
     num_io_tiles: int
 
     def setActivationLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: activations stay where they are computed."""
+        """Recorded: activations stay in the memory in which they are computed."""
         return self.set(location_activation=location)
 
     def setWeightLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: weights stay where they are used."""
+        """Recorded: weights stay in the memory in which they are used."""
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        """Choose whether the optimizer's state is divided among replicas."""
+        """Set the location of the optimizer state. Only `useReplicatedTensorSharding` has an effect."""
         return self.set(location_optimizer=location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: sums of gradients stay where they are computed."""
+        """Recorded: gradient sums stay in the memory in which they are computed."""
         return self.set(location_accumulator=location)
 
     def numIOTiles(self, num_tiles: int) -> Self:
-        """Recorded: there are no tiles; overlapped inputs and outputs ask for it."""
+        """Recorded: a CPU has no tiles. A model with overlapped inputs or outputs raises Error at compilation
+        if this was not called."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
         assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
         return self.createOrSet(num_io_tiles=num_tiles)
@@ -241,8 +246,8 @@ class TensorLocations(OptionsDict):
 class Distributed(OptionsDict):
     """The number of processes and the id of this one, by default from the launcher's environment.
 
-    MPI's variables are PopTorch's contract. Those of other launchers (torchrun, srun) are read too, since processes
-    that ignore them would each train alone without a warning.
+    MPI's variables come first, as in PopTorch. Those of other launchers (torchrun, srun) are read too:
+    processes that ignored them would each train alone, without a warning.
     """
 
     distributed_process_id: int = 0
@@ -258,16 +263,16 @@ class Distributed(OptionsDict):
 
     @property
     def processId(self) -> int:
-        """The id of this process, from 0."""
+        """Return the id of this process, from 0."""
         return self.distributed_process_id
 
     @property
     def numProcesses(self) -> int:
-        """The number of processes that train together."""
+        """Return the number of processes that train together."""
         return self.num_distributed_processes
 
     def disable(self) -> Self:
-        """Ignore the environment: this is process 0 of 1."""
+        """Ignore the environment's variables: make this process 0 of 1."""
         return self._place(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
@@ -275,14 +280,16 @@ class Distributed(OptionsDict):
         return self._place(process_id, num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
-        """Read the number of processes and this process's id from these variables, now."""
+        """Read the number of processes and this process's id from two environment variables, at once. If
+        neither is set, this is process 0 of 1."""
         self._place(0, 1)
         return self._read(var_num_processes, var_process_id)
 
     def rowsByReplica(self, by_replica: bool) -> Self:
-        """True: loaders divide each global batch among the replicas of all processes, so that a replica's rows are the
-        same for any number of processes. False: each process reads a contiguous share of the order. The default is
-        True for `popdist.poptorch.Options`, and False, as in PopTorch, for others."""
+        """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
+        the replicas of all processes, so that a replica's rows are the same for any number of processes.
+        False: each process reads a contiguous share of the order. The default is True for
+        `popdist.poptorch.Options`, else False, as in PopTorch."""
         return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
 
     def _read(self, var_num_processes: str, var_process_id: str) -> Self:

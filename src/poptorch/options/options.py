@@ -1,7 +1,7 @@
-"""`Options`: all that a user may choose about compiling and running a model, and its texts: files and JSON.
+"""`Options`: all that a user may choose about compiling and running a model, also from a file or a JSON text.
 
-Setters check, store and return the object, so they can be chained. The first model or data loader that uses the
-options freezes them; `clone()` returns a copy that can be changed.
+A setter checks and stores its arguments and returns the object, so that calls can be chained. The first model
+or data loader that uses the options freezes them; `clone()` returns a copy that can be changed.
 """
 
 import ast
@@ -69,13 +69,14 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     @property
     def _Popart(self) -> Popart:
-        """Settings by the names of the original's compiler."""
+        """Return the settings of PopTorch's compiler, which are stored by name."""
         return self._popart
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
-        """Apply a file of settings, one a line, as they are written after `options.`.
+        """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.
 
-        Raises: ConfigFileError for a line that is no setting; the setter's error for a bad value.
+        Blank lines and lines that begin with # are skipped.
+        Raises: ConfigFileError for a line that is not a setting; the setter's error for a bad value.
         """
         path = Path(filepath)
         count = 0
@@ -83,7 +84,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             setting = line.strip()
             if not setting or setting.startswith("#"):
                 continue
-            count += 1  # of PopTorch's message: lines without comments and blank ones
+            count += 1  # PopTorch's message does not count comments and blank lines
             try:
                 _apply(self, f"options.{setting}")
             except SyntaxError as error:
@@ -116,7 +117,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """Return all values in one dictionary, with those of the parts.
+        """Return all values in one dictionary, including those of the parts.
 
         Raises: AssertionError if the output mode is Default.
         """
@@ -190,7 +191,7 @@ _PRIVATE_BUT_USED = ("_Popart", "_popart")
 
 
 class ConfigFileError(Exception):
-    """A line of an options file is no setting."""
+    """The error for a line of an options file that is not a setting."""
 
 
 def _enum_member(value: Any) -> Any:
@@ -208,9 +209,10 @@ def _enum_member(value: Any) -> Any:
 
 
 def _apply(options: Any, source: str) -> None:
-    """Run one line of a file, which may hold only calls and literals: a file from elsewhere can't run other code.
+    """Run one line of an options file. Only option names, calls and literals are allowed, so that a file from
+    an unknown source can't run other code.
 
-    Raises: SyntaxError if the source is not one setting.
+    Raises: SyntaxError if the source is not one setting; AttributeError, NameError for names not allowed.
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
     tree = ast.parse(source)

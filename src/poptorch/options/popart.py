@@ -30,9 +30,10 @@ _PREFIXES = (
 
 
 class Popart(Freezable):
-    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. All are recorded but
-    `autoRecomputation`, `autoReport.*` and those that the setters above write. At compilation a name that looks
-    mistyped is an Error, an unknown one a warning.
+    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. Only
+    `autoRecomputation`,
+    `autoReport.*` and settings that the setters above write have an effect; all others are only stored. At
+    compilation a name that looks mistyped raises Error, and an unknown name logs a warning.
     """
 
     options: dict[str, Any]
@@ -44,25 +45,25 @@ class Popart(Freezable):
         self._declare(options={}, patterns={}, patterns_level=2)
 
     def set(self, name: str, value: Any) -> Self:
-        """Store a setting by name; dots address nested ones ("automaticLossScalingSettings.enabled")."""
+        """Store a setting by name. Dots address a nested setting: "automaticLossScalingSettings.enabled"."""
         self.checkIsFrozen()
         assert isinstance(name, str), f"_Popart.set takes the name of an option; found {name!r}"
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
         return self
 
     def merge(self, name: str, values: dict[str, Any]) -> Self:
-        """*Pando*: add entries to a setting that is a dictionary."""
+        """*Pando*: add entries to a setting that is a dictionary; create it if it does not exist."""
         return self.set(name, {**self.options.get(name, {}), **values})
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
-        """`autoReport.all` and `autoReport.directory` switch profiles on; all others are recorded."""
+        """Set all engine options. Only `autoReport.all` and `autoReport.directory` (profiles) are used."""
         assert isinstance(engine_options, dict), (
             f"setEngineOptions takes a dictionary of strings; found {engine_options!r}"
         )
         return self.set("engineOptions", dict(engine_options))
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
-        """Recorded: there are no patterns."""
+        """Recorded: there are no graph patterns that could be switched on or off."""
         self.checkIsFrozen()
         assert isinstance(patterns, dict) and all(
             isinstance(name, str) and isinstance(on, bool | int) for name, on in patterns.items()
@@ -73,9 +74,9 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """*Pando*: check names and values, at compilation.
+        """*Pando*: check names and values, at compilation. Log a warning for each unknown name.
 
-        Raises: Error for a mistyped name or a value that can't be recorded.
+        Raises: Error for a name that looks mistyped, or a value that is no bool, number, string or container.
         """
         known = _NAMES.split()
         for name, value in self.options.items():
@@ -92,7 +93,7 @@ class Popart(Freezable):
             logger.warning("_Popart option %s is not known here: it is recorded, without effect", name)
 
     def toDict(self) -> dict[str, Any]:
-        """Return the settings by name."""
+        """Return the settings by name, and the patterns with their level."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
         return merged(plain(self.options), patterns)
 
