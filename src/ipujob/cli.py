@@ -34,7 +34,9 @@ Command = Callable[[argparse.Namespace], int]  # returns the exit code
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    Returns: 0; 1, if a job failed or the cluster refused a request; 2, if a file or the command line is wrong
+    Args:    words: the arguments; None: those of this process
+    Returns: 0; 1, if a job failed, or the cluster refuses a request or can't be reached; 2, if a file or the
+        command line is wrong; 130 after Ctrl-C. `run` returns the exit code of the worker that failed.
     """
     arguments = _parser().parse_args(words)
     try:
@@ -45,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (Refused, Unreachable) as error:
         print(f"ipujob: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # ends the command; a job in a cluster goes on
+    except KeyboardInterrupt:  # ends this command only: a job in a cluster continues
         return 130
     except BrokenPipeError:  # `ipujob render FILE | head`
         sys.stderr.close()
@@ -53,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    """Parse NAME=VALUE."""
+    """Return (NAME, VALUE) of a text NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
     name, sign, value = text.partition("=")
     if not (name and sign):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
@@ -247,7 +249,7 @@ def manifest(arguments: argparse.Namespace) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that writes several lines as a block, and no aliases."""
+    """A YAML dumper that writes a text of several lines as a block (`|`), and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

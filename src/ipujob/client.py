@@ -1,6 +1,7 @@
 """The client of an API server: six calls, with objects as plain dictionaries. lightkube configures and authenticates.
 
-Typed clients refuse some valid files (`cpu: 32`), so paths and bodies are built here. No other file imports lightkube.
+Typed clients refuse some valid files (`cpu: 32`, a number), so paths and bodies are built here. No other file
+imports lightkube.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PATCH = "application/merge-patch+json"
 
 
 class Refused(Exception):
-    """The API server refused a request. `status` is HTTP's: 409 conflict, 404 not found, 403 forbidden."""
+    """An error: the API server refused a request. `status` is HTTP's: 409 conflict, 404 not found."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -30,11 +31,13 @@ class Refused(Exception):
 
 
 class Unreachable(Exception):
-    """No cluster is configured, or it doesn't answer."""
+    """An error: no cluster is configured, or it doesn't answer."""
 
 
 class Cluster:
-    """The cluster of the pod that this process runs in, else of $KUBECONFIG, else of ~/.kube/config.
+    """A client of the cluster of this process's pod, else of $KUBECONFIG, else of ~/.kube/config.
+
+    Methods raise `Refused` or `Unreachable` if a request fails.
 
     Raises:
         Unreachable: no cluster is configured, or lightkube isn't installed
@@ -65,7 +68,7 @@ class Cluster:
     def list(
         self, kind: str, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> list[Object]:
-        """Return all objects of a kind, in one namespace or in all (None)."""
+        """Return the objects of a kind that match the selectors, in one namespace or in all (None)."""
         params = {"labelSelector": labels, "fieldSelector": fields}
         found = self._call("GET", _path(kind, namespace), params=params)
         version = _PLACES[kind][0].partition("/")[2]
@@ -74,18 +77,18 @@ class Cluster:
     def watch(
         self, kind: str, namespace: str | None = None, labels: str = "", seconds: int = 300
     ) -> Iterator[str]:
-        """Yield a line for each object of a kind, and for each change of one, until the cluster ends the stream."""
+        """Yield a line of JSON for each object of a kind, then for each change, for up to `seconds`."""
         params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
         yield from self._lines(_path(kind, namespace), params)
 
     def create(self, made: Object) -> Object:
-        """Create an object, and return it as the API server has it."""
+        """Create an object, and return it with the fields that the API server added."""
         return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete an object by name and uid; a new object with the same name stays.
+        """Delete an object. Raises: Refused (409), if a newer object has its name, with another uid.
 
-        Args: orphan: keep the objects that it owns
+        Args: orphan: keep the objects that the deleted object owns
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": known["metadata"]["uid"]}
@@ -93,16 +96,16 @@ class Cluster:
         self._call("DELETE", _path_of(known), options)
 
     def patch_status(self, known: Object, patch: Object) -> None:
-        """Change an object's status. Raises: Refused with status 409, if the object has changed since it was read."""
+        """Merge a patch into an object's status. Raises: Refused (409), if `known` is out of date."""
         body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
         self._call("PATCH", f"{_path_of(known)}/status", body, _PATCH)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
-        """Yield the lines of the log of a pod's worker.
+        """Yield the lines of a pod's log (of its first container, the worker).
 
         Args:
             follow:   wait for more lines until the worker ends
-            previous: of the container before its restart
+            previous: yield the log of the container before its last restart
         """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}

@@ -1,4 +1,4 @@
-"""IPUJob files: YAML documents with the line of each of their parts, and the jobs in them."""
+"""IPUJob files: YAML documents with the line number of each of their nodes, and the jobs in them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .pods import Object
 from .rules import parse, warnings_of
 from .spec import Fault, Images, Job, Place
 
-_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those that an API server draws
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
 
 class Faults(Exception):
-    """All errors in files, each a line of the form `FILE:LINE: message`."""
+    """An error that lists all faults in files, each as `FILE:LINE: message`."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -29,7 +29,7 @@ class Faults(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document of a file, with the line of each of its parts."""
+    """One YAML document of a file, with the line number of each of its nodes."""
 
     file: str
     value: Any
@@ -44,7 +44,7 @@ class Document:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
     def locate(self, place: Place, message: str, fix: str = "") -> str:
-        """Return the message with its file and line; a place that is missing has the line of the part around it."""
+        """Return a message with the file and the line of `place`, or of its nearest parent in the file."""
         while place not in self.lines and place:
             place = place[:-1]
         text = f"{self.file}:{self.lines.get(place, self.line)}: {message}"
@@ -52,10 +52,10 @@ class Document:
 
 
 def read(file: str) -> list[Document]:
-    """Return the documents of a file that aren't empty; "-" is standard input.
+    """Return the documents of a YAML file, without empty ones; "-" is standard input.
 
     Raises:
-        Faults: the file can't be read, is no YAML, or holds nothing
+        Faults: the file can't be read, is no YAML, or has no document
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
@@ -83,7 +83,7 @@ def read(file: str) -> list[Document]:
 
 
 def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fault]:
-    """Write each part's line into `lines`, and yield a fault for each duplicate key (YAML would keep the last)."""
+    """Write each node's line number into `lines`; yield a fault for each duplicate key of a mapping."""
     lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -99,10 +99,10 @@ def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fa
 
 
 def read_jobs(file: str) -> list[Document]:
-    """Return the documents of a file that may hold IPUJobs only.
+    """Return the documents of a file, all of which must be IPUJobs.
 
     Raises:
-        Faults: one of the documents is another object
+        Faults: the file can't be read, or a document is an object of another kind
     """
     documents = read(file)
     others = [document for document in documents if not document.is_job()]
@@ -114,7 +114,7 @@ def read_jobs(file: str) -> list[Document]:
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document, after printing warnings about unusual fields to standard error.
+    """Return the job of a document; print warnings about unusual fields to standard error.
 
     Args:
         device, images: as in `parse`
@@ -133,7 +133,7 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
 
 
 def named(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: the argument, its own, or its `generateName` with five random letters."""
+    """Return an IPUJob with a name: `name`, else its own, else its `generateName` and five random letters."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):
@@ -146,7 +146,7 @@ def named(value: Object, name: str | None = None) -> Object:
 def with_changes(
     document: Document, name: str | None = None, command: str | None = None, drop: Sequence[str] = ()
 ) -> Document:
-    """Return a document with changes from the command line; a malformed document is returned as it is.
+    """Return a document with changes from the command line; a malformed document is returned unchanged.
 
     Args:
         name:    the job's name, in place of the file's

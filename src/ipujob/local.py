@@ -1,4 +1,4 @@
-"""Run a job on this machine: its pods are processes, which `observe` creates and deletes as in a cluster."""
+"""Run a job on this machine: processes take the place of pods, and `observe` decides as in a cluster."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ _IGNORED = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostI
 
 
 def run(value: Object, job: Job, folder: Path, overrides: Mapping[str, str]) -> int:
-    """Run a job to its end, and return the exit code of the first worker that failed, or 0.
+    """Run a job to its end, and return 0, or the exit code of the worker that failed first.
 
-    Ctrl-C and SIGTERM end the workers, and wait for them; a second signal kills them.
+    Ctrl-C or SIGTERM ends the workers by SIGTERM, and the exit code is 128 plus the signal's number. A second
+    signal kills the workers.
+
+    Args:
+        folder:    of the workers' home folders and logs; `folder/bin` comes first on their PATH
+        overrides: environment variables of the command line, which precede the job's
     """
-    signals: list[int] = []  # handlers don't raise: a worker would be started and not be in `workers`
+    signals: list[int] = []  # handlers don't raise: an exception could leave a new worker out of `workers`
     interrupts = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda got, _: signals.append(got)) for number in interrupts}
     metadata = {**value["metadata"], "name": job.name, "uid": "local"}
@@ -96,7 +101,7 @@ def _run(
 
 
 def _code(job: Job, status: Object, owned: Sequence[Object]) -> int:
-    """Return the exit code of a job that has ended."""
+    """Return the exit code of a job that has ended; print the last message of one that failed."""
     if status["launcherStatus"] == "Completed":
         return 0
     print(f"ipujob: {job.name}: {status['lastMessage']}", file=sys.stderr)
@@ -105,9 +110,9 @@ def _code(job: Job, status: Object, owned: Sequence[Object]) -> int:
 
 
 def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job that can't be had on this machine.
+    """Yield a fault for each field of a job that has no equivalent on this machine.
 
-    Args: overrides: variables of the command line
+    Args: overrides: environment variables of the command line
     """
     place, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
@@ -137,7 +142,7 @@ def ignored_fields(job: Job) -> list[str]:
 
 
 def _free_ports(count: int) -> list[str]:
-    """Return different ports that no process listens on."""
+    """Return `count` different TCP ports that are free on 127.0.0.1."""
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [str(each.getsockname()[1]) for each in sockets]
@@ -147,13 +152,14 @@ def _free_ports(count: int) -> list[str]:
 
 
 class Process:
-    """A worker on this machine: the first container of a pod, as a process group. It starts when the object is made.
+    """A worker on this machine: the first container of a pod, as a process group. The constructor starts it.
 
     `update` writes the worker's state into the pod's status.
 
     Args:
+        folder:    for the worker's home folder and its log
         ports:     MASTER_PORT of each instance
-        overrides: variables of the command line
+        overrides: environment variables of the command line, which precede the pod's
     """
 
     def __init__(
@@ -193,7 +199,7 @@ class Process:
         self._reader.start()
 
     def update(self, signals: Sequence[int]) -> None:
-        """Write the process's state into the pod's status; end a process that is past its deadline."""
+        """Write the process's state into the pod's status; end the process after `activeDeadlineSeconds`."""
         if phase(self.pod) != "Running":
             return
         limit = self.pod["spec"].get("activeDeadlineSeconds")
@@ -226,7 +232,7 @@ class Process:
         self.pod["status"] = {"phase": phase, "containerStatuses": [{"name": name, "state": state}]}
 
     def _copy_output(self, file: Path, prefix: bytes) -> None:
-        """Copy the worker's output to its log and to the terminal; in whole lines, if there are several workers."""
+        """Copy the worker's output to its log and to the terminal; with a prefix, line by line."""
         pipe, terminal = self._process.stdout, sys.stdout.buffer
         assert pipe is not None
         terminal_is_open = True
@@ -243,7 +249,7 @@ class Process:
 
 
 def _end(workers: Sequence[Process], signals: Sequence[int]) -> None:
-    """End workers by SIGTERM, and kill them after their pods' grace period or a second Ctrl-C."""
+    """End workers by SIGTERM; kill them after their pods' longest grace period, or at a second signal."""
     for worker in workers:
         worker.signal(signal.SIGTERM)
     grace = [worker.pod["spec"]["terminationGracePeriodSeconds"] for worker in workers]
@@ -257,9 +263,11 @@ def _end(workers: Sequence[Process], signals: Sequence[int]) -> None:
 def _variables(
     pod: Object, here: Mapping[tuple[str, str], str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a pod's worker: texts, with $(NAME) expanded, and fields of the pod.
+    """Return a worker's environment variables: values with $(NAME) expanded, or read from fields of the pod.
 
-    Args: here: what takes the place of (name, value) on this machine
+    Args:
+        here:      by (name, value) of a variable, its value on this machine
+        overrides: variables that precede the pod's
     """
     environment = dict(overrides)
     metadata = pod["metadata"]
@@ -277,5 +285,5 @@ def _variables(
 
 
 def _expand(text: str, known: Mapping[str, str]) -> str:
-    """Expand $(NAME) as Kubernetes does: $$ stands for one $, and an unknown name stays as it is."""
+    """Return a text with $(NAME) expanded as in Kubernetes: $$ becomes $, an unknown $(NAME) stays."""
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else known.get(m[1], m[0]), text)

@@ -3,11 +3,11 @@
 All pods of an instance start, fail and restart together, since a collective needs all of them. The state of each
 instance is kept in `status.instances`, and the status is written before pods are created or deleted:
 
-    Pending     pods are being created; missing ones are created again
-    Running     all pods were there, and one has begun; a pod that is missing now is lost
-    Restarting  the pods of this attempt are deleted; those of the next attempt are created after that
+    Pending     pods are being created; a missing pod is created again
+    Running     all pods existed, and one has begun to run; if a pod is missing now, the state becomes Lost
+    Restarting  the pods of the last attempt are being deleted; then those of the next attempt are created
     Lost        as Restarting, but not counted as a restart: the cluster ended a pod, not the program
-    Succeeded, Failed   final, whatever happens to the pods
+    Succeeded, Failed   final: later changes of the pods have no effect
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Decision:
 
 
 def stamp(time: datetime) -> str:
-    """Return a time as Kubernetes writes it."""
+    """Return a time in UTC as Kubernetes writes it, such as 2024-05-01T12:00:00Z."""
     return time.astimezone(UTC).strftime(_TIME)
 
 
@@ -62,12 +62,12 @@ def observe(
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
-    """Return the next actions for a job.
+    """Return the next actions for a job; none, if it is being deleted.
 
     Args:
-        value:   the IPUJob object, as the API server has it
+        value:   the IPUJob object, as read from the API server
         owned:   the pods and the Service of the job
-        trouble: why the API server refused to create pods the last time
+        trouble: the API server's message, if it refused the last creation of a pod
         device, images: as in `parse`
     """
     old = value.get("status") or {}
@@ -101,7 +101,7 @@ def observe(
 def _finished(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for a job that has ended: delete what is left, and the job itself after its time to live."""
+    """Return the actions for an ended job: delete its Service, pods by cleanPodPolicy, later the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
@@ -119,7 +119,7 @@ def _finished(
 
 
 def _changed(value: Object, own_pods: Sequence[Object]) -> str:
-    """Return an error, if a field of the spec has changed since the pods were created; else an empty string."""
+    """Return an error message if a field of the spec has changed since the pods were created, else ""."""
     now = pods.field_hashes(value)
     for pod in own_pods:
         then = json.loads((pod["metadata"].get("annotations") or {}).get(pods.SPEC, "null")) or now
@@ -130,7 +130,7 @@ def _changed(value: Object, own_pods: Sequence[Object]) -> str:
 
 
 def _invalid(old: Object, message: str, now: datetime) -> Object:
-    """Return the status of a job with a wrong spec: nothing is created or deleted, and running pods go on."""
+    """Return the status of a job with an invalid spec. Its pods are neither created nor deleted."""
     conditions = _conditions(old, {"Running": "", "Invalid": message}, now)
     return {**old, "launcherStatus": "Failed", "lastMessage": message, "conditions": conditions}
 
@@ -143,7 +143,7 @@ def _status(
     notes: str,
     now: datetime,
 ) -> Object:
-    """Return the fields of the status that follow from the instances' states and the pods that remain."""
+    """Return the fields of the status that follow from the instances' states and the remaining pods."""
     states = [instance.state for instance in instances]
     phases = [phase(pod) for pod in remaining]
     word, message = _summary(job, instances, remaining)
@@ -173,7 +173,7 @@ def _status(
 
 
 def _summary(job: Job, instances: Sequence[Instance], remaining: Sequence[Object]) -> tuple[str, str]:
-    """Return the job's status word, and one line about it."""
+    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line."""
     total = job.shape.instances
     states = [instance.state for instance in instances]
     if not total:
@@ -195,7 +195,7 @@ _WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lo
 
 
 def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object]:
-    """Return the conditions with new messages; a condition is true if its message isn't empty."""
+    """Return the job's conditions with new messages (by type); an empty message makes a condition "False"."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in true.items():
         before = conditions.get(kind, {})
@@ -203,7 +203,7 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
             "type": kind,
             "status": "True" if message else "False",
             "reason": _REASONS[kind],
-            "message": message or "no longer",  # some API servers take an empty string for none
+            "message": message or "no longer",  # some API servers treat an empty string as a missing field
         }
         if (before or message) and {**before, **new} != before:
             is_same = before.get("status") == new["status"]
@@ -224,7 +224,7 @@ _REASONS = {
 
 
 def _patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch from one status to another; empty, if nothing has changed."""
+    """Return the merge patch that changes the status `old` to `new`; empty, if they are equal."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None removes
@@ -247,10 +247,10 @@ class Instance:
 def advance(
     job: Job, record: Mapping[str, Any], pods: Sequence[Object]
 ) -> tuple[list[Instance], list[tuple[int, int]], list[Object]]:
-    """Return the next state of each instance, the pods to create (number, attempt), and those to delete.
+    """Return the next state of each instance, (number, attempt) of pods to create, and the pods to delete.
 
     Args:
-        record: `status.instances`
+        record: `status.instances`, by the instance's number as a text
         pods:   all pods of the job
     """
     instances, create = [], []
@@ -267,10 +267,10 @@ def advance(
 
 
 def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Object]]:
-    """Return the next state of an instance, the workers to create, and the pods to delete."""
+    """Return the next state of an instance, the numbers of the workers to create, and the pods to delete."""
     if instance.state in ENDED:
         return instance, [], _leftovers(instance)
-    attempt = -1 if instance.state == "Lost" else instance.restarts  # of a lost attempt all pods go
+    attempt = -1 if instance.state == "Lost" else instance.restarts  # -1: delete all pods of a lost attempt
     current = [pod for pod in instance.pods if int_label(pod, ATTEMPT) == attempt]
     if len(current) < len(instance.pods):
         return instance, [], [pod for pod in instance.pods if pod not in current]
@@ -292,7 +292,10 @@ def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Ob
 
 
 def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance, list[int], list[Object]]:
-    """Restart or end an instance: all its workers succeeded, or one, the `culprit`, failed."""
+    """Return what `_advance` returns, for an instance to restart or to end.
+
+    Args: culprit: the worker's pod that failed first; None: all workers succeeded
+    """
     code = exit_code(culprit) if culprit else 0
     if job.restarts.wanted(culprit is not None, code, instance.restarts):
         again = replace(instance, state="Restarting", restarts=instance.restarts + 1)
@@ -302,7 +305,7 @@ def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance
 
 
 def _leftovers(instance: Instance) -> list[Object]:
-    """Return the pods to delete after an instance has ended; failed pods of a failed instance stay, for their logs."""
+    """Return the pods to delete at an instance's end: all but ended pods, or, if it failed, failed pods."""
     kept = ENDED if instance.state == "Succeeded" else ("Failed",)
     return [pod for pod in instance.pods if phase(pod) not in kept]
 

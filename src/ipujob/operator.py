@@ -1,7 +1,8 @@
 """The operator: a loop that lists all IPUJobs of a cluster and applies `observe` to each. It keeps no state.
 
-A watch only wakes the loop, so a lost watch does no harm, and each decision uses fresh objects. A status is written on
-condition that the job is as it was read (optimistic locking), so two operators don't act on the same decision.
+A watch only wakes the loop, so a lost watch does no harm: each round lists all objects again. A status is
+written on condition that the job has not changed since it was read (optimistic locking): of two operators,
+only one acts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .spec import Images
 
 _ROUND = 10.0  # seconds between rounds, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens
-_LONGEST_DELAY = 60.0  # seconds, until a refused creation is tried again
-_HINTS = {  # a part of the API server's message: the annotation that helps
+_LONGEST_DELAY = 60.0  # seconds until a refused creation is tried again, at most
+_HINTS = {  # by a part of the API server's message, the annotation that helps
     "exceeded quota": "pando/resources: drop, or smaller resources in the template",
     "PodSecurity": "pando/security: drop",
     "podsecurity": "pando/security: drop",
@@ -47,11 +48,11 @@ class Operator:
     """The operator of a namespace, or of all namespaces (None).
 
     Args:
-        device: of jobs without a device in their annotations
-        images: a file of image replacements, which may change between rounds
+        device: cpu or cuda, for jobs without a device in their annotations
+        images: a file of image replacements, which is read again for each job; None: no replacements
         log:    called with a line for each action
         clock:  returns seconds, for the delay after a refused creation
-        beat:   called before each job; touches the file of a liveness probe
+        beat:   called before each job and after each round; touches the file of a liveness probe
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class Operator:
         self.trouble: dict[str, Trouble] = {}  # by the job's uid, to delay the next try
 
     def round(self) -> None:
-        """List all objects, and take each job's next actions.
+        """List all objects, and run the next actions of each job. An error of one job is only logged.
 
         Raises:
-            Refused, Unreachable: the objects could not be listed
+            Refused:     the objects could not be listed
+            Unreachable: the cluster doesn't answer
         """
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
@@ -122,7 +124,7 @@ class Operator:
             self.trouble.pop(job["metadata"]["uid"], None)
 
     def _remember(self, job: Object, made: Object, error: Refused, before: Trouble | None) -> None:
-        """Keep a refusal for the job's status in the next round, with twice the delay of the refusal before."""
+        """Record a refused creation for the job's status in the next round; double the delay of its retry."""
         message = str(error)
         hints = [f" (annotation {hint})" for mark, hint in _HINTS.items() if mark in message]
         message = f"creating {made['metadata']['name']} was refused: {message}{hints[0] if hints else ''}"
@@ -131,7 +133,7 @@ class Operator:
         self.log(f"{_name(job)}: {message}; tried again in {delay:g} s")
 
     def _report(self, job: Object, patch: Object) -> None:
-        """Log a restart or an end of a job, and create an Event for it."""
+        """Log a restart or an end of a job, and create an Event for it; do nothing for other patches."""
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"
         elif patch.get("launcherStatus") in ("Completed", "Failed"):
@@ -167,7 +169,7 @@ def _name(job: Object) -> str:
 
 
 def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> None:
-    """Run rounds until `stop` is set: after each change, which sets `wake`, and every 10 seconds."""
+    """Run rounds until `stop` is set: at each change (`wake`), when a retry is due, and every 10 seconds."""
     for kind, labels in (("IPUJob", ""), ("Pod", JOB)):
         threading.Thread(target=_watch, args=(operator, kind, labels, wake, stop), daemon=True).start()
     while not stop.is_set():
@@ -183,7 +185,7 @@ def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> No
 
 
 def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, stop: threading.Event) -> None:
-    """Set `wake` at each change of an object of this kind, until `stop` is set."""
+    """Set `wake` at each change of an object of this kind, and when a watch ends, until `stop` is set."""
     while not stop.is_set():
         with contextlib.suppress(Exception):  # the loop reports errors of the cluster
             for _ in operator.cluster.watch(kind, operator.namespace, labels):
@@ -193,7 +195,7 @@ def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, st
 
 
 def images_in(file: str | None) -> Images:
-    """Return the replacements in the lines OLD=NEW of a file; none, if it is missing."""
+    """Return (OLD, NEW) for each line OLD=NEW of a file; nothing, if there is no file or it can't be read."""
     try:
         lines = Path(file).read_text().splitlines() if file else []
     except OSError:

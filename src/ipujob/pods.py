@@ -12,10 +12,10 @@ from popengine.environment import NODE_RANK, NUM_NODES
 
 from .spec import Job
 
-PORT = 29500  # every pod has an address of its own, so instances don't clash
+PORT = 29500  # every pod has its own address, so all instances can use the same port
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
 SPEC = "pando/spec"  # annotation of a pod: hashes of the fields that the pod was made from
-_MAX_CORES = 16  # requested at most, where the template requests none
+_MAX_CORES = 16  # the most cores requested for a worker, if the template requests none
 _GRACE = 30  # seconds
 ENDED = ("Succeeded", "Failed")
 _DISRUPTIONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity")
@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 def pod(job: Job, number: int, attempt: int = 0) -> Object:
-    """Return the pod of worker `number % workers` of instance `number // workers`, for its `attempt`-th restart."""
+    """Return the pod of worker number % workers of instance number // workers, after `attempt` restarts."""
     instance, worker = divmod(number, job.shape.workers)
     name = f"{job.name}-worker-{number}"
     first = f"{job.name}-worker-{instance * job.shape.workers}.{job.name}"
@@ -38,10 +38,10 @@ def pod(job: Job, number: int, attempt: int = 0) -> Object:
 
 
 def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict[str, Any]:
-    """Return a worker's environment variables; those of several workers connect their popruns.
+    """Return a worker's environment variables; they connect the workers, unless the job's mode is "single".
 
     Args:
-        rank:    the worker's number, or where a pod reads it
+        rank:    the worker's number, or a `valueFrom` that reads it from the pod
         address: the host name of the instance's first worker
     """
     partition = {"IPUOF_VIPU_API_PARTITION_ID": f"p-{job.name}-{job.namespace}-{instance}"}
@@ -52,9 +52,9 @@ def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict
 
 
 def template(job: Job, environment: Mapping[str, Any]) -> Object:
-    """Return the pod template of all workers, which lacks a worker's name and number.
+    """Return the pod template of all workers, without a worker's name and number.
 
-    Args: environment: the worker's variables: text, or where a pod reads it
+    Args: environment: the worker's variables; each value is a text or a `valueFrom` object
     """
     made = copy.deepcopy(job.template)
     metadata, spec = made.get("metadata") or {}, made["spec"]
@@ -83,7 +83,7 @@ def template(job: Job, environment: Mapping[str, Any]) -> Object:
 
 
 def service(job: Job) -> Object:
-    """Return the headless Service that gives each worker a host name, even before the worker is ready."""
+    """Return the headless Service that gives each worker a host name, also before the worker is ready."""
     metadata = {"name": job.name, "labels": {JOB: job.name}}
     spec = {
         "clusterIP": "None",
@@ -95,7 +95,7 @@ def service(job: Job) -> Object:
 
 
 def owned(made: Object, owner: Object) -> Object:
-    """Return an object in the namespace of its IPUJob, which owns it, with the spec's hashes."""
+    """Return an object with its IPUJob's namespace, an owner reference to it, and the spec's hashes."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -111,7 +111,7 @@ def owned(made: Object, owner: Object) -> Object:
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
-    """Return a hash of each field of an IPUJob's spec that may not change while the job runs."""
+    """Return a hash of each field of an IPUJob's spec that may not change while the job runs, by its name."""
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
         for key, value in sorted(owner["spec"].items())
@@ -135,7 +135,7 @@ def command(job: Job) -> dict[str, list[str]]:
 
 
 def _environment(job: Job, added: Mapping[str, Any]) -> list[Object]:
-    """Return a container's variables: first those added, so that those of the file can refer to and override them."""
+    """Return a container's variables: `added`, then the file's, which can refer to these or override them."""
     listed: list[Object] = [
         {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
         for name, value in added.items()
@@ -155,7 +155,7 @@ def _drop_security(spec: Object) -> None:
 
 
 def _request_devices(job: Job, container: Object) -> None:
-    """Request cores or GPUs for a worker's ipus, where the template requests none."""
+    """Add requests for cores or GPUs, by the worker's number of ipus, if the template requests none."""
     given = container.get("resources") or {}
     resources = {kind: dict(given[kind] or {}) for kind in ("limits", "requests") if kind in given}
     named = {name for names in resources.values() for name in names}
@@ -170,7 +170,7 @@ def _request_devices(job: Job, container: Object) -> None:
 
 
 def _mount_shared_memory(spec: Object, container: Object) -> None:
-    """Mount memory at /dev/shm: a container's own 64 MB are too few for the workers of data loaders."""
+    """Mount memory at /dev/shm, unless the template does: the default, 64 MB, is too small for loaders."""
     mounts = container.get("volumeMounts") or []
     if spec.get("hostIPC") or any(mount.get("mountPath", "").rstrip("/") == "/dev/shm" for mount in mounts):
         return
@@ -197,7 +197,7 @@ def exit_code(pod: Object) -> int | None:
 
 
 def describe_end(pod: Object) -> str:
-    """Describe how a pod ended, for a message."""
+    """Return a text for messages about how a pod ended, such as "exited with 1"."""
     code, status = exit_code(pod), pod.get("status", {})
     reason = status.get("reason") or _ended(pod).get("reason")
     if code is None or status.get("reason"):
@@ -206,7 +206,7 @@ def describe_end(pod: Object) -> str:
 
 
 def why_pending(pods: Sequence[Object]) -> str:
-    """Return the cluster's reason why pods don't run yet."""
+    """Return the cluster's first reason why pods don't run yet; a default text, if it gives none."""
     for pod in pods:
         for condition in pod.get("status", {}).get("conditions") or []:
             is_held = condition["type"] == "PodScheduled" and condition["status"] != "True"
@@ -231,14 +231,14 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _ended(pod: Object) -> Object:
-    """Return how the first container, in which the program runs, has ended; empty, if it has not."""
+    """Return the `terminated` state of the first container, which runs the program; empty before its end."""
     name = pod["spec"]["containers"][0]["name"]
     worker = next((each for each in _containers(pod) if each.get("name") == name), {})
     return worker.get("state", {}).get("terminated") or {}
 
 
 def first_failed(pods: Sequence[Object]) -> Object | None:
-    """Return the pod that failed first (of several at the same time, the first worker); None, if none has failed."""
+    """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
     failed = [pod for pod in pods if phase(pod) == "Failed"]
 
     def when(pod: Object) -> tuple[str, int]:
@@ -255,5 +255,5 @@ def was_disrupted(pod: Object) -> bool:
         for condition in status.get("conditions") or []
     )
     reason = status.get("reason") or ""
-    # OutOf...: the node turned out to be full.
+    # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
     return disrupted or reason in _DISRUPTIONS or reason.startswith("OutOf")

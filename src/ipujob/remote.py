@@ -15,7 +15,7 @@ from .files import load_job, read_jobs, with_changes
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds
-_PATIENCE = 60  # seconds; a wait survives a cluster that can't be reached for this time
+_PATIENCE = 60  # seconds that a wait goes on while the cluster can't be reached
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -37,9 +37,10 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
-    """Wait until the job ends, and return its exit code: 0 Completed, 1 Failed.
+    """Wait until a job ends, and return 0 if it is Completed, 1 if it is Failed.
 
     Args: follow: print the log of worker 0 meanwhile
+    Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
     """
     name, place = job["metadata"]["name"], job["metadata"]["namespace"]
     shown: dict[str, int] = {}  # by pod, the number of lines printed
@@ -87,7 +88,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _job_table(jobs: Sequence[Object]) -> str:
-    """Return the columns of `kubectl get ipujobs`; empty, if there is no job."""
+    """Return a table with the columns of `kubectl get ipujobs`; "", if there is no job."""
     fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
     rows = [
         (
@@ -101,7 +102,7 @@ def _job_table(jobs: Sequence[Object]) -> str:
 
 
 def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
-    """Return a table with padded columns; empty, if it has no rows."""
+    """Return a table with padded columns, headed by `names`; "", if there are no rows."""
     if not values:
         return ""
     rows = [names, *([str(value) for value in row] for row in values)]
@@ -121,7 +122,7 @@ def _age(metadata: Object) -> str:
 
 
 def _details(cluster: Cluster, job: Object) -> str:
-    """Describe one job: its instances, pods, conditions and last events."""
+    """Return a text about one job: its instances, pods, true conditions and last five events."""
     said, metadata = job.get("status", {}), job["metadata"]
     instances = [
         (number, each["state"], each["restarts"])
@@ -185,7 +186,7 @@ def logs(arguments: argparse.Namespace) -> int:
 def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print a pod's log without its first `skip` lines, and return its number of lines."""
+    """Print a pod's log without its first `skip` lines; return the number of lines, skipped ones included."""
     lines = 0
     for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:
@@ -207,7 +208,7 @@ def delete(arguments: argparse.Namespace) -> int:
 
 
 def _job(cluster: Cluster, name: str, namespace: str) -> Object:
-    """Return an IPUJob of the cluster. Raises: Refused, if there is none by this name."""
+    """Return an IPUJob of the cluster. Raises: Refused (404), if no IPUJob has this name."""
     jobs = cluster.list("IPUJob", namespace, fields=f"metadata.name={name}")
     if not jobs:
         raise Refused(404, f"there is no IPUJob {name} in namespace {namespace}")
@@ -215,7 +216,7 @@ def _job(cluster: Cluster, name: str, namespace: str) -> Object:
 
 
 def _pods(cluster: Cluster, job: Object) -> list[Object]:
-    """Return the pods of a job in the order of their numbers."""
+    """Return the pods that a job owns, ordered by their numbers."""
     listed = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
     uid = job["metadata"]["uid"]
     owners = [{owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []} for pod in listed]

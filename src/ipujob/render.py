@@ -14,10 +14,12 @@ _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
 def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
-    """Return the objects of a job, and warnings about fields that such objects can't hold.
+    """Return the objects of a job, and warnings about fields that have no effect without the operator.
 
+    Args:
+        way: "job" (Indexed Jobs), "pod" (bare pods) or "jobset"
     Raises:
-        ValueError: such objects can't run the job; the message has a fix
+        ValueError: objects of this kind can't run the job; the message has a fix
     """
     if way == "pod":
         made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
@@ -44,7 +46,7 @@ def _refuse(job: Job, way: str) -> None:
 
 
 def _warnings(job: Job, way: str) -> Iterator[str]:
-    """Yield what needs the operator, and is not in the objects."""
+    """Yield a warning for each field of the job that the objects lack, since it needs the operator."""
     policy = job.restarts.policy
     if job.clean != "None":
         yield f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}"
@@ -59,19 +61,19 @@ def _warnings(job: Job, way: str) -> Iterator[str]:
 
 
 def _name(job: Job, instance: int) -> str:
-    """Return the name of an instance, without "-worker"."""
+    """Return the name of an instance: the job's name, with the instance's number if there are several."""
     return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
 
 
 def _object(job: Job, instance: int, kind: tuple[str, str], name: str, spec: Object) -> Object:
-    """Return an object of a kind (apiVersion, kind) for an instance; it is deleted some time after its end."""
+    """Return an object of `kind` (apiVersion, kind) for an instance, with the job's time to live, if any."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     kept = {} if job.seconds_kept is None else {"ttlSecondsAfterFinished": job.seconds_kept}
     return {"apiVersion": kind[0], "kind": kind[1], "metadata": metadata, "spec": spec | kept}
 
 
 def _job(job: Job, instance: int) -> Object:
-    """Return an Indexed Job. Its pods' host names are NAME-worker-0, ...; the pods' own names end in random letters."""
+    """Return an Indexed Job for an instance. Its pods have random names, but host names NAME-worker-0, ..."""
     name = f"{_name(job, instance)}-worker"
     restarts = "0" if job.restarts.policy == "Never" else None
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
@@ -79,7 +81,12 @@ def _job(job: Job, instance: int) -> Object:
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an Indexed Job, where worker 0 has this address, and PANDO_RESTARTS this value if any."""
+    """Return the spec of an Indexed Job.
+
+    Args:
+        address:  the host name of worker 0
+        restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
+    """
     environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, address)
     if restarts is not None:
         environment["PANDO_RESTARTS"] = restarts
@@ -106,7 +113,7 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
 
 
 def _job_set(job: Job, instance: int) -> Object:
-    """Return a JobSet of one Indexed Job, which restarts several workers together, and has a Service of its own."""
+    """Return a JobSet of one Indexed Job. It restarts all its workers together, and makes its own Service."""
     name = _name(job, instance)
     inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
     inner["backoffLimit"] = 0
@@ -121,6 +128,6 @@ def _job_set(job: Job, instance: int) -> Object:
 
 
 def placed(made: Object, value: Object) -> Object:
-    """Return an object in the namespace of the file; in none, if the file names none, so that `kubectl -n` decides."""
+    """Return an object with the file's namespace; without one if the file has none: `kubectl -n` decides."""
     namespace = value["metadata"].get("namespace")
     return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

@@ -38,10 +38,10 @@ _NO_TEMPLATE = {"spec": {"containers": [{"image": "", "command": ["true"]}]}}
 def parse(
     value: Mapping[str, Any], device: str = "cpu", images: Images | None = ()
 ) -> tuple[Job | None, list[Fault]]:
-    """Return the job of an IPUJob object; or None, and everything that is wrong with the object.
+    """Return (job, []) for a valid IPUJob object, else (None, all its faults).
 
     Args:
-        device: cpu or cuda, if no annotation names one
+        device: cpu or cuda, if no annotation names a device
         images: replacements of the template's image; None, if no image is used
     """
     if value.get("kind") != "IPUJob":
@@ -51,7 +51,7 @@ def parse(
     if isinstance(metadata, dict) and not (metadata.get("name") or metadata.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
         faults.append(Fault(("metadata",), "the job has no name", fix))
-    # What is wrong is left out, so that the rules between fields can be checked, too.
+    # Faulty parts are removed, so that the rules between fields can be checked, too.
     value = _without(value, [fault.place for fault in faults])
     metadata, spec = value.get("metadata") or {}, value.get("spec") or {}
     job = _job(metadata, spec, device, images)
@@ -60,7 +60,7 @@ def parse(
 
 
 def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, Any]:
-    """Return an object without its parts at these places; of a list the whole is left out."""
+    """Return an object without the parts at these places; if a place is in a list, without the whole list."""
     value = copy.deepcopy(dict(value)) if places else value
     for place in filter(None, places):
         *above, last = takewhile(lambda key: isinstance(key, str), place)
@@ -72,7 +72,7 @@ def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, 
 
 
 def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return the job of a checked object, with defaults for fields that are missing."""
+    """Return the job of an object without faulty parts, with defaults for missing fields."""
     of_workers, policy = spec.get("workers") or {}, spec.get("restartPolicy") or {}
     launcher, template = spec.get("launcher") or {}, of_workers.get("template") or {}
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance") or 1)
@@ -106,7 +106,7 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, imag
 
 
 def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check the rules between fields, and the names of annotations."""
+    """Yield a fault for each broken rule between fields, and for each unknown annotation of Pando."""
     for key in metadata.get("annotations") or {}:
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
             place = ("metadata", "annotations", key)
@@ -137,7 +137,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
     place = ("metadata", named)
-    suffix = "bcdfg" if named == "generateName" else ""  # an _API server adds five letters
+    suffix = "bcdfg" if named == "generateName" else ""  # an API server adds five letters
     name = job.name + suffix
     said = f'name "{job.name}"' + (" with five letters added" if suffix else "")
     last = f"{name}-worker-{max(job.shape.instances * job.shape.workers - 1, 0)}"
@@ -152,7 +152,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
 
 
 def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Yield the place and text of a warning for each valid field that has another meaning here, or none."""
+    """Yield the place and text of a warning for each field that has another meaning or no effect here."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
@@ -188,7 +188,7 @@ def crd() -> dict[str, Any]:
 
 @cache
 def _schema() -> dict[str, Any]:
-    """Return the schema of a whole IPUJob: that of the CRD, and what an _API server demands of every object."""
+    """Return the schema of a whole IPUJob: the CRD's `spec`, and the fields of every Kubernetes object."""
     text = {"type": "string"}
     words = {"type": "object", "additionalProperties": text}
     names = {"name": text, "generateName": text, "namespace": text}
@@ -204,7 +204,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _check_value(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
-    """Yield a fault for each part of a value that an _API server would refuse or drop."""
+    """Yield a fault for each part of a value that an API server would refuse or drop."""
     name, shown = _path(place), reprlib.repr(value)
     if schema.get("x-kubernetes-int-or-string"):
         if not re.search(schema["pattern"], str(value)):
@@ -250,11 +250,11 @@ def _check_object(value: Mapping[str, Any], schema: dict[str, Any], place: Place
 
 
 def _near(word: str, known: Any) -> str:
-    """Return a fix that names the most similar known word; empty, if none is similar."""
+    """Return a fix that names the most similar known word; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""
 
 
 def _path(place: Place) -> str:
-    """Return the name of a place in messages, such as "spec.workers.template.spec.containers[0]"."""
+    """Return a place as messages write it, such as "spec.workers.template.spec.containers[0]"."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")

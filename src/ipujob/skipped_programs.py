@@ -1,7 +1,8 @@
 """Stand-ins for programs that a container's script calls and that would change this machine.
 
-apt, sudo, pip and the like print that they were skipped, and succeed; `git clone` copies a folder. They are found by
-PATH only. The stand-in for git runs this file as a script, without the package, so the file imports nothing of it.
+The stand-ins for apt, sudo, pip and the like print that they were skipped, and exit with 0. The stand-in for
+git copies a folder in place of `git clone`; it runs this file as a script, so the file imports nothing of the
+package. All are found by PATH only.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _CLONES = "clones.json"
 
 
 def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
-    """Write the stand-ins into a folder.
+    """Write the stand-ins into a new folder.
 
     Args:
         clones: by URL, the folder that `git clone` copies
-        real:   programs without a stand-in
+        real:   names of programs that get no stand-in
     """
     folder.mkdir(parents=True)
     sources = {_plain(url): str(Path(path).resolve()) for url, path in clones.items()}
@@ -42,7 +43,11 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
 
 
 def git(folder: str, words: list[str]) -> int:
-    """Copy a folder for `git clone URL [FOLDER]`; run the real git for other commands. Return the exit code."""
+    """Copy a folder for `git clone URL [FOLDER]`; become the real git for other commands.
+
+    Args: folder: of the stand-ins
+    Returns: the exit code: 0, or 128 if no folder is known for the URL
+    """
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         os.environ["PATH"] = os.pathsep.join(others)

@@ -38,12 +38,12 @@ class Restarts:
     codes: str = ""
 
     def wanted(self, failed: bool, code: int | None, restarts: int) -> bool:
-        """Return whether an instance that ended is to start again.
+        """Return whether an instance that has ended must start again.
 
         Args:
             failed:   whether one of its workers failed
             code:     that worker's exit code, if it has one
-            restarts: how many times the instance was restarted before
+            restarts: the number of restarts of the instance so far
         """
         if restarts >= self.limit:
             return False
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def worker(self) -> dict[str, Any]:
-        """The template's first container, in which the program runs."""
+        """Return the template's first container, in which the program runs."""
         return self.template["spec"]["containers"][0]
 
     @property
@@ -83,7 +83,7 @@ class Job:
 
 
 def exit_codes(text: str) -> set[int]:
-    """Parse a list of exit codes, such as "1,3-5"."""
+    """Return the exit codes in a text such as "1,3-5"; codes above 255 are left out."""
     codes: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -100,7 +100,7 @@ Place = tuple[str | int, ...]  # keys and indices, from the top of a document
 
 
 class Fault(NamedTuple):
-    """An error in a document: its place, the message, and what to write instead."""
+    """An error in a document: its place, a message, and a fix ("": none is known)."""
 
     place: Place
     message: str
