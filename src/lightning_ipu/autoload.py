@@ -1,10 +1,10 @@
-"""How `accelerator="ipu"` gets into Lightning without an import: torch calls `install` at the end of `import torch`.
+"""Registers `accelerator="ipu"` with Lightning: torch calls `install` at the end of `import torch`.
 
-A finder calls `install` again when Lightning has imported the module that picks strategies, and with it those of
-accelerators, strategies and plugins. Then the accelerator and the strategy are registered, the classes that Lightning
-no longer has are added, and the one method that picks strategies is wrapped. The classes are built at their first use;
-only the standard library is imported here. Where Lightning has IPU classes of its own (1.x, 2.0) nothing is done.
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches the call off.
+A finder calls `install` again when Lightning has imported the module that chooses strategies, and with it the
+modules of accelerators, strategies and plugins. Then the accelerator and the strategy are registered, the
+classes that Lightning no longer has are added, and the method that chooses strategies is wrapped. The classes
+are built at their first use; this module imports the standard library only. A Lightning with IPU classes of
+its own (1.x, 2.0) is not changed. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` prevents the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def install() -> None:
-    """Add ipus to Lightning, whether it is imported before or after this call. Never raises: a failure is a warning."""
+    """Add ipus to Lightning: now if it is imported already, else after its import. Warn of an error."""
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 class _Finder:
-    """A meta path finder that calls `install` after a module that picks strategies has run."""
+    """A meta path finder that calls `install` after the import of a module that chooses strategies."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in _CONNECTORS:
@@ -59,10 +59,10 @@ class _Finder:
 
 
 def _patch(package: str, connector: types.ModuleType) -> None:
-    """Add Pando's names to a Lightning package, once."""
+    """Add Pando's names to a Lightning package, unless it has "ipu" already, or an older registry."""
     registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
     if registry is None or "ipu" in registry:
-        return  # an older Lightning, which has its own, or patched before
+        return  # an older Lightning with its own IPU classes, or patched already
     for part, names in _CLASSES.items():
         module = sys.modules[f"{package}.{part}"]
         _add_lazy_classes(package, module, names)
@@ -102,7 +102,10 @@ def _classes(package: str) -> dict[str, type]:
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
-    """Wrap the method that picks strategies: Pando's accelerator or strategy alone selects both, and the precision."""
+    """Wrap the method that chooses strategies: if one of Pando's classes is chosen, so are the others.
+
+    A Lightning without this method causes a warning.
+    """
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:
@@ -135,5 +138,5 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
 
 
 def _is_pandos(flag: Any, name: str = "") -> bool:
-    """Return whether a Trainer's argument is an object of Pando's classes, or the registered `name` of one."""
+    """Return whether a Trainer's argument is an object of one of Pando's classes, or the text `name`."""
     return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)

@@ -1,8 +1,8 @@
 """Pando's three Lightning classes, built once for each Lightning package.
 
-`lightning` and `pytorch_lightning` are the same source under two names, each with its own base classes. Pando's
-classes are written once, without bases (the strategy in `strategy.py`), and combined with the bases of a package at
-their first use.
+`lightning` and `pytorch_lightning` are the same source under two names, each with its own base classes.
+Pando's classes are written once, without these bases (the strategy in `strategy.py`), and combined with the
+bases of one package at their first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AUTO = 4  # the number for `devices="auto"`: ipus are logical devices, so there
 
 
 class AcceleratorPart:
-    """Lightning's accelerator for ipus. They are logical devices, so any number of them is available."""
+    """The accelerator for ipus. These are logical devices, so any number of ipus is available."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -37,7 +37,11 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices: a number, or the length of a list. Raises: ValueError, for anything else."""
+        """Return the number of devices: `devices`, the length of a list, or 4 for -1.
+
+        Raises:
+            ValueError: `devices` is not a whole number, a text of one, or a list
+        """
         if isinstance(devices, (list, tuple)):
             return len(devices)
         try:
@@ -69,7 +73,7 @@ _ALIASES = {"32": "32-true", "16": "16-mixed"}
 
 
 class PrecisionPart:
-    """Lightning's precision for ipus: "32-true"; "16-mixed": batches in half; "16-true": weights too."""
+    """The precision for ipus: "32-true"; "16-mixed" casts batches to half; "16-true" casts weights, too."""
 
     def __init__(self, precision: Any = "32-true") -> None:
         precision = _ALIASES.get(str(precision), precision)
@@ -84,22 +88,22 @@ class PrecisionPart:
         return module.half() if self.precision == "16-true" else module
 
     def cast(self, batch: Any) -> Any:
-        """Return the batch in the precision of the model's inputs; integers stay."""
+        """Return the batch with float32 and float64 cast to float16; with "32-true", the batch unchanged."""
         if self.precision == "32-true":
             return batch
         return tree_map_only(Tensor, _halved, batch)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the call of the model has trained it."""
+        """Do nothing: the executor's call has already run the backward pass."""
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the executor clips."""
+        """Do nothing: the executor clips gradients."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the step, which also updates the weights; the optimizer itself gets no gradients."""
+        """Run the training step, which also updates the weights, so `optimizer.step` is not called."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        optimizer._opt_called = True  # schedulers warn of optimizers that have never stepped
+        optimizer._opt_called = True  # else schedulers warn that `optimizer.step` was never called
         return result
 
 
@@ -109,7 +113,7 @@ def _halved(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def classes(package: str) -> dict[str, type]:
-    """Return IPUStrategy, IPUAccelerator and IPUPrecision (under its older name, too) of a Lightning package."""
+    """Return Pando's classes for a Lightning package, by name; IPUPrecision also as IPUPrecisionPlugin."""
     lightning = Lightning(package)
     parts = {
         "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),
@@ -133,6 +137,6 @@ def classes(package: str) -> dict[str, type]:
 
 
 def imported() -> str:
-    """Return the Lightning package that the program uses: the imported one; `lightning` if both or none are."""
+    """Return the Lightning package that is imported; `lightning.pytorch`, if both or none are imported."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

@@ -31,20 +31,23 @@ _COPIED += ("prefetch_factor", "persistent_workers")
 
 
 class Loaders:
-    """Turns the loaders of one strategy's trainer into loaders of combined batches."""
+    """A converter of the loaders of one strategy's trainer to loaders of combined batches."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._stage: Any = None
-        self._rows: list[int | None] = []  # of a complete prediction batch, by loader
+        self._rows: list[int | None] = []  # rows of a complete prediction batch, by loader
 
     def prepare(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Replace Lightning's preparation of a loader, which would rebuild loaders for prediction."""
+        """Record the stage, and return the loader unchanged; Lightning would rebuild prediction loaders."""
         self._stage = mode
         return dataloader
 
     def process(self, loader: Any) -> Any:
-        """Return the loader of combined batches for the stage that `prepare` was called for."""
+        """Return a loader of combined batches, for the last stage given to `prepare`.
+
+        A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged.
+        """
         stage = self._stage if self._stage is not None else self._strategy._stage
         options = self._strategy.options_for(stage)
         n = micro_batches(options, stage == "train")
@@ -60,11 +63,11 @@ class Loaders:
         return made
 
     def rows_of(self, index: int) -> int | None:
-        """Return the rows of a complete batch of a prediction loader; None if unknown."""
+        """Return the number of rows in a complete batch of prediction loader `index`; None if unknown."""
         return self._rows[index] if index < len(self._rows) else None
 
     def _for_prediction(self, loader: Any, n: int) -> Any:
-        """Return a loader that yields all rows: the last batch may be short."""
+        """Return a loader that yields all rows (the last batch may be short); record its rows per batch."""
         made, rows = loader, None
         if isinstance(loader, poptorch.DataLoader):
             rows = loader.combinedBatchSize
@@ -92,7 +95,7 @@ class Loaders:
         return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied), size
 
     def _check_length(self, loader: DataLoader[Any], made: Any, n: int, stage: Any) -> None:
-        """Raise for a loader that is too short for a call, and warn of micro-batches that evaluation leaves out."""
+        """Raise a MisconfigurationException if a loader is too short; warn of micro-batches left out."""
         try:
             micro_batches, calls = len(loader), len(made)
         except TypeError:  # a dataset without a length
@@ -117,7 +120,7 @@ def micro_batches(options: poptorch.Options, training: bool) -> int:
 
 
 def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
-    """Return a poptorch.DataLoader with the data set, workers and order of a torch loader."""
+    """Return a poptorch.DataLoader with the data set, workers and order of rows of a torch loader."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     if isinstance(loader.dataset, IterableDataset):
@@ -132,7 +135,11 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
 
 
 def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
-    """Return the loader's order as arguments of a poptorch.DataLoader, which deals rows out where it is torch's own."""
+    """Return the loader's order of rows as arguments of a poptorch.DataLoader.
+
+    With several instances torch's own samplers are left out, since the loader partitions the rows. Other
+    samplers are kept, with a warning if all instances would read the same rows.
+    """
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     is_plain = is_shuffled or type(sampler) is SequentialSampler
@@ -149,7 +156,10 @@ def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]
 
 
 class JoinedBatches:
-    """Joins n batches at a time of a loader that overrides `__iter__`."""
+    """A loader that joins every n batches of a loader with its own `__iter__`.
+
+    Args: keep_tail: also yield the last, incomplete group of batches
+    """
 
     def __init__(self, loader: DataLoader[Any], n: int, keep_tail: bool) -> None:
         self.loader, self.dataset, self._n, self._keep_tail = loader, loader.dataset, n, keep_tail
@@ -164,7 +174,7 @@ class JoinedBatches:
 
 
 class JoinedIndices:
-    """A batch sampler that joins the indices of n batches of another one."""
+    """A batch sampler that joins the indices of every n batches of another batch sampler."""
 
     def __init__(self, sampler: Any, n: int) -> None:
         self._sampler, self._n = sampler, n
@@ -180,7 +190,7 @@ class JoinedIndices:
 
 
 def spread(value: Any, n: int) -> Any:
-    """Return the value with each number replaced by a tensor of n equal elements."""
+    """Return the value with each int and float replaced by a tensor of n equal elements."""
     return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), value)
 
 
@@ -201,11 +211,11 @@ def padded(batch: Any, rows: int) -> Any:
 
 
 def cut(output: Any, rows: int, wanted: int) -> Any:
-    """Return an output with every tensor of `rows` rows cut to its first `wanted` ones."""
+    """Return an output with each tensor of `rows` rows cut to its first `wanted` rows."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))
 
 
 def shapes_of(value: Any) -> list[Any]:
-    """Return shape and dtype of each tensor."""
+    """Return (shape, dtype) of each tensor in a nested value."""
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

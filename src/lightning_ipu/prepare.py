@@ -18,7 +18,7 @@ from poptorch.optim.freeze_optimizer import supported_optimizers
 
 
 class Lightning:
-    """One of the two Lightning packages. Its modules are imported at their first use."""
+    """One of the two Lightning packages, by name. Its modules are imported at their first use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class Lightning:
 
     @property
     def Misconfiguration(self) -> type[Exception]:
-        """Lightning's exception for configurations that can't run."""
+        """Return Lightning's exception for configurations that can't run."""
         return self.get("utilities.exceptions.MisconfigurationException")
 
     def is_overridden(self, method: str, module: Any) -> bool:
@@ -38,7 +38,10 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Return options with the strategy's device iterations, and the Trainer's devices and accumulation."""
+    """Return options with the strategy's device iterations and the Trainer's devices, or poprun's replicas.
+
+    Args: training: whether to set the Trainer's gradient accumulation, too
+    """
     if popdist.isPopdistEnvSet():
         import popdist.poptorch as distributed
 
@@ -49,11 +52,11 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     options.setExecutionStrategy(poptorch.PipelinedExecution().orSharded())
     seed = os.environ.get("PL_GLOBAL_SEED", "")
     if seed.isdigit():
-        # Not randomSeed(), which also seeds torch: the loader would shuffle otherwise than on the CPU.
+        # Not randomSeed(), which also seeds torch: the loader would shuffle in another order than on the CPU.
         options.createOrSet(random_seed=int(seed))
     trainer = getattr(strategy._lightning_module, "_trainer", None)
     if trainer is not None and training:
-        # During a run the Trainer's own count is 1: the executor accumulates.
+        # During a run `accumulate_grad_batches` is 1, since the executor accumulates.
         accumulation = max(trainer.accumulate_grad_batches, strategy._accumulation)
         options.Training.gradientAccumulation(accumulation)
     if trainer is not None and trainer._detect_anomaly:
@@ -65,7 +68,10 @@ _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 
 
 def write_reports(directory: str | None, undo: ExitStack) -> None:
-    """Let executors that compile write profiles into the directory, or into the current one, until `undo` is closed."""
+    """Set POPLAR_ENGINE_OPTIONS so that executors write profiles; closing `undo` restores the variable.
+
+    Args: directory: of the profiles; it is created. None: the current one
+    """
     before = os.environ.get(_VARIABLE)
     options = {"autoReport.all": "true"}
     if directory is not None:
@@ -79,7 +85,10 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
-    """Check what is known before the set-up. Raises: MisconfigurationException or RuntimeError, with a fix."""
+    """Raise a MisconfigurationException or RuntimeError, with a fix, for a configuration that can't run.
+
+    Warn of hooks that are ignored or see no gradients.
+    """
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
         raise lightning.Misconfiguration(
@@ -131,7 +140,7 @@ _HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_be
 
 
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """Check the optimizers, after the set-up. Raises: MisconfigurationException, with a fix."""
+    """Raise a MisconfigurationException, with a fix, if the optimizers can't run; called after the set-up."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

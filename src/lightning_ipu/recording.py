@@ -1,8 +1,8 @@
 """A step of a LightningModule, recorded while it is captured.
 
-A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists, dictionaries
-and attributes become notes of the graph (`poptorch.annotating.notes`), and `replaying.py` repeats them after each
-call, with values. Attributes of the module that are replaced meanwhile are restored at the end of the step.
+A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists,
+dictionaries and attributes become notes of the graph (`poptorch.annotating.notes`), which `replaying.py`
+repeats after each call, with values. Attributes that are replaced during the step are restored at its end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):
-    """Holds a LightningModule; its forward is that module's step, and outside a trainer its forward.
+    """A module whose forward runs the current step of a LightningModule; without a trainer, its forward.
 
-    Its parameters and buffers have the names that they have in the LightningModule.
+    Parameters and buffers have the names that they have in the LightningModule.
     """
 
     def __init__(self, module: Any) -> None:
@@ -78,7 +78,7 @@ def _step_of(module: Any) -> str | None:
 
 
 def replace_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute until `undo` is closed."""
+    """Set an attribute of an object; closing `undo` restores it."""
     attributes = vars(owner)
     had, before = name in attributes, attributes.get(name)
     attributes[name] = value
@@ -86,7 +86,7 @@ def replace_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 class Recording:
-    """A context that records one step of a LightningModule. `finish` is called with the step's output."""
+    """A context manager that records one step of a LightningModule. Call `finish` with the step's output."""
 
     def __init__(self, module: Any, step: str) -> None:
         self._module, self._step = module, step
@@ -119,7 +119,7 @@ class Recording:
         self._undo.close()
 
     def finish(self, output: Any) -> None:
-        """Choose the loss, and note what the step left in the module."""
+        """Note the tensors that the step left in the module's attributes, and choose the training loss."""
         _note_attributes(self._module, self._before)
         if self._is_manual:
             self._check_manual()
@@ -170,7 +170,7 @@ class Recording:
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
     def _noted(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a function that notes a call of a metric's method."""
+        """Return a function that notes a call of a metric's method; `forward`'s returns a `MetricValue`."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
@@ -182,7 +182,7 @@ class Recording:
     # ---- manual optimization -----------------------------------------------------------------------------
 
     def _manual_optimization(self) -> dict[str, Any]:
-        """Return what takes the place of the module's methods for manual optimization."""
+        """Return replacements of the module's methods for manual optimization, by name."""
         (optimizer,) = self._module.trainer.strategy.optimizers
         stand_in = _Optimizer(optimizer, self._optimizer_step)
         return {
@@ -207,7 +207,7 @@ class Recording:
         note(("optimizer_step",), None)
 
     def _check_manual(self) -> None:
-        """Check that there was one backward, followed by one step. Raises: CaptureError, if not."""
+        """Raise a CaptureError, unless the step made one backward, followed by one optimizer step."""
         if self._done != ["backward", "step"]:
             raise CaptureError(
                 "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
@@ -219,7 +219,7 @@ class Recording:
 
 
 def _metrics_of(module: Any) -> dict[str, Any]:
-    """Return the torchmetrics objects in a module by path; a collection comes before its members."""
+    """Return the torchmetrics objects in a module, by path; a collection precedes its members."""
     from torchmetrics import Metric, MetricCollection
 
     kinds = (Metric, MetricCollection)
@@ -227,7 +227,10 @@ def _metrics_of(module: Any) -> dict[str, Any]:
 
 
 class MetricValue:
-    """Placeholder for a metric's value, which the host computes after the step. It can be logged, and nothing else."""
+    """A placeholder for a metric's value, which the host computes after the step.
+
+    It can be logged. Any other use raises a CaptureError.
+    """
 
     def __init__(self, path: str, call: int | None = None) -> None:
         self._path, self._call = path, call
@@ -255,7 +258,7 @@ class MetricValue:
 
 
 class _Optimizer:
-    """The optimizer of a captured step: its rates can be read, and `step` is recorded."""
+    """A stand-in for the optimizer in a captured step: attributes can be read, `step` is only recorded."""
 
     def __init__(self, real: Any, step: Callable[..., None]) -> None:
         self._real, self.step, self.zero_grad = real, step, _do_nothing
@@ -277,7 +280,7 @@ def _refusal(what: str, fix: str) -> Callable[..., Any]:
 
 
 def _choose_loss(output: Any, module: Any) -> None:
-    """Train the loss that training_step returns. Raises: CaptureError, if it returns none."""
+    """Choose the loss in the output of training_step. Raises: CaptureError, if the output has no loss."""
     where = f"the return of {type(module).__name__}.training_step"
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is None:
@@ -305,7 +308,7 @@ def _capture() -> Capture:
 
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """Return the module's attributes but for its parts, which the capture restores."""
+    """Return the module's attributes, without parameters, buffers, submodules: the capture restores these."""
     parts = ("_parameters", "_buffers", "_modules")
     return {name: value for name, value in vars(module).items() if name not in parts}
 
@@ -323,7 +326,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
     """Note traced tensors that were appended to a list, put into a dictionary or assigned to an attribute.
 
     Raises:
-        CaptureError: something else holds a traced tensor
+        CaptureError: an attribute of another kind holds a traced tensor
     """
     for name, now in _traced_attributes(module).items():
         old = before.get(name)
@@ -364,9 +367,9 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
 
 
 def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Warn of each counter that is read until `undo` is closed, unless a change of it compiles anew.
+    """Warn, when `undo` is closed, of each counter that was read and is not in `strategy.recompile_on`.
 
-    The trainer's class is replaced by a subclass meanwhile: a module reads its trainer's counters.
+    Until then the trainer's class is a subclass that records reads of `current_epoch` and `global_step`.
     """
     read: set[str] = set()
     kind = type(trainer)

@@ -12,7 +12,7 @@ from poptorch.nested_values import tensors_of, with_tensors
 
 
 class Replay:
-    """Repeats the notes of a recorded step, in their order.
+    """A replay of the notes of a recorded step, in their order.
 
     Args:
         over_instances: the strategy's `reduce`, for `sync_dist=True`
@@ -20,12 +20,12 @@ class Replay:
 
     def __init__(self, module: Any, over_instances: Callable[..., Tensor]) -> None:
         self._module, self._over_instances = module, over_instances
-        self._values: dict[int, Any] = {}  # of the metrics, by the number of their call
+        self._values: dict[int, Any] = {}  # values of metrics, by the number of the call that made them
 
     def run(self, notes: Sequence[tuple[Any, Any]]) -> None:
         """Repeat the notes of one call.
 
-        Args: notes: (kind and details, value) pairs; each tensor of a value has [n, ...], n micro-batches
+        Args: notes: pairs of (kind, *details) and a value with tensors [n, ...], n micro-batches
         """
         appended: dict[str, list[Any]] = {}
         for (kind, *details), value in notes:

@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
-A *call* of an executor is what Lightning calls a batch. A strategy is composed of its options (`prepare.py`),
-`Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay` of what the step does
-on the host, after each call (`replaying.py`).
+Lightning calls the input of one executor call a batch. A strategy is composed of its options (`prepare.py`),
+`Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay`, which after
+each call repeats the step's actions on the host (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class StrategyPart:
     """Lightning's strategy for ipus.
 
     Args:
-        device_iterations: weight updates (in inference: micro-batches of each replica) a call
-        autoreport: write a profile and its page; a directory alone does the same
-        training_opts, inference_opts: poptorch.Options, taken whole: `device_iterations`, the Trainer's `devices` and
-            `accumulate_grad_batches` are then not put into them
+        device_iterations: weight updates (in inference: micro-batches of each replica) per call
+        autoreport: write a profile and its page; `autoreport_dir` alone has the same effect
+        training_opts, inference_opts: poptorch.Options, used unchanged: `device_iterations` and the Trainer's
+            `devices` and `accumulate_grad_batches` then have no effect
     """
 
     lightning: Lightning
@@ -42,7 +42,7 @@ class StrategyPart:
     global_rank = local_rank = node_rank = 0
     world_size = 1  # processes
     handles_gradient_accumulation = True
-    recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile anew when it has changed
+    recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile again when it has changed
 
     # Attributes of Lightning's base class.
     _lightning_module: Any
@@ -145,7 +145,7 @@ class StrategyPart:
         replace_until(self._undo, self.optimizers[0], name, float(trainer.gradient_clip_val))
 
     def _release(self) -> None:
-        """Destroy the executors, and restore all attributes that the run replaced."""
+        """Destroy the executors, and restore all attributes that `setup` replaced."""
         self._save_random_state()
         for executor in (*self.poptorch_models.values(), *self._more.values()):
             executor.destroy()
@@ -182,7 +182,7 @@ class StrategyPart:
     validation_step = test_step = training_step
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions of a call; a short last batch is padded, and its predictions are cut."""
+        """Return the predictions of a call. A short last batch is padded, and its predictions are cut."""
         rows, complete = rows_of(args[0]), self._loaders.rows_of(_loader_index(args))
         if rows is None or complete is None or rows >= complete:
             return self._step(self._stage, *args, **kwargs)
@@ -190,7 +190,7 @@ class StrategyPart:
         return cut(self._step(self._stage, whole, *args[1:], **kwargs), complete, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one call, and repeat the step's actions on the host."""
+        """Run one call, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
         executor = self._executor_for(stage, args, prepared)
         self._compile_anew(stage, executor)
@@ -200,11 +200,11 @@ class StrategyPart:
         return output
 
     def _prepare_input(self, args: Any) -> Any:
-        """Return a step's arguments with a tensor of an element for each micro-batch in place of each number."""
+        """Return a step's arguments; a tensor with an element per micro-batch replaces each number."""
         return spread(args, micro_batches(self.options_for(self._stage), self._stage == "train"))
 
     def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
-        """Return the stage's executor; a further loader with batches of other shapes has an executor of its own."""
+        """Return the stage's executor; a second or later loader with other shapes gets its own executor."""
         index = 0 if stage == "train" else _loader_index(args)
         shapes = shapes_of(prepared)
         if self._shapes.setdefault(stage, shapes) == shapes or index == 0:
@@ -215,9 +215,9 @@ class StrategyPart:
         return self._more[key]
 
     def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
-        """Destroy an executor if a value that is compiled in has changed.
+        """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
 
-        These are counters, which parameters are trained, and the number of the optimizer's groups.
+        These are the counters of `recompile_on`, each `requires_grad`, and the number of parameter groups.
         """
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
@@ -229,7 +229,7 @@ class StrategyPart:
             executor.destroy()
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Run the transfer hooks, and cast the batch to the precision; it stays on the host."""
+        """Run the transfer hooks, and return the batch, cast to the precision; it stays on the host."""
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         return self.precision_plugin.cast(batch)
 
@@ -259,7 +259,7 @@ class StrategyPart:
 
     @property
     def replication_factor(self) -> int:
-        """The replicas of the current stage; before the set-up those of the options, else the Trainer's devices."""
+        """Return the replicas of the current stage; before `setup` those of the options, or the devices."""
         if not self.poptorch_models:
             options = self._training_opts or self._inference_opts
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
@@ -280,7 +280,7 @@ class StrategyPart:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def _save_random_state(self) -> None:
-        """Save the state of the random numbers: a checkpoint may be written after the executors are destroyed."""
+        """Keep the executors' random states, since a checkpoint may be written after their destruction."""
         compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
         self._random_state = {**self._random_state, **compiled}
 
@@ -290,7 +290,7 @@ class StrategyPart:
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states; a poptorch optimizer also takes that of a torch optimizer with the same rule."""
+        """Load the optimizers' states; a poptorch optimizer also accepts that of its torch counterpart."""
         states = [
             {"ipu_state": None, "ipu_param": None, **state}
             if isinstance(optimizer, poptorch.optim.Optimizer)
@@ -300,7 +300,7 @@ class StrategyPart:
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
 
     def _restore_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
-        """Restore the random state of the checkpoint, before the executor's first call."""
+        """Compile the executor and set the checkpoint's random state, before the executor's first call."""
         numbers = self._loaded_random_state.pop(stage.value, None)
         if numbers is not None and not executor.isCompiled():
             executor.compile(*args, **kwargs)
@@ -309,7 +309,7 @@ class StrategyPart:
     # ---- other processes ---------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean (or sum, min, max) of a tensor or number over all processes."""
+        """Return the mean (or sum, min, max) of a tensor or number over all processes, in all of them."""
         if self.world_size == 1:
             return tensor
         word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also of torch's ReduceOp.SUM
@@ -326,7 +326,7 @@ class StrategyPart:
         return values[0]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, [processes, *shape]; with one process the tensor itself."""
+        """Return the tensors of all processes, [processes, *shape]; with one process the unchanged tensor."""
         return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor
 
 
