@@ -1,6 +1,6 @@
 """The import path of programs for Lightning 2.0 and 2.1: `from lightning_graphcore import IPUStrategy`.
 
-The classes are those of the Lightning package that is imported already; of `lightning` if both or none are.
+The classes belong to the Lightning package that is imported; to `lightning`, if both or none are imported.
 """
 
 from typing import Any
