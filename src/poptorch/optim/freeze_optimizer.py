@@ -1,7 +1,7 @@
-"""Snapshots of optimizers for the engine, and what `setOptimizer` may change after compilation.
+"""Make the engine's snapshot of an optimizer, and check what `setOptimizer` changes after compilation.
 
-Rates may change; attributes that are compiled in may not; unknown attributes are a warning. What an optimizer of each
-kind has is in the table `popengine.update.optimizer_rules.RULES`.
+Rates may change. A change of an attribute that is compiled in raises Error; an unknown attribute logs a
+warning. The table `popengine.update.optimizer_rules.RULES` has the rates, states and flags of each kind.
 """
 
 import functools
@@ -23,25 +23,25 @@ from poptorch.optim.rates import number, rates_of
 
 logger = logging.getLogger("poptorch::python")
 
-# Attributes of torch's optimizers that are variable once they differ from their default, as lr always is.
+# Keys of torch's optimizers that may change after compilation if they are not the default; lr always may.
 _VARIABLE_IN_TORCH = ("momentum", "dampening", "weight_decay", "eps")
 
 
 class UnknownParameterError(Error, KeyError):
-    """The optimizer holds parameters that aren't the model's."""
+    """The error for an optimizer with parameters that are not in the model."""
 
 
 def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Check an optimizer and return a snapshot of it: what is compiled in, and the rates.
+    """Check an optimizer and return a snapshot of it: the values that are compiled in, and the rates.
 
     Args:
         names: id(parameter) -> canonical name, for every parameter of the model
     Raises:
-        AssertionError: an unsupported type or a bad attribute
-        ValueError: amsgrad
-        UnknownParameterError: parameters that aren't the model's
+        AssertionError: the type is not supported, or an attribute has a bad value
+        ValueError: amsgrad is on
+        UnknownParameterError: a parameter is not in the model
     """
     kind = kind_of(optimizer)
     rule = RULES[kind]
@@ -84,7 +84,7 @@ def supported_optimizers() -> str:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the key in `RULES` of the rule that an optimizer of poptorch or torch updates by."""
+    """Return the key in `RULES` of an optimizer's rule. Raises AssertionError for an unsupported type."""
     kinds = _torch_kinds()
     if isinstance(optimizer, Optimizer):
         kind = optimizer._kind
@@ -101,7 +101,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def label_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's type in warnings and errors: its kind, and suffixes for what is compiled in."""
+    """Return the optimizer's name in messages: its kind, with a suffix for each flag that is not default."""
     kind = kind_of(optimizer)
     if kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
@@ -113,7 +113,7 @@ def label_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
-    """Return the value of each property that is compiled in."""
+    """Return the value of each flag of the rule, by name."""
     values = {}
     for name, flag in rule.flags.items():
         if flag.read is not None:
@@ -126,7 +126,7 @@ def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
 
 
 def _equal_in_groups(optimizer: Any, name: str) -> bool:
-    """Return whether a key is true in the parameter groups. Raises AssertionError if they differ."""
+    """Return whether a key is true in all parameter groups. Raises AssertionError if the groups differ."""
     values = {bool(group.get(name)) for group in optimizer.param_groups}
     if len(values) > 1:
         raise AssertionError(
@@ -137,7 +137,7 @@ def _equal_in_groups(optimizer: Any, name: str) -> bool:
 
 
 def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
-    """Return a bound on gradients, which any optimizer may have as an attribute."""
+    """Return a clipping bound of gradients, by default infinity. Raises AssertionError if it is negative."""
     limit = number(getattr(optimizer, name, math.inf), name, "the optimizer")
     if limit < 0:
         raise AssertionError(
@@ -149,7 +149,7 @@ def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether there is momentum, or may be later."""
+    """Return whether a group's momentum is not zero, or may change after compilation."""
     marks = getattr(optimizer, "variable_attrs", None)
     may_change = marks is not None and not marks.isConstant("momentum")
     return may_change or any(group["momentum"] for group in optimizer.param_groups)
@@ -161,7 +161,7 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
         for index, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]
-    # Only the identity of parameters is read: reading anything else of a marked one copies all weights to the host.
+    # Known parameters are only compared by id: reading a marked parameter copies all weights to the host.
     unknown = [
         f"group {index}, parameter {place}, shape {list(parameter.shape)}"
         for parameter, index, place in members
@@ -191,29 +191,29 @@ class _Accepted:
 
 
 class OptimizerGuard:
-    """Checks each optimizer that an executor is given by `setOptimizer` against the one compiled in.
+    """Comparison of each optimizer that is passed to `setOptimizer` with the one that is compiled in.
 
     Args:
-        relaxed: report unexpected attributes in debug messages (`relaxOptimizerAttributesChecks`)
-        automatic_loss_scaling: whether the loss scaling is adapted, and so may change
+        relaxed: log unexpected attributes at DEBUG instead of WARN (`relaxOptimizerAttributesChecks`)
+        automatic_loss_scaling: whether the executor adapts the loss scaling, so that it may change
     """
 
     def __init__(self, relaxed: bool = False, automatic_loss_scaling: bool = False) -> None:
         self._report = logger.debug if relaxed else logger.warning
         self._automatic_loss_scaling = automatic_loss_scaling
         self._accepted: _Accepted | None = None
-        self._attributes: dict[str, set[str]] = {}  # names that are not reported, by place
-        self._warned: set[type] = set()  # the user's subclasses
+        self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_names`
+        self._warned: set[type] = set()  # the user's subclasses that a warning was logged for
 
     def accept(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Check an optimizer and return a snapshot of it, as `freeze_optimizer`.
+        """Check an optimizer and return a snapshot of it, as `freeze_optimizer` does.
 
         Args:
-            compiled: whether to compare it with the last optimizer before the compilation
+            compiled: whether the model is compiled, so that the optimizer is compared with the earlier one
         Raises:
-            Error: an attribute that is compiled in has changed, or the optimizer has hooks for its steps
+            Error: an attribute that is compiled in has changed, or the optimizer has hooks of `step()`
         """
         frozen, hyper = freeze_optimizer(optimizer, names)
         check_hooks(optimizer)
@@ -257,14 +257,14 @@ class OptimizerGuard:
 
 
 def _known_attributes(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the attributes of a poptorch optimizer, which are expected when it replaces a torch optimizer."""
+    """Return names that are never reported as unexpected: the class's declared attributes, and some keys."""
     own = {name for base in type(optimizer).__mro__ for name in inspect.get_annotations(base)}
-    # Group keys of two of them, a bound that any optimizer may have, and a key that torch adds when it loads a state.
+    # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
     return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Error if the optimizer has hooks of `step()`, which an executor doesn't call."""
+    """Raise Error if the optimizer has hooks of `step()`, which executors never call. Ignore torch's own."""
     hooks = {
         **optimizer._optimizer_step_pre_hooks,
         **optimizer._optimizer_step_post_hooks,
@@ -282,7 +282,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of the user's attributes by their place, in words."""
+    """Return the names of attributes, defaults and group keys, by their description in messages."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler counts its calls
@@ -298,7 +298,7 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
-    """Return the values that are compiled in: for a key of groups one a group, else one."""
+    """Return the values that may not change: for a key of the groups one per group, for an attribute one."""
     rule = RULES[kind_of(optimizer)]
     names = (*rule.rates, "velocity_scaling", "maximize", "loss_scaling")
     return {
@@ -339,7 +339,7 @@ def _torch_default(torch_class: type[torch.optim.Optimizer], name: str) -> Any:
 
 
 def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted) -> None:
-    """Raise Error if the compiled program can't run with the new optimizer."""
+    """Raise Error if the compiled model can't run with the new optimizer; ValueError for its accum_type."""
     before, after = old.frozen, new.frozen
     if new.label != old.label:
         raise Error(
@@ -372,7 +372,7 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
 
 
 def _compiled_in(frozen: settings.Optimizer) -> dict[str, Any]:
-    """Return what setOptimizer can't change, by its description."""
+    """Return the values that setOptimizer can't change, by their descriptions in messages."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,
@@ -383,7 +383,7 @@ def _compiled_in(frozen: settings.Optimizer) -> dict[str, Any]:
 
 
 def _check_constants(optimizer: torch.optim.Optimizer, old: _Accepted, label: str) -> None:
-    """Raise Error if the optimizer has other values of constant attributes."""
+    """Raise Error if a constant attribute of the optimizer has changed."""
     for name, was in old.constants.items():
         now = _value(optimizer, name) or was
         if now != was:

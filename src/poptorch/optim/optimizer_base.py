@@ -1,4 +1,4 @@
-"""The part of poptorch's optimizers that torch's lack: attributes of their own, and state that executors keep."""
+"""The base of poptorch's optimizers: attributes that torch's lack, and the state that executors keep."""
 
 import inspect
 import math
@@ -49,7 +49,7 @@ class VariableAttributes:
         return name not in self._variable
 
     def markAsConstant(self, name: str) -> None:
-        """Refuse changes of the attribute from the next compilation on."""
+        """Make `setOptimizer` refuse changes of the attribute, from the next compilation on."""
         self._check(name)
         self._variable.discard(name)
 
@@ -64,10 +64,11 @@ class VariableAttributes:
 
 
 class Optimizer:
-    """Base class of poptorch's optimizers, beside a torch optimizer.
+    """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
-    The rates are torch's `param_groups`, so learning rate schedulers work. An executor reads the rates at
-    `setOptimizer` only, and keeps the state (momenta, step counts) on its devices.
+    The hyperparameters that may change (rates) are torch's `param_groups`, so learning rate schedulers work.
+    An executor reads the rates at `setOptimizer` only. It keeps the state (momenta, step counts) on its
+    devices.
     """
 
     _kind: str  # key of the class's rule in `RULES`
@@ -80,7 +81,7 @@ class Optimizer:
     _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # State that the user has loaded and the executor has not uploaded yet.
     _pending_state: DeviceState | None = None
-    # The same, if torch's part of the loaded dictionary has the state and "ipu_state" is None.
+    # The same, from torch's part of a loaded dictionary whose "ipu_state" is None.
     _pending_torch_state: dict[Tensor, Any] | None = None
     # Whether the rates were changed by a loaded state since the executor last read them.
     _has_loaded_rates = False
@@ -93,7 +94,7 @@ class Optimizer:
     accum_type: torch.dtype = torch.float32
     variable_attrs: VariableAttributes
 
-    _classes: ClassVar[list[type]] = []  # those of this package, which have a rule; not the user's subclasses
+    _classes: ClassVar[list[type]] = []  # the classes of this package, not the user's subclasses
 
     def __init_subclass__(cls) -> None:
         if "_kind" in vars(cls):
@@ -142,9 +143,9 @@ class Optimizer:
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary with the state on the devices as "ipu_state", its rates as "ipu_param".
+        """Return torch's dictionary, with the devices' state as "ipu_state" and the rates as "ipu_param".
 
-        Both are None before compilation. The rates are in torch's part, too.
+        Both are None before compilation. Torch's "param_groups" have the rates, too.
         """
         ipu_state, ipu_param = None, None
         if self._pending_state is not None:
@@ -156,14 +157,14 @@ class Optimizer:
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`: the rates now, the state when an executor next runs.
+        """Load a `state_dict()`: the rates at once, the state at the next call of an executor.
 
         If "ipu_state" is None, the executor uploads torch's part: the momenta of updates on the host, or of a torch
         optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another rule, or
-                a state that no update leaves; nothing is loaded then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another
+                rule, or values that no update yields; nothing is loaded then
         """
         if not state_dict:
             raise RuntimeError(
@@ -197,7 +198,7 @@ class Optimizer:
 
         Args:
             names: id(parameter) -> canonical name
-            lost:  raises the error for later reads, if the state can't be read
+            lost:  raises the error of later reads; None if the state can be read
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
@@ -205,7 +206,7 @@ class Optimizer:
             self._state_reader, self._state_check = lost, None
 
     def _resume(self, names: Mapping[int, str]) -> None:
-        """Have the next executor upload the state of the last one, unless another state was loaded since.
+        """Make the next executor upload the state of the previous one, unless another state was loaded since.
 
         Args:
             names: id(parameter) -> canonical name in the next executor

@@ -1,6 +1,6 @@
-"""The state of an optimizer outside of an executor: in poptorch's format, in torch's, and in torch's optimizers.
+"""The state of an optimizer outside of an executor: poptorch's format, torch's format, and hooks of torch.
 
-poptorch's optimizers have two dictionaries of tensors in their `state_dict()`. Prefixes are those of `RULES`:
+`state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 
 ipu_state   Accl1___<parameter>   first state of the rule: velocity, first moment, or RMSprop's square average
             Accl2___<parameter>   second moment, or RMSprop's momentum buffer
@@ -33,7 +33,7 @@ _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the r
 
 
 def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Return the "ipu_state" of states by canonical parameter name. Tensors are not copied."""
+    """Convert states, by canonical parameter name, to an "ipu_state". Tensors are not copied."""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value
@@ -43,7 +43,7 @@ def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
 
 
 def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Return the states in an "ipu_state" by parameter, without entries that this kind of optimizer doesn't have."""
+    """Return the states in an "ipu_state", by canonical parameter name, without states of other rules."""
     names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
@@ -59,10 +59,10 @@ def check_states(
     """Check states before they are loaded.
 
     Args:
-        states: of each parameter, by the rule's names
-        shapes: of the parameters; those left out are not compared
+        states: the states of each parameter, by their names in the rule
+        shapes: the shapes of parameters, to compare states with
     Raises:
-        RuntimeError: a state that no update leaves, such as a negative number of updates
+        RuntimeError: another shape, or a value that no update yields, such as a negative number of updates
     """
     for parameter, state in states.items():
         for name, value in state.items():
@@ -87,7 +87,7 @@ def check_states(
 
 
 def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Return one parameter's state after `steps` updates as torch's optimizer of this kind has it."""
+    """Convert one parameter's state, after `steps` updates, to that of torch's optimizer of this kind."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD
@@ -96,7 +96,7 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return the engine's state of one parameter from torch's, without what the rule doesn't keep."""
+    """Convert torch's state of one parameter to the engine's, without tensors that the rule doesn't have."""
     names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:
@@ -108,7 +108,7 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
     """Check torch's part of a `state_dict()` before it is loaded into an optimizer of this kind.
 
     Raises:
-        RuntimeError: the state is that of another kind of optimizer or of another model, or no update leaves it
+        RuntimeError: the state is of another kind of optimizer or model, or has values that no update yields
     """
     states = RULES[kind].states
     always = {state.torch_name for state in states if state.dtype and not state.when}
@@ -146,8 +146,8 @@ _PICKLED = "__getstate__"  # set on the optimizer itself: copies and pickles use
 class TorchLink:
     """Hooks that connect a torch optimizer with its executor; they do nothing after the executor is gone.
 
-    The state lives on the devices, and `optimizer.state` is empty meanwhile. `state_dict()` reads the state from the
-    devices; a state loaded by `load_state_dict()` is uploaded before the next call.
+    While they are set, the state is on the devices and `optimizer.state` is empty. `state_dict()` reads the
+    state from the devices; a state loaded by `load_state_dict()` is uploaded before the next call.
 
     Args:
         names: id(parameter) -> canonical name
@@ -192,7 +192,7 @@ class TorchLink:
             self._optimizer.state.clear()
 
     def _pickled(self) -> dict[str, Any]:
-        """Return the attributes of a copy or pickle of the optimizer, with the state that the devices have."""
+        """Return the attributes for a copy or pickle of the optimizer, including the state on the devices."""
         self._fill()
         result = dict(type(self._optimizer).__getstate__(self._optimizer))
         result["state"] = copy.copy(result["state"])
@@ -200,7 +200,8 @@ class TorchLink:
         return result
 
     def release(self, lost: Callable[[], NoReturn] | None = None) -> None:
-        """Write the state into the optimizer and remove the hooks; if the state is lost, reading it calls `lost`."""
+        """Write the state into the optimizer, and remove the hooks. If the state is lost, `lost` is called
+        when the state is read later, to raise an error."""
         if lost is None:
             self._fill()
             vars(self._optimizer).pop(_PICKLED, None)

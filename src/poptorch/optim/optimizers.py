@@ -1,7 +1,7 @@
 """The optimizers of `poptorch.optim`, with PopTorch's arguments; an argument that is None has torch's default.
 
-`foreach`, `capturable` and `differentiable` change `step()` on the host, not executors. With `fused=True` executors
-update by torch's single kernel, as plain PyTorch does, and not by the formula that torch uses by default.
+`foreach`, `capturable` and `differentiable` change `step()` on the host and have no effect on executors. With
+`fused=True` executors call torch's fused kernel, whose last bits differ from those of the default formula.
 """
 
 import logging
@@ -23,16 +23,16 @@ logger = logging.getLogger("poptorch::python")
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """Stochastic gradient descent: v ← μ·v + (1 − d)·(g + λ·w), w ← w − lr·v.
+    """Stochastic gradient descent: v ← μ·v + (1 − d)·(g + λ·w), w ← w − lr·v (momentum μ, weight decay λ).
 
-    Executors apply the dampening d from the first step on, where `torch.optim.SGD` starts at the second.
+    Executors apply the dampening d from the first step on, while `torch.optim.SGD` starts at the second.
 
     Args: lr: mandatory, here or in every parameter group
-          loss_scaling: the loss is multiplied by it before backward, the gradients divided before the update
+          loss_scaling: factor of the loss before backward; gradients are divided by it before the update
           use_combined_accum: recorded: one tensor for accumulator and velocity gives the same results
-          velocity_scaling: recorded, and read with `use_combined_accum` only
+          velocity_scaling: recorded; ignored without `use_combined_accum`
           accum_type, velocity_accum_type: dtype of the gradient accumulator and of v, float16 or float32
-          max_grad_norm: clips the global norm of the gradients, after reduction and unscaling
+          max_grad_norm: bound to which the gradients' global norm is clipped, after reduction and unscaling
     """
 
     _kind = "sgd"
@@ -79,14 +79,14 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class _Moments(Optimizer):
-    """Base class of optimizers with two states whose dtypes can be chosen."""
+    """Base class of optimizers with two moments whose dtypes can be chosen: float16 or float32."""
 
     first_order_momentum_accum_type: torch.dtype = torch.float32
     second_order_momentum_accum_type: torch.dtype = torch.float32
 
 
 class Adam(_Moments, torch.optim.Adam):
-    """Adam, with its weight decay as an L2 penalty in the gradient. Extra arguments as for `SGD`.
+    """Adam, with weight decay as an L2 penalty in the gradient. `SGD` describes other arguments.
 
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
@@ -118,7 +118,7 @@ class Adam(_Moments, torch.optim.Adam):
 
 
 class AdamW(_Moments, torch.optim.AdamW):
-    """Adam with decoupled weight decay. Extra arguments as for `Adam`.
+    """Adam with decoupled weight decay. `Adam` and `SGD` describe other arguments.
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
     """
@@ -149,15 +149,15 @@ class AdamW(_Moments, torch.optim.AdamW):
         self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights by torch's step; without bias correction, by the rule that executors run."""
+        """Update the host's weights by torch's `step`; without bias correction, by the rule of executors."""
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
 class RMSprop(_Moments, torch.optim.RMSprop):
-    """RMSprop, centered or not. Extra arguments as for `Adam`; gradients aren't clipped.
+    """RMSprop, centered or not. `SGD` describes other arguments; gradients aren't clipped.
 
-    Args: use_tf_variant: TensorFlow's: the square average starts at 1, eps is inside the root and the
-              learning rate inside the momentum buffer
+    Args: use_tf_variant: use TensorFlow's rule: the square average starts at 1, eps is inside the root, and
+              the learning rate inside the momentum buffer
           first_order_momentum_accum_type: dtype of the momentum buffer and of the centered mean
           second_order_momentum_accum_type: dtype of the square average
     """
@@ -190,13 +190,13 @@ class RMSprop(_Moments, torch.optim.RMSprop):
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
-    """Base class of optimizers that torch doesn't have: `step()` on the host runs the rule that executors run."""
+    """Base class of optimizers that torch doesn't have. On the host, `step()` runs the rule of executors."""
 
     def __init__(self, params: ParamsT, **rates: Any) -> None:
         self._construct({"params": params, **rates})
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights from their `.grad`."""
+        """Update the host's weights from their `.grad`, and return the loss of `closure` or None."""
         return step_by_own_rule(self, closure)
 
 
@@ -205,7 +205,7 @@ class LAMB(OwnRule, _Moments):
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
           max_weight_norm: may also be a key of a parameter group; None is 65500
-    Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. Extra arguments as for `Adam`.
+    Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. `Adam` and `SGD` describe the others.
     """
 
     _kind = "lamb"
@@ -233,13 +233,12 @@ class LARS(OwnRule):
     """SGD with steps scaled layer by layer: v ← μ·v + lr·λ·(g + β·w);  w ← w − v;  λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps).
 
     λ is 1 where a norm is 0. Weights of fewer than two dimensions (biases, and the parameters of norms) have λ = 1 and
-    β = 0. From You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017. PopTorch has no such
-    class.
+    β = 0. From You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017. (Pando.)
 
     Args: lr: mandatory, here or in every parameter group
           momentum, weight_decay, eta: μ, β and η
           accum_type, velocity_accum_type: dtype of the gradient accumulator and of v, float16 or float32
-          max_grad_norm: clips the global norm of the gradients, after reduction and unscaling
+          max_grad_norm: bound to which the gradients' global norm is clipped, after reduction and unscaling
     """
 
     _kind = "lars"
@@ -265,7 +264,7 @@ class LARS(OwnRule):
 
 @torch.no_grad()
 def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> Any:
-    """Update the host's weights by the optimizer's rule in `RULES`. Returns the loss of `closure`."""
+    """Update the host's weights by the optimizer's rule in `RULES`. Return the loss of `closure`, or None."""
     loss = None
     if closure is not None:
         with torch.enable_grad():

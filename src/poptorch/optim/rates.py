@@ -1,6 +1,7 @@
-"""The rates of an optimizer: read from its parameter groups for the engine, and to and from the "ipu_param" of a state.
+"""Read an optimizer's rates from its parameter groups, and convert them to and from an "ipu_param".
 
-ipu_param   <rate>___specific___<parameter>, a rate of the parameter's group; lossScaling_FLOAT
+ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
+            lossScaling_FLOAT                 the loss scaling of the optimizer
 """
 
 import logging
@@ -22,7 +23,7 @@ _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
 
 def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> Hyper:
-    """Return the rates of parameter groups as numbers. Raises AssertionError for a value that is not in range."""
+    """Return the rates of parameter groups as numbers. Raises AssertionError for an invalid value."""
     scaling = number(loss_scaling, "loss_scaling", "the optimizer")
     if not 0 < scaling < math.inf:
         raise AssertionError(
@@ -54,7 +55,7 @@ def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """Return a value as a float. Raises AssertionError if it is no number."""
+    """Return a number, or a tensor with one element, as a float. Raises AssertionError for other values."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -74,8 +75,8 @@ def _entry_name(rate: str) -> str:
 def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
     """Return the rates of a group by their names in "ipu_param".
 
-    SGD without momentum has its rates as the update uses them: scaledLearningRate0 = lr·(1 − d) / scaling
-    and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ.
+    SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / scaling and
+    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d and weight decay λ.
     """
     if "dampening" in rates and rates["momentum"] == 0:
         step = rates["lr"] * (1 - rates["dampening"])
@@ -85,7 +86,7 @@ def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, floa
 
 
 def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
-    """Return the "ipu_param" of an optimizer: its loss scaling, and for each parameter the rates of its group."""
+    """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates."""
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
         for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
@@ -94,10 +95,10 @@ def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[st
 
 
 def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
-    """Write the rates of an "ipu_param" into the parameter groups of an optimizer, and into its loss scaling.
+    """Write an "ipu_param" into the parameter groups and the loss scaling of an optimizer.
 
-    The entries' parameters are those of the groups, in this order. If the parameters of a group differ, the group gets
-    the rates of its last one, with a warning.
+    Parameters are matched by their order, not by name. If the entries of a group's parameters differ, the
+    group gets those of its last parameter, and a warning is logged.
     """
     loaded = {key: float(value) for key, value in ipu_param.items()}
     optimizer.loss_scaling = _newer(loaded.get("lossScaling_FLOAT"), optimizer.loss_scaling)
@@ -120,7 +121,7 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
 
 
 def _load_group(rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float) -> None:
-    """Write a parameter's rates by their names in "ipu_param" into its group."""
+    """Write one parameter's rates into its group. `entries` has their names in "ipu_param" as keys."""
     for rate in rule.rates:
         if rate == "betas":
             group[rate] = tuple(_newer(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1))
@@ -136,6 +137,6 @@ def _load_group(rule: Rule, group: dict[str, Any], entries: Mapping[str, float],
 
 
 def _newer(loaded: float | None, old: Any) -> Any:
-    """Return the loaded value, or the old one if both are equal in float32, the type of the entries."""
+    """Return the loaded value, or the old value if none was loaded or both are equal in float32."""
     is_equal = loaded is None or (old is not None and math.isclose(loaded, old, rel_tol=1e-6))
     return old if is_equal else loaded

@@ -44,8 +44,7 @@ class Training(OptionsDict):
         return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
-        """Choose when the gradients of a mean are divided: while they are summed (Running), or after
-        (Post)."""
+        """Choose when a mean's gradients are divided: while they are summed (Running), or after (Post)."""
         setter = "setMeanAccumulationAndReplicationReductionStrategy"
         expect(setter, strategy, MeanReductionStrategy, ValueError)
         if strategy is MeanReductionStrategy.PostAndLoss:
