@@ -21,17 +21,17 @@ from ..reporting.reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state that the next devices begin with. None: that of a new executor."""
+    """The state that the next engine starts from. None: the initial value in a new executor."""
 
     random: tuple[int, int] | None = None
     optimizer: Mapping[str, dict[str, Tensor]] | None = None
     loss_factor: float = 1.0  # of automatic loss scaling
-    buffers: list[dict[str, Tensor]] | None = None  # of each replica; else they have the host's
+    buffers: list[dict[str, Tensor]] | None = None  # of each replica; None: the host's in all replicas
 
 
 @dataclass(eq=False)
 class LoadedPlan:
-    """A compiled plan, the reporter of its profile, and its engine (None: not attached)."""
+    """A compiled plan, the reporter of its profile (None: no profile) and its engine (None: not attached)."""
 
     executable: Executable
     reporter: Reporter | None = None
@@ -40,15 +40,15 @@ class LoadedPlan:
 
 
 class DeviceLease:
-    """The plans of a model by the inputs that they are for; `current` is the one that holds the weights."""
+    """The plans of a model by `Run.key`, and their engines; that of `current` has the newest weights."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.plans: dict[Any, LoadedPlan] = {}  # the latest used is the last
+        self.plans: dict[Any, LoadedPlan] = {}  # in order of use, the latest last
         self.current: LoadedPlan | None = None
-        self.first: Executable | None = None  # of this compilation, with which later plans agree
+        self.first: Executable | None = None  # compiled first; later plans must have similar inputs
         self.kept = KeptState()
-        self._process = -1  # that attached: threads do not live on in a fork of it
+        self._process = -1  # id of the process that attached; a fork of it has no threads
 
     @property
     def executable(self) -> Executable | None:
@@ -83,21 +83,21 @@ class DeviceLease:
 
     @property
     def forked(self) -> bool:
-        """Whether the devices belong to the process that this one is a fork of."""
+        """Return whether this process is a fork of the one that attached the model to its devices."""
         return self.engine is not None and self._process != os.getpid()
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def add(self, key: Any, plan: LoadedPlan) -> None:
-        """Add a plan, which is the current one if it is the first."""
+        """Add a plan. The first one becomes the current plan."""
         self.plans[key] = plan
         if self.current is None:
             self.current, self.first = plan, plan.executable
 
     def use(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make a plan the current one: with the tensors of the one before, if that is on devices.
+        """Make `plan` the current one. If the previous plan has an engine, take over its tensors.
 
-        Args: weights: the host's; read only for what the plan before has not got
+        Args: weights: the host's, by canonical name; read only where the previous engine lacks a weight
         """
         before = self.current
         if before is plan:
@@ -108,35 +108,35 @@ class DeviceLease:
                 plan.engine = self._load(plan, weights, before.engine)
                 held = {unit.key for unit in before.engine.state.optimizer}
                 kept = {key: state for key, state in (self.kept.optimizer or {}).items() if key not in held}
-                plan.engine.state.write_optimizer(kept)  # of parameters that no plan has trained since
+                plan.engine.state.write_optimizer(kept)  # of parameters that `before` does not train
             else:
                 plan.engine.take_over(before.engine)
         self.current = plan
 
     def remove(self, key: Any) -> None:
-        """Forget a plan that is not the current one."""
+        """Remove a plan, which must not be the current one, and close its engine."""
         plan = self.plans.pop(key)
         self._release(plan)
 
     def keep_latest(self, keys: list[Any], most: int) -> None:
-        """Note that plans were used, and forget those that were not used for the longest time."""
+        """Mark the plans of `keys` as used; beyond `most`, remove the least recently used but `current`."""
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
         dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
-        self.plans = plans  # one assignment: an interrupt leaves all plans
+        self.plans = plans  # one assignment: no plan is lost by an interrupt
         for key in dropped:
             self.remove(key)
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def forget(self) -> None:
-        """Forget all plans; none is on devices."""
+        """Remove all plans, which must not have engines."""
         self.plans.clear()
         self.current = self.first = None
 
     # ---- devices -------------------------------------------------------------------------------------------
 
     def check_free(self) -> None:
-        """Raises Error or AssertionError, unless devices can be taken."""
+        """Raise Error if the model is not compiled or is attached; AssertionError for an offline target."""
         self.need_executable()
         if self.engine is not None:
             raise Error("Device is already attached")
@@ -145,7 +145,7 @@ class DeviceLease:
         )
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Start the devices' threads; upload weights, and all that was kept."""
+        """Start an engine for the current plan, and upload the weights and the kept state."""
         plan, kept = self.current, self.kept
         assert plan is not None
         engine = self._load(plan, weights)
@@ -156,14 +156,14 @@ class DeviceLease:
         if kept.buffers is not None:
             engine.state.write(kept.buffers)
         self._process = os.getpid()
-        plan.engine = engine  # last: now it has all that was kept
+        plan.engine = engine  # last: an engine counts as attached when it is complete
         self.kept = replace(kept, buffers=None)
 
     def _load(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
         executable = plan.executable
-        # What was compiled elsewhere runs on the devices of this program.
+        # An executable from a file runs on the device that this program's options name.
         settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
@@ -172,7 +172,10 @@ class DeviceLease:
         return engine
 
     def let_go(self) -> None:
-        """End the devices' threads, and keep the state that the next ones begin with. Weights are in `WeightSync`."""
+        """Close all engines, and save in `kept` the state that the next engine starts from.
+
+        Weights are not saved: the caller has copied them to the host. In a fork `kept` does not change.
+        """
         if not self.forked:
             self.need_engine()
             self.kept = self.to_keep()
@@ -181,25 +184,28 @@ class DeviceLease:
 
     def _release(self, plan: LoadedPlan) -> None:
         engine, plan.engine = plan.engine, None  # before its threads end
-        if engine is None or self._process != os.getpid():  # or its threads are the other process's
+        if engine is None or self._process != os.getpid():  # its threads are the other process's
             return
         if plan.reporter is not None:
             plan.reporter.released()
         engine.close()
 
     def to_keep(self, with_random_state: bool = True, whole: bool = False) -> KeptState:
-        """What other devices would go on from; `whole`: also those of other instances."""
+        """Return the state that a later engine starts from: random state, optimizer state and loss factor.
+
+        Args: whole: also the optimizer state that other instances keep
+        """
         engine, kept = self.engine, self.kept
         if engine is not None and engine.settings.training:
             optimizer = {**(kept.optimizer or {}), **(self.optimizer_states(whole) or {})}
             kept = replace(kept, optimizer=optimizer, loss_factor=engine.state.loss_factor)
         return replace(kept, random=self.random_state if with_random_state else None)
 
-    # ---- what devices have, or the next ones will have -----------------------------------------------------
+    # ---- state of the engine, or of the next one -----------------------------------------------------------
 
     @property
     def random_state(self) -> tuple[int, int]:
-        """(seed, steps run)."""
+        """Return (seed, number of steps run) of the engine or, without one, those that the next one gets."""
         if self.engine is not None:
             return self.engine.state.random_state
         return self.kept.random or (self._seed(), 0)
@@ -215,7 +221,7 @@ class DeviceLease:
 
     @property
     def shares_state(self) -> bool:
-        """Whether this instance has a part of the optimizer's state: other instances keep the rest."""
+        """Return whether the optimizer state is sharded over instances, so that this one has a part of it."""
         if self.executable is None:
             return False
         settings = self.executable.settings
@@ -224,9 +230,9 @@ class DeviceLease:
     def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
         """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
 
-        On devices a copy of their state; else the state kept for the next devices, or None if there is none.
+        If attached, a copy of the engine's state; else the state kept for the next engine, or None.
 
-        Args: whole: of all parameters, also if other instances keep a part of the state
+        Args: whole: gather a sharded state from all instances; False: only the shard of this instance
         Raises:
             Error: the state is sharded over instances, and is not on devices; or another instance is gone
         """

@@ -1,7 +1,7 @@
 """Files of compiled models: one pickle with what was compiled, the options, and the state.
 
-A pickle runs code when it is read, so a file is to be trusted like a program. It is read only by the version
-that wrote it. Weights are for `torch.save(model.state_dict(), ...)`: here they are inside the pickled model.
+Reading a pickle can run code, so read only files that you trust. Only the version that wrote a file can read
+it. Weights are saved as a part of the pickled model; `torch.save(model.state_dict(), ...)` saves them alone.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ _VERSIONS = {"pando": __version__, "torch": torch.__version__}
 
 @dataclass(frozen=True)
 class SavedExecutor:
-    """The contents of a file.
+    """The contents of a file of a compiled model.
 
     Args:
-        executables: of all plans; the first is the one to begin with
-        model:       None if it was not exported
+        executables: one for each plan; the first becomes the current plan
+        model:       None, as is the optimizer, if saved with export_model=False
     """
 
     executables: tuple[Executable, ...]
@@ -51,10 +51,10 @@ class SavedExecutor:
 
 
 def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a file, whole or not at all; folders are made as needed.
+    """Write a file atomically, and make missing folders. If `filename` is a folder: `model.poptorch` in it.
 
     Raises:
-        AssertionError: the folder it would be in is a file
+        AssertionError: the parent path is a file
         Error: something in the model can't be pickled
     """
     path = Path(filename)
@@ -69,7 +69,7 @@ def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     try:
         content = io.BytesIO()
         content.seek(_HASH)
-        # The default is an older protocol, which can't hold a memory format among the arguments of an operation.
+        # The default protocol is older, and can't pickle a memory format among the arguments of an operation.
         torch.save({"versions": _VERSIONS, "saved": saved}, content, pickle_protocol=4)
         content.getbuffer()[:_HASH] = hashlib.sha256(content.getbuffer()[_HASH:]).digest()
         unfinished.write_bytes(content.getbuffer())
@@ -89,8 +89,8 @@ def leave_in_folder(
 ) -> None:
     """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
 
-    The files are for `loadExecutable`: no compilation reads one. Of several instances the first writes. A file that is
-    there already is left as it is. A folder that can't be written to is a warning.
+    `loadExecutable` reads such files; compilation doesn't. Nothing is written without the option, if the file
+    exists, or in instances other than 0. A failed write, or a model that calls Python on the host: a warning.
     """
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
@@ -118,7 +118,7 @@ def leave_in_folder(
 
 
 def read(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return what `write` has written.
+    """Return the contents of a file that `write` has written. An offline connection type becomes `Always`.
 
     Raises:
         AssertionError: there is no such file, or another program or version wrote it
@@ -138,12 +138,12 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
         "  fix: compile and save the model again"
     )
     if saved.options.connection_type == ConnectionType.Never:
-        saved.options.connectionType(ConnectionType.Always)  # an offline target was for compiling only
+        saved.options.connectionType(ConnectionType.Always)  # the offline target was for compilation only
     return saved
 
 
 def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Check that a file is of this kind of wrapper and of a model with these weights. Raises: Error"""
+    """Raise Error if a file is of the other kind (training, inference), or of a model with other weights."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(

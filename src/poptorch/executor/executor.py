@@ -45,7 +45,7 @@ from .weight_sync import WeightSync
 
 
 class _Function(nn.Module):
-    """A plain function as a module."""
+    """A module whose forward is a plain function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Function(nn.Module):
 @final
 @methods_with_torch_modes
 class PoplarExecutor(PublicNames):
-    """A wrapped model. Compiled once, at the first call or `compile`; holds the devices until `destroy`."""
+    """A wrapped model. The first call or `compile` compiles it, and attaches it to its devices."""
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
         if options is not None and not isinstance(options, Options):
@@ -66,23 +66,23 @@ class PoplarExecutor(PublicNames):
         given = Options() if options is None else options
         model = model if isinstance(model, nn.Module) else _Function(model)
         options = resolved(given, training, model)
-        given._freeze()  # what a user sets from now on would reach no model
+        given._freeze()  # a later change would have no effect
         repeats.restart(options.max_repeat_logs)
-        # Flags of the top level are fixed now; everything below is shared with the user's model.
+        # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         self._profile_directory = options._profile_directory(training)
-        # Exists before the first plan: waits for a loader count from now on.
+        # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = reporter_for(self, options, self._profile_directory, 1)
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
         self._turn = threading.RLock()  # calls in several threads run one by one
         self._latest, self._updates = LatestCall(), 0
-        self._compiled_plans = 0  # also those that were dropped
+        self._compiled_plans = 0  # dropped ones included
         self._compilation_seconds: float | None = None
-        self._compiled_mode = False  # of the user's model
+        self._compiled_mode = False  # `training` of the user's model at compilation
         self._compiled_flags = Flags([], [])
         self._has_warned_of_mode = False
         self._announced_methods: set[str] = set()
@@ -94,12 +94,15 @@ class PoplarExecutor(PublicNames):
     # ---- calling -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one combined batch: all device iterations. Compiles at the first call.
+        """Run the model on one combined batch (all device iterations), and return its outputs.
+
+        The first call compiles the model; with `Options.allowNewShapes` so does a call with new shapes.
 
         Raises:
+            AssertionError: the connection type is Never, or the arguments don't fit forward's signature
             Error: the model can't be compiled, the batch is not what was compiled for, or the run failed;
-                the weights are then those of the last finished update (see `finished_updates`), and the model can be
-                called again
+                the weights are then those of the last finished update (see `finished_updates`), and the model
+                can be called again
         """
         assert self.options.connection_type != ConnectionType.Never, (
             "Trying to run a model on an offline device (ConnectionType.Never)\n"
@@ -116,7 +119,7 @@ class PoplarExecutor(PublicNames):
                         whole = self._lease.current
             finally:
                 if whole is not None and self._lease.current is not whole and self.isCompiled():
-                    self._lease.use(whole, {})  # the host reads and writes the buffers of all replicas
+                    self._lease.use(whole, {})  # has all replicas, whose buffers the host reads and writes
             if self._most_plans:
                 self._lease.keep_latest([run.key for run in runs], self._most_plans)
             executable = self._lease.need_executable()
@@ -124,7 +127,7 @@ class PoplarExecutor(PublicNames):
             return returned(executable.template, list(self._latest.outputs))
 
     def _runs(self, call: arguments.BoundCall) -> list[Run]:
-        """Return the runs that a call is made of: one, unless shapes are free and the batch is incomplete."""
+        """Return the runs of a call: one, unless `allowNewShapes` is set and the batch is incomplete."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
             return [run]
@@ -133,7 +136,7 @@ class PoplarExecutor(PublicNames):
         return runs_of(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
 
     def _run(self, run: Run) -> LatestCall:
-        """Run a plan, which is compiled now if there is none for these inputs."""
+        """Run the plan for the inputs of `run`, compiled first if there is none, and return its results."""
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)
         is_new = plan is None
@@ -159,7 +162,7 @@ class PoplarExecutor(PublicNames):
             finally:
                 self._updates = updates + engine.updates_done
         except Exception:
-            # These inputs may be at fault, and the model is not to be bound to them.
+            # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if is_new and not self.finished_updates:
                 self._forget_plan(run.key, before)
             raise
@@ -179,7 +182,7 @@ class PoplarExecutor(PublicNames):
         return tensors
 
     def _warn_of_mode(self) -> None:
-        """Warn once of `train()` or `eval()` of the trained model that came after its compilation."""
+        """Warn once if a trained model is in another mode (`train()`, `eval()`) than when it was compiled."""
         mode = self._user_model.training
         if mode != self._compiled_mode and self._wrapped.training and not self._has_warned_of_mode:
             self._has_warned_of_mode = True
@@ -193,7 +196,10 @@ class PoplarExecutor(PublicNames):
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for these arguments, the same as those of a call, and load the weights; runs nothing."""
+        """Compile for arguments of a call, and load the weights unless the target is offline. Runs nothing.
+
+        A compiled model is compiled again only with `allowNewShapes`; otherwise this logs a warning.
+        """
         if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
@@ -207,9 +213,9 @@ class PoplarExecutor(PublicNames):
                 self._lease.use(whole, {})
 
     def _compile(self, run: Run) -> LoadedPlan:
-        """Compile a plan, load the weights if this is the first one, and make it the current plan."""
+        """Compile the plan of a run and make it the current one; attach the first one, unless offline."""
         if self._wrapped.training:
-            marked_model.mark(self._user_model, self)  # destroy() has unmarked it
+            marked_model.mark(self._user_model, self)  # destroy() unmarks the model
         options, model, lease = self.options, self._wrapped.traced, self._lease
         settings = self._settings_for(run, options)
         exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
@@ -243,12 +249,12 @@ class PoplarExecutor(PublicNames):
         return plan
 
     def _reporter_of(self, number: int) -> Reporter | None:
-        """Return a reporter for the plan with this number; None if no profile is asked for."""
+        """Return the reporter of the plan with this number, from 1; None if no profile is requested."""
         reporter, self._next_reporter = self._next_reporter, None
         return reporter or reporter_for(self, self.options, self._profile_directory, number)
 
     def _settings_for(self, run: Run, options: Options) -> Settings:
-        """Return the settings of a whole call.
+        """Check the arguments of a run, and return the settings of a complete combined batch.
 
         Raises: Error or AssertionError, if the arguments do not fit the options
         """
@@ -269,7 +275,7 @@ class PoplarExecutor(PublicNames):
         return settings
 
     def _warn_of_other_counts(self, call: arguments.BoundCall, counts: Counts) -> None:
-        """Warn of inputs that a loader has made for other options than the model's."""
+        """Warn if a DataLoader made an input for other batch factors than the model's."""
         for tensor in call.tensors:
             loaded, _ = loaded_for(tensor)
             if loaded is not None and arguments.factors(loaded) != arguments.factors(counts):
@@ -283,13 +289,13 @@ class PoplarExecutor(PublicNames):
                 return
 
     def _described(self, run: Run, options: Options, settings: Settings) -> Overview:
-        """Return what `plan` would be after this run; nothing is kept of the compilation."""
+        """Return the `Overview` that `plan` would return after this run; the compiled plan is discarded."""
         return overview(compile_model(self._wrapped.traced, run, options, settings, is_plan_only=True))
 
     def _profiles(
         self, run: Run, options: Options, settings: Settings, kinds: Sequence[str]
     ) -> dict[str, Profile]:
-        """Return what popvision plans from; `kinds` as for `planning.profiles`."""
+        """Return the profiles from which popvision estimates, by kind; `kinds` as for `planning.profiles`."""
         compiled = functools.partial(compile_model, self._wrapped.traced, run, options, is_plan_only=True)
         location = options.TensorLocations.location_optimizer.toDict()
         return profiles(compiled, settings, self._optimizer_link.hyper, location, kinds)
@@ -297,7 +303,7 @@ class PoplarExecutor(PublicNames):
     def _run_for(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Run, Options, Settings]:
-        """Return what a call with these arguments would run, with `options` in place of the executor's own if given."""
+        """Return the run, options and settings of a call; `options` None: those of the executor."""
         training, model = self._wrapped.training, self._user_model
         options = self.options if options is None else resolved(options, training, model)
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
@@ -306,14 +312,17 @@ class PoplarExecutor(PublicNames):
     # ---- devices -----------------------------------------------------------------------------------------
 
     def attachToDevice(self) -> None:
-        """Take the devices: start their threads, upload weights, optimizer state and the random state."""
+        """Start the devices' threads, and upload the weights, the optimizer state and the random state.
+
+        Raises: Error, if the model is not compiled, or attached already
+        """
         self._lease.check_free()
         weights = self._weights.begin()
         self._optimizer_link.join()
         self._lease.take(weights)
 
     def detachFromDevice(self) -> None:
-        """Release the devices; weights, optimizer state and the random state stay on the host."""
+        """Release the devices; the state stays on the host. Raises: Error, if the model is not attached"""
         self._lease.need_executable()
         if self._lease.engine is None:
             raise Error("Device is not attached")
@@ -325,12 +334,12 @@ class PoplarExecutor(PublicNames):
         self._lease.let_go()
 
     def destroy(self) -> None:
-        """Free the devices and the compiled program; the user's model is plain again, with its weights."""
+        """Free the devices and compiled plans. A trained model gets the newest weights, and is unmarked."""
         if not self.isCompiled():
             return
         if self.isAttachedToDevice():
             self._let_go()
-        self._optimizer_link.release()  # while it is known what its state is the state of
+        self._optimizer_link.release()  # first: it needs the plans to read the state
         self._forget_plans()
         self._unmark()
 
@@ -341,7 +350,7 @@ class PoplarExecutor(PublicNames):
         self._latest = LatestCall()
 
     def _forget_plan(self, key: Any, before: LoadedPlan | None) -> None:
-        """Forget a plan that has not run, and return to the plan before."""
+        """Remove a plan that has not run, and return to the plan `before`; None: remove all plans."""
         if before is None:
             self._forget_plans()
         else:
@@ -349,34 +358,38 @@ class PoplarExecutor(PublicNames):
             self._lease.remove(key)
 
     def _unmark(self) -> None:
-        # While an executor dies its model sees no owner any more.
+        # The model's weak reference to this executor is None already when `__del__` runs.
         if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
             marked_model.unmark(self._user_model)
 
     def _release(self) -> None:
-        """Leave nothing of this executor behind."""
+        """Destroy the executor, and remove its links to the optimizer and the model."""
         self.destroy()
         self._optimizer_link.release()
         self._unmark()
 
     def __del__(self) -> None:
-        # From now on newer weights can't be read: leave them with the model. At the interpreter's exit parts of
-        # torch may be gone already.
+        # Copies the newest weights to the model, if it can: at the interpreter's exit parts of torch may be
+        # gone already.
         with contextlib.suppress(Exception):
             self._release()
 
     # ---- files -------------------------------------------------------------------------------------------
 
     def compileAndExport(self, filename: str, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
-        """`compile` for these arguments, then `save`."""
+        """Compile the model for these arguments, as `compile`, and write it to a file, as `save`."""
         self.compile(*args, **kwargs)
         self.save(filename, export_model=export_model)
 
     def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the compiled model, its options, its state and (export_model) the model with its optimizer.
+        """Write the compiled model, its options and its state to a file, or to `model.poptorch` in a folder.
 
+        Args:
+            export_model:   also write the user's model and its optimizer, for `poptorch.load`
+            save_rng_state: also write the random state
         Raises:
             AssertionError: the file's folder is a file
+            Error: the model is not compiled, or can't be pickled
         """
         first = self._lease.first or self._lease.need_executable()
         self.copyWeightsToHostIfNeeded()
@@ -393,7 +406,7 @@ class PoplarExecutor(PublicNames):
         executable_file.write(filename, saved)
 
     def loadExecutable(self, filename: str) -> None:
-        """Take over what was compiled for the same model and options, and its optimizer and random state.
+        """Load the compiled plans, optimizer state and random state that `save` wrote for the same model.
 
         Raises:
             Error: no such file, one of another version, or one of another model
@@ -420,7 +433,7 @@ class PoplarExecutor(PublicNames):
             self.attachToDevice()
 
     def __reduce__(self) -> Any:
-        """An executor that is not compiled pickles as what it was made of."""
+        """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
         if self.isCompiled():
             raise Error("a compiled executor can't be pickled\n  fix: write it to a file with save(filename)")
         make = functools.partial(PoplarExecutor, training=self._wrapped.training, optimizer=self._optimizer)

@@ -17,14 +17,14 @@ from ..compiling.executable import Executable
 from ..compiling.runs import Run
 from ..nested_values import tensors_of, with_tensors
 
-Times = list[list[float]]  # for each tensor, one entry for each micro-batch (or kept output)
+Times = list[list[float]]  # seconds: [tensor][micro-batch, or kept output]
 Latency = tuple[float, float, float]  # min, max, mean, in seconds
 _KEYS = ("input", "input_complete", "output", "output_complete")
 
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call; without arguments, those before the first call. `counters`: of `getPerfCounters`."""
+    """The results of a call; `LatestCall()`: no call so far. `counters` are those of `getPerfCounters`."""
 
     counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
@@ -33,10 +33,11 @@ class LatestCall:
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def getPerfCounters(self) -> dict[str, Times]:
-        """Return when the latest call's micro-batches were staged and its outputs arrived.
+        """Return the times of the latest call, by key: for each input or output tensor a list of seconds.
 
-        Keys input, input_complete, output, output_complete; for each tensor a list of seconds (host clock,
-        arbitrary zero): one for each micro-batch, and one for each output that the output mode keeps.
+        "input" and "input_complete": when staging of each micro-batch began and ended. "output" and
+        "output_complete": when each output that the output mode keeps began to arrive, and had arrived.
+        The times are those of the host's clock, with an arbitrary zero.
         """
         return copy.deepcopy(self.counters)
 
@@ -45,7 +46,7 @@ class LatestCall:
         return self._latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
-        """Return (min, max, mean) seconds that it took to stage a micro-batch."""
+        """Return (min, max, mean) seconds of staging a micro-batch."""
         return self._latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
@@ -53,13 +54,14 @@ class LatestCall:
         return self._latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """Return (min, max, mean) seconds that it took outputs to arrive."""
+        """Return (min, max, mean) seconds that the outputs of a micro-batch took to arrive."""
         return self._latency("output", min, "output_complete")
 
     def _latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return the spans from the `first` of the tensors' starts to the last end; zeros if none was measured.
+        """Return (min, max, mean) seconds between two keys of `counters`; zeros if nothing was measured.
 
-        Where k times more micro-batches start than outputs end, k consecutive starts belong to one end.
+        A span starts at the `first` (min or max) of the tensors' times of `start`, and ends at the last of
+        `end`. If there are k times as many starts as ends, k consecutive starts belong to one end.
         """
         begun = [first(row) for row in zip(*self.counters[start], strict=True)]
         ended = [max(row) for row in zip(*self.counters[end], strict=True)]
@@ -67,12 +69,15 @@ class LatestCall:
             return 0.0, 0.0, 0.0
         group = max(1, len(begun) // len(ended))
         begun = [min(begun[i : i + group]) for i in range(0, len(begun), group)]
-        # A later stage may take its input after an earlier one gave its output: that is no negative time.
+        # An input of a later stage may be staged after an output of an earlier one: this counts as 0 seconds.
         spans = [max(0.0, end - start) for start, end in zip(begun, ended, strict=False)]
         return min(spans), max(spans), sum(spans) / len(spans)
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of a tensor of `Options.anchorTensor(short_name, ...)`."""
+        """Return the latest call's value of the tensor of `Options.anchorTensor(short_name, ...)`.
+
+        Raises: AssertionError, if there is none
+        """
         assert short_name in self.anchored, (
             f"No tensor with name {short_name} found. Known now: {', '.join(self.anchored) or 'none'}\n"
             "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
@@ -81,9 +86,9 @@ class LatestCall:
 
 
 def latest_call(executable: Executable, results: Results, synthetic_inputs: int | None) -> LatestCall:
-    """Return the results of a call that has run.
+    """Return the results of one run of a plan.
 
-    Args: synthetic_inputs: the number of synthetic inputs, none of which was staged; None: inputs are the user's
+    Args: synthetic_inputs: the number of synthetic inputs, which have no times; None: inputs are the user's
     """
     arrivals = results.arrivals()[: executable.outputs]
     started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))
@@ -101,11 +106,11 @@ def latest_call(executable: Executable, results: Results, synthetic_inputs: int 
 
 
 def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executable) -> LatestCall:
-    """Return the results of the runs of an incomplete batch as those of one call.
+    """Return the results of a call from those of its runs.
 
-    Args: executable: of one of the runs
+    Args: executable: of any of the runs
     Raises:
-        Error: outputs of micro-batches of different sizes would be added
+        Error: the output mode is Sum, and micro-batches differ in size
     """
     if len(calls) == 1:
         return calls[0]
@@ -120,7 +125,7 @@ def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executa
     outputs = [_joined(v, mode, replicas_of) for v in zip(*(call.outputs for call in calls), strict=True)]
     anchored = {}
     for name, anchor in executable.anchors.by_name.items():
-        # Weights are read at the beginning and the end of a step.
+        # An anchor of a weight has one value in a step: that of the run which ends the step.
         whole = [
             call.anchored[name]
             for call, run in zip(calls, runs, strict=True)
@@ -138,7 +143,11 @@ def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executa
 
 
 def _joined(values: Sequence[Tensor], mode: Outputs, replicas_of: Sequence[int]) -> Tensor:
-    """Return the values of several runs as one, in the order of micro-batches; `replicas_of`: of each run."""
+    """Return one tensor from the values of all runs: concatenated, or by `mode` their last or their sum.
+
+    Args: replicas_of: the number of replicas of each run
+    Raises: Error, if values of different shapes would be added
+    """
     if mode == "final":
         return values[-1]
     if mode != "sum":
@@ -146,7 +155,7 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas_of: Sequence[int])
     total = values[0].clone()
     for value, replicas in zip(values[1:], replicas_of[1:], strict=True):
         value = value.reshape(1) if total.dim() > value.dim() else value
-        # Fewer replicas may have computed a later run.
+        # A later run may have fewer replicas, and so fewer rows.
         part = total[: len(value)] if total.dim() else total
         is_other = total.dim() > 0 and len(value) * replicas_of[0] != len(total) * replicas
         if is_other or part.shape != value.shape:

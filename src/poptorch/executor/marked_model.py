@@ -1,7 +1,7 @@
 """Marked models: each read of a trained model's weights on the host first copies the newest values from the devices.
 
-The model's class becomes a subclass, and so do the classes of its parameters and buffers. A read calls the executor's
-`copyWeightsToHostIfNeeded`. Copies and pickles are plain objects.
+The classes of the model, its parameters and its buffers are replaced by subclasses, in which a read calls the
+executor's `copyWeightsToHostIfNeeded`. Copies and pickles have the original classes.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ..options import Options
 
 
 def _refresh(owner: weakref.ref[Any] | None) -> Any:
-    """Copy the weights to the host if they are stale; return the owner, if it still lives."""
+    """Copy weights to the host if the devices have newer ones; return the executor, None if it is gone."""
     executor = owner() if owner is not None else None
     if executor is not None:
         executor.copyWeightsToHostIfNeeded()
@@ -33,7 +33,7 @@ def _refresh(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """What parameters and buffers of a marked model have in common."""
+    """The base class of parameters and buffers of a marked model."""
 
     _owner: weakref.ref[Any] | None
 
@@ -49,7 +49,7 @@ class _Marked:
             return func(*args, **(kwargs or {}))
 
     def _plain(self, change: Callable[[Tensor], Tensor] = lambda values: values) -> Any:
-        """Return the unmarked tensor, with the newest values."""
+        """Return an unmarked parameter or tensor with the newest values, to which `change` is applied."""
         _refresh(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = change(self.detach())  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 def _check_hook(value: Any) -> None:
-    """Refuse a hook on a parameter of a compiled backward. Raises: Error"""
+    """Raise Error if `value` is a parameter of a compiled model, whose backward would not call a new hook."""
     executor = _refresh(value.__dict__.get("_owner"))
     if executor is not None and executor.isCompiled():
         raise Error(
@@ -78,21 +78,21 @@ def _check_hook(value: Any) -> None:
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
-    """A parameter whose values are on devices."""
+    """A parameter of a marked model: devices may have newer values."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
 class PoptorchBuffer(_Marked, Tensor):
-    """A buffer whose values are on devices."""
+    """A buffer of a marked model: devices may have newer values."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return repr(self.detach())  # as the tensor that it is to the user
 
 
 def _after_refresh(name: str) -> Callable[..., Any]:
-    """Return a method of nn.Module that copies the newest weights to the host first."""
+    """Return the method `name` of nn.Module, wrapped to copy the newest weights to the host first."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,10 +103,10 @@ def _after_refresh(name: str) -> Callable[..., Any]:
 
 
 class _MarkedModel:
-    """Mixed into the class of a marked model."""
+    """The mixin of a marked model's class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(model)(...)` makes an unmarked model."""
+        """Return an instance of the user's class, since `type(model)(...)` must not make a marked model."""
         return cls.__mro__[2](*args, **kwargs)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
@@ -115,7 +115,7 @@ class _MarkedModel:
         return owner.copyWeightsToHostIfNeeded() if owner is not None else False
 
     def destroy(self) -> None:
-        """Free the devices; the model is plain again."""
+        """Destroy the executor of this model: free its devices and remove the marks. The weights stay."""
         owner = self.__dict__["_pando_owner"]()
         if owner is not None:
             owner.destroy()
@@ -142,7 +142,8 @@ class _MarkedModel:
 
 
 class HostForward:
-    """An executor's `forward`: the host's copy's; of the class an error, for trainers that look for a module's."""
+    """Descriptor of an executor's `forward`: on an instance the host model's forward; on the class an
+    AttributeError, for trainers that inspect it."""
 
     def __get__(self, executor: Any, kind: type) -> Any:
         if executor is not None:
@@ -154,7 +155,7 @@ class HostForward:
 
 
 def announce_host_method(model: nn.Module, name: str, value: Any) -> None:
-    """Warn once that a method of the model's own, such as `generate`, runs on the host."""
+    """Warn that `value` runs on the host, if it is a method of the user's class, such as `generate`."""
     of_torch = name.startswith("_") or hasattr(nn.Module, name)
     if inspect.ismethod(value) and value.__self__ is model and not of_torch:
         logger.warning(
@@ -170,17 +171,17 @@ def is_marked(model: Any) -> bool:
 
 
 def plain_class(model: Any) -> type:
-    """Return the user's class of a model, marked or not."""
+    """Return the class of a model; of a marked one, the class that it had before."""
     return type(model).__mro__[2] if is_marked(model) else type(model)
 
 
 def owner_of(model: Any) -> Any:
-    """Return the training executor of a marked model, if it lives."""
+    """Return the executor that trains a model; None if the model is not marked, or its executor is gone."""
     return model.__dict__["_pando_owner"]() if is_marked(model) else None
 
 
 def check_not_wrapped(model: Any) -> None:
-    """Check that a model is not wrapped for training already. Raises: RuntimeError"""
+    """Raise RuntimeError if a model is wrapped for training already."""
     if owner_of(model) is not None:
         raise RuntimeError(
             "this model has already been wrapped in 'poptorch.trainingModel'\n"
@@ -189,7 +190,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Check that all buffers are plain tensors. Raises: Error"""
+    """Raise Error if a buffer is of a subclass of Tensor."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -200,14 +201,14 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Mark a model, its parameters and its buffers as those of `owner`, which the marks do not keep alive.
+    """Mark a model, its parameters and its buffers, with weak references to the executor `owner`.
 
     Raises: RuntimeError, if another executor trains the model
     """
     if owner_of(model) is owner:
         return
     check_not_wrapped(model)
-    unmark(model)  # a mark may be left of an executor that has died
+    unmark(model)  # removes the mark of an executor that is gone
     link = weakref.ref(owner)
     watch_registrations(_registered)
     _warn_of_sharing(model)
@@ -218,7 +219,7 @@ def mark(model: nn.Module, owner: Any) -> None:
 
 
 def _warn_of_sharing(model: nn.Module) -> None:
-    """Warn of parameters that another executor trains as well."""
+    """Warn if another executor trains some of the parameters, too."""
     shared = [
         name
         for name, parameter in model.named_parameters()
@@ -244,7 +245,7 @@ def _mark_parts(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
 
 
 def _mark_tensor(tensor: Tensor, link: weakref.ref[Any]) -> None:
-    if type(tensor) in (nn.Parameter, Tensor):  # a parameter class of the user's own stays as it is
+    if type(tensor) in (nn.Parameter, Tensor):  # other subclasses are not marked
         kind = PoptorchParameter if type(tensor) is nn.Parameter else PoptorchBuffer
         tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
         tensor._owner = link  # type: ignore[attr-defined]
@@ -254,24 +255,24 @@ _links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKey
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    """Mark a layer, parameter or buffer that replaces one of a marked model."""
+    """Copy the newest weights to the host, and mark `value` before it is set in a marked model."""
     link = _links.get(module)
     if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
-        with contextlib.suppress(Error):  # one that was removed is put back: nothing can be copied before
+        with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
             _refresh(link)
         _mark_parts(value, link)
 
 
 @functools.cache
 def watch_registrations(registered: Callable[[nn.Module, str, Any], None]) -> None:
-    """Call `registered(module, name, value)` before any layer, parameter or buffer is set, from now on."""
+    """Register a hook that torch calls before a layer, parameter or buffer is set in any module."""
     nn.modules.module.register_module_module_registration_hook(registered)
     nn.modules.module.register_module_parameter_registration_hook(registered)
     nn.modules.module.register_module_buffer_registration_hook(registered)
 
 
 def unmark(model: nn.Module) -> None:
-    """Undo `mark`."""
+    """Undo `mark`. Does nothing to an unmarked model."""
     if not is_marked(model):
         return
     for child in model.modules():
@@ -293,17 +294,17 @@ def shallow_copy(model: Any) -> Any:
     return plain
 
 
-# ---- what an executor has of a model ------------------------------------------------------------------------
+# ---- the model of an executor ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WrappedModel:
-    """What was wrapped: the model, its options, and whether it trains.
+    """The model of an executor, its options, and whether it is trained.
 
     Args:
         user:        the user's model
-        traced:      a copy of its top level, with the flags and attributes that it had at wrapping; parts are shared
-        per_replica: groups of replicas, by the names of the parameters that have one value for each
+        traced:      a shallow copy of it, made when it was wrapped: submodules and weights are shared
+        per_replica: the groups of replicas of each parameter that has one value per group, by its name
     """
 
     user: nn.Module
@@ -313,23 +314,26 @@ class WrappedModel:
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the host's parameters and buffers, by canonical name, whether stale or not."""
+        """Return the host's parameters and buffers by canonical name, without copying newer ones."""
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a replica's weights; `groups`: names of those with a row for each group of replicas."""
+        """Return the shape of each weight in a replica.
+
+        Args: groups: the names of parameters with one row per group of replicas
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
 
     def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        # The class's own names: a wrapper may leave out its prefix. And those of a marked model would copy weights.
+        # The user class's method, which may leave out a wrapper's prefix; a marked model's copies weights.
         return plain_class(self.user).named_parameters(self.user)
 
     def parameter_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters()}
 
     def updatable_buffers(self) -> list[str]:
-        """Return the buffers of `updatableNamedBuffers`. Raises: Error if the model lacks one of them"""
+        """Return the names in `updatableNamedBuffers`. Raises: Error, if the model lacks such a buffer"""
         names = self.options._Popart.options.get("updatableNamedBuffers", [])
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]

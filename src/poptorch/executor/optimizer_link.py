@@ -1,4 +1,4 @@
-"""The executor's side of an optimizer: takes its rates at `setOptimizer`, keeps its state on the devices."""
+"""The link of executor and optimizer: rates are copied at `setOptimizer`; the state is on the devices."""
 
 import weakref
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ from ..optim.rates import hyperparameter_entries
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 
-_LOSS_FACTOR = "lossScaleUpdateFactor"  # in the "ipu_state": automatic loss scaling's own state
+_LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
 
 
 class OptimizerLink:
-    """One executor's optimizer (None: of inference), and its rates as the next call will have them (`hyper`).
+    """The optimizer of an executor (None in inference), and the rates that the next call uses (`hyper`).
 
-    `frozen` is what is compiled in.
+    `frozen` has the optimizer's properties that are compiled in.
     """
 
     frozen: settings.Optimizer
@@ -52,10 +52,11 @@ class OptimizerLink:
         self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
 
     def setOptimizer(self, optimizer: Any) -> None:
-        """Use this optimizer's rates, as they are now, from the next call on.
+        """Use this optimizer, with its present rates, from the next call on.
 
         Raises:
-            Error: something changed that is compiled in, or the model is for inference
+            Error: a property that is compiled in has changed, or the model is for inference
+            AssertionError, ValueError: the optimizer is not supported
         """
         if not self._model.training:
             raise Error(
@@ -67,7 +68,7 @@ class OptimizerLink:
         frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
-                self._lease.kept = replace(self._lease.kept, optimizer=None)  # the states of another rule
+                self._lease.kept = replace(self._lease.kept, optimizer=None)  # it is of another update rule
             self.frozen = frozen
             self._set_reduction_strategy(optimizer)
             with torch._C.DisableTorchFunctionSubclass():
@@ -75,15 +76,15 @@ class OptimizerLink:
             lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
-        optimizer._opt_called = True  # our calls are its steps: schedulers would warn that there were none
+        optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
             self.release()
             self.optimizer = optimizer
-            self.join(take=not compiled)  # else the state on the devices is the newer one
+            self.join(take=not compiled)  # after compilation the state on the devices is newer
         self._take_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
-        """Set MeanReductionStrategy.Running for gradient sums in float16, which could overflow; not with
+        """Set MeanReductionStrategy.Running if gradient sums are float16, which could overflow; not with
         `use_combined_accum`."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
@@ -93,7 +94,10 @@ class OptimizerLink:
             options._freeze()
 
     def join(self, take: bool = True) -> None:
-        """Link the optimizer's state to the devices; `take`: begin with the state that the optimizer has."""
+        """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
+
+        Args: take: whether the optimizer's present state is uploaded before the next call
+        """
         if isinstance(self.optimizer, PoptorchOptimizer):
             if take and self.optimizer._state_reader is None:
                 self.optimizer._resume(self._model.parameter_names())
@@ -105,8 +109,8 @@ class OptimizerLink:
             self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)
 
     def release(self) -> None:
-        """Copy the devices' state into the optimizer. A later read of a state that is sharded over instances is an
-        error, since the other instances may have ended."""
+        """Copy the state from the devices into the optimizer, and undo `join`. A state that is sharded over
+        instances is not copied: a later read of it raises Error."""
         lost = _lost if self._lease.shares_state else None
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._release(self._model.parameter_names(), lost)
@@ -117,7 +121,10 @@ class OptimizerLink:
     # ---- state -------------------------------------------------------------------------------------------
 
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
-        """Upload these states of torch's format before the next call. `names`: id(parameter) -> canonical name"""
+        """Check states in torch's format, and have the next call upload them.
+
+        Args: names: id(parameter) -> canonical name
+        """
         loaded = {
             names[id(parameter)]: engine_state(self.frozen, state)
             for parameter, state in states.items()
@@ -127,7 +134,7 @@ class OptimizerLink:
         self._loaded.update(loaded)
 
     def discard_loaded(self) -> None:
-        """Forget states of the optimizer that were not uploaded yet: those of the devices are newer."""
+        """Discard the optimizer's state on the host, uploaded or not: the executor has a newer one."""
         self._loaded = {}
         self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
@@ -137,7 +144,7 @@ class OptimizerLink:
             self.join(take=False)
 
     def torch_states(self) -> dict[str, dict[str, Tensor]]:
-        """The state of each parameter as torch's optimizers have it; none before the first update."""
+        """Return each parameter's state in torch's format. Before the first update: only loaded states."""
         _, steps = self._lease.random_state
         on_devices = self._lease.optimizer_states() or {}
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
@@ -162,7 +169,7 @@ class OptimizerLink:
         if is_ours and optimizer._pending_torch_state is not None:
             self.load_states(optimizer._pending_torch_state, self._model.parameter_names())
             optimizer._pending_torch_state = None
-            self.optimizer.state.clear()  # the devices have the newest from now on
+            self.optimizer.state.clear()  # the state on the devices is newer from now on
         if self._loaded:
             state.write_optimizer(self._loaded)
             self._loaded = {}
@@ -182,10 +189,10 @@ class OptimizerLink:
             self._take_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError, if "ipu_state" has states of other shapes than the parameters."""
+        """Raise RuntimeError if a state in "ipu_state" has impossible values or not its parameter's shape."""
         with torch._C.DisableTorchFunctionSubclass():
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
-        grouped = self._model.per_replica  # of which the host has one row for each replica or group
+        grouped = self._model.per_replica  # on the host these have one row per group of replicas
         shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
         check_states(self.frozen.kind, states_of(self.frozen.kind, entries), shapes)
 
@@ -198,7 +205,7 @@ class OptimizerLink:
             self.optimizer._has_loaded_rates = False
 
     def check_unused(self) -> None:
-        """Warn once of rates that were changed without `setOptimizer`. Raises Error for hooks of `step()`."""
+        """Warn once if rates were changed without `setOptimizer`. Raises: Error, for hooks of `step()`"""
         if self.optimizer is None:
             return
         check_hooks(self.optimizer)
@@ -221,13 +228,13 @@ class OptimizerLink:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper such as accelerate's `AcceleratedOptimizer`; any other one as it is."""
+    """Return the optimizer in a wrapper such as accelerate's `AcceleratedOptimizer`; else the argument."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the rates of an optimizer: the loss scaling, then those of each parameter group."""
+    """Return the rates of an optimizer by name: of the loss scaling, then of each parameter group."""
     rates = RULES[kind_of(optimizer)].rates
     groups = (
         {n: float(g[n]) if isinstance(g[n], Tensor) else g[n] for n in rates if n in g}

@@ -1,7 +1,4 @@
-"""The executor's public names that neither run nor compile: each returns or changes a part of the executor.
-
-`executor.py` has what a call does.
-"""
+"""The executor's public names, except those for calls, compilation, devices and files (`executor.py`)."""
 
 import functools
 from collections.abc import Callable
@@ -33,19 +30,19 @@ T = TypeVar("T")
 
 
 def with_torch_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs outside inference mode, and after Ctrl-C leaves gradients on or off as they were."""
+    """Return a wrapper of `function` that leaves inference mode, and restores gradient mode after Ctrl-C."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_inference_mode_enabled():
-            # Tensors made in it take no gradient, and are not writable after it, as a model's have to be.
+            # Tensors made in inference mode can't be a model's: no gradients, and read-only after it.
             with torch.inference_mode(False):
                 return call(*args, **kwargs)
         takes_gradients = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
         except KeyboardInterrupt:
-            # Just before the end of a `with torch.no_grad()`, an interrupt keeps it from restoring the mode.
+            # An interrupt just before the end of a `with torch.no_grad()` keeps it from restoring the mode.
             torch.set_grad_enabled(takes_gradients)
             raise
 
@@ -53,7 +50,7 @@ def with_torch_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def methods_with_torch_modes(kind: type[T]) -> type[T]:
-    """Wrap all public methods of a class by `with_torch_modes`."""
+    """Wrap `__call__` and all public methods of a class with `with_torch_modes`; return the class."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
             setattr(kind, name, with_torch_modes(member))
@@ -61,7 +58,7 @@ def methods_with_torch_modes(kind: type[T]) -> type[T]:
 
 
 def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of the executor that calls a method of its part of this name."""
+    """Return an executor method that calls `method` on the attribute `name`, with the same arguments."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,7 +69,7 @@ def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
 @methods_with_torch_modes
 class PublicNames:
-    """What is public of an executor beside calling, compiling, devices and files."""
+    """The base class of the executor: public names except those of calls, compilation, devices and files."""
 
     _wrapped: WrappedModel
     _lease: DeviceLease
@@ -101,11 +98,11 @@ class PublicNames:
         return is_stale
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the user model's, with the newest weights."""
+        """Return the `state_dict()` of the user's model, with the newest weights."""
         return self._wrapped.user.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load into the user's model, and upload if attached; returns missing and unexpected keys."""
+        """Load into the user's model, and upload it if attached; return missing and unexpected keys."""
         self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
         keys = self._wrapped.user.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
@@ -114,7 +111,10 @@ class PublicNames:
 
     @property
     def rng_state(self) -> list[int]:
-        """[seed, steps run]: with the same state a model draws the same random numbers."""
+        """Return [seed, steps run]. A model that is set to the same state draws the same random numbers.
+
+        Raises: Error, before compilation
+        """
         self._lease.need_executable()
         return list(self._lease.random_state)
 
@@ -132,56 +132,60 @@ class PublicNames:
 
     @property
     def model(self) -> Any:
-        """The user's model; of an executor for inference, its own copy of the top level: weights and parts are
-        shared, and its flags are what forward finds when it is compiled."""
+        """Return the user's model; in inference a shallow copy, which shares weights and submodules. The
+        copy's own flags, such as `training`, are those with which forward is compiled."""
         return self._wrapped.user if self._wrapped.training else self._wrapped.traced
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model (in training: of its parts; what forward finds at the top is as at wrapping).
+        """Set the mode of the model and its submodules, and return the executor.
 
-        The compilation has the modes of its moment for good; afterwards this is a warning, until `destroy`.
+        In training the top-level module is compiled in the mode that it had when it was wrapped. Compilation
+        fixes all modes: until `destroy`, this then logs a warning and does not change what calls compute.
         """
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
         self.model.train(mode)
-        self._compiled_mode = self._wrapped.user.training  # has been warned of
+        self._compiled_mode = self._wrapped.user.training  # no second warning at the next call
         return self
 
     def eval(self) -> Self:
-        """`train(False)`."""
+        """Set evaluation mode, as `train(False)`; return the executor."""
         return self.train(False)
 
     @property
     def options(self) -> Options:
-        """The executor's own frozen options, with an output mode picked."""
+        """Return the executor's frozen copy of the options, with the default output mode resolved."""
         return self._wrapped.options
 
     @property
     def plan(self) -> Overview:
-        """What runs: stages, ipus, parameters, the bytes between them, the schedule and the code.
+        """Return an overview of the compiled model: stages, ipus, parameters, transfers, schedule and code.
 
-        `poptorch.describe` makes such an overview before the first call.
+        Raises: Error, before compilation; `poptorch.describe` returns such an overview then
         """
         return overview(self._lease.need_executable())
 
     @property
     def memory_format(self) -> str:
-        """*Pando*: the layout of the compiled model's convolutions, "preserve" or "channels_last": what "auto" chose.
+        """*Pando*: return the memory format of compiled convolutions: "preserve" or "channels_last".
 
         Raises: Error, before compilation.
         """
         return self._lease.need_executable().memory_format
 
     def isCompiled(self) -> bool:
-        """Return whether there is a plan."""
+        """Return whether the model is compiled."""
         return self._lease.executable is not None
 
     def isAttachedToDevice(self) -> bool:
-        """Return whether the model is on its devices."""
+        """Return whether the model is attached to its devices."""
         return self._lease.engine is not None
 
     def compilationTime(self) -> timedelta:
-        """Return how long the latest compilation took."""
+        """Return the time of the latest compilation.
+
+        Raises: Error, before compilation, or without `showCompilationProgressBar(True)`
+        """
         if not self.options._show_progress_bar:
             raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
         if self._compilation_seconds is None:
@@ -191,7 +195,7 @@ class PublicNames:
         return timedelta(seconds=self._compilation_seconds)
 
     def getTensorNames(self) -> list[str]:
-        """Return the names of tensors, all of which `Options.anchorTensor` takes."""
+        """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
         executable = self._lease.executable
         assert executable is not None, (
             "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
@@ -209,19 +213,20 @@ class PublicNames:
 
     @property
     def finished_updates(self) -> int:
-        """*Pando*: the weight updates that the latest call has finished.
+        """*Pando*: return the number of weight updates that the latest call has finished; 0 if not attached.
 
-        After an error or Ctrl-C fewer than `deviceIterations`; the weights are those after the last of them.
+        After an error or Ctrl-C it can be less than `deviceIterations`; the weights are those after the last
+        finished update.
         """
         return self._updates if self._lease.engine is not None else 0
 
     @property
     def notes(self) -> list[tuple[Any, Any]]:
-        """What the forward has noted (`poptorch.notes`), with the latest call's values."""
+        """Return (key, value) of each note of forward (`poptorch.notes`), with the latest call's values."""
         return list(self._latest.notes)
 
     def cycleCount(self) -> int:
-        """Refused: there are no cycles to count here."""
+        """Raise Error: there are no cycles to count here."""
         if not self.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
         if self._latest.has_run:
@@ -260,5 +265,5 @@ class PublicNames:
     _is_attached = property(isAttachedToDevice)
 
     def _debugGetPopartIR(self) -> str:
-        """Refused: there is no PopART graph here."""
+        """Raise Error: there is no PopART graph here."""
         raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")

@@ -17,8 +17,8 @@ _PLAIN = (int, float, bool, str, tuple, list, type(None))
 def training_state(executor: PoplarExecutor) -> TrainingState:
     """Return copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
 
-    "weights" and "optimizer" are equal in all instances but for parameters that belong to groups of replicas. Where
-    instances share the optimizer's state out ("shares_state"), each has a part of that.
+    "weights" and "optimizer" are equal in all instances, except those of per-replica parameters. If the
+    optimizer state is sharded ("shares_state"), "optimizer" is the shard of this instance.
     """
     lease, optimizer = executor._lease, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
@@ -43,7 +43,10 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
 
 
 def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
-    """Continue from a state of the same model: now if it is attached, else when it is."""
+    """Continue from the `training_state` of the same model, uploaded now or when the executor is attached.
+
+    Raises: Error, if the state is of another model
+    """
     _check_fits(executor, state)
     attached = executor.isAttachedToDevice()
     if attached:
@@ -63,7 +66,7 @@ def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
 
 
 def _check_fits(executor: PoplarExecutor, state: TrainingState) -> None:
-    """Check that a state is of this model, and of an optimizer with as many groups. Raises: Error"""
+    """Raise Error if the state has other weights or shapes, or another number of parameter groups."""
     with torch._C.DisableTorchFunctionSubclass():
         here = {name: list(value.shape) for name, value in executor._weights.on_host().items()}
     there = {name: list(value.shape) for name, value in {**state["buffers"][0], **state["weights"]}.items()}

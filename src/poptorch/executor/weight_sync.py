@@ -1,7 +1,7 @@
 """The two copies of the weights: the user's on the host, and the executor's on its devices.
 
 Training makes the host's copy stale: the next read of a weight there copies all of them. Values that the user writes on
-the host reach the devices by `copyWeightsToDevice`; a call that comes before it warns once.
+the host reach the devices by `copyWeightsToDevice`; a call before it logs a warning, once.
 """
 
 import weakref
@@ -18,12 +18,12 @@ from ..reporting.reporter import noting
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel, watch_registrations
 
-# Of a weight on the host: its count of writes, its memory, whether it requires a gradient.
+# Of a weight on the host: its version counter, its address, whether it requires a gradient.
 Mark = tuple[int, int, bool]
 
 
 class WeightSync:
-    """Moves weights between a model and the devices of its executor.
+    """The transfer of weights between a model and the devices of its executor.
 
     `version` counts the copies to the host.
     """
@@ -32,19 +32,19 @@ class WeightSync:
         self._model, self._lease, self._executor = model, lease, executor
         self.version = 0
         self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
-        self._trainers: list[weakref.ref[WeightSync]] | None = None  # other executors'; None: to be looked up
+        self._trainers: list[weakref.ref[WeightSync]] | None = None  # of other executors; None: unknown
         self._equal: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
-        self._marks: dict[str, Mark] = {}  # of these weights then
-        self._checked: dict[str, Mark] = {}  # of these weights at the latest call
-        self._compiled: Any = None  # the executable that the following belongs to
+        self._marks: dict[str, Mark] = {}  # of the weights in `_equal` at that time
+        self._checked: dict[str, Mark] = {}  # of the same weights at the latest call
+        self._compiled: Any = None  # the executable to which `_new_layers` belongs
         self._new_layers: list[str] = []  # names of layers that were replaced
-        self._is_replaced = False  # whether a layer, parameter or buffer was, since the latest call
+        self._is_replaced = False  # whether a layer, parameter or buffer was replaced since the latest call
         self._warned: set[str] = set()
 
     def on_host(self) -> dict[str, Tensor]:
-        """Return the user's parameters and buffers.
+        """Return the user's parameters and buffers by canonical name.
 
-        Raises: Error, if one that the model was compiled with was removed, or has another shape or dtype
+        Raises: Error, if one of the compiled model was removed, or has another shape or dtype
         """
         host, executable = self._model.weights(), self._lease.executable
         if executable is None:
@@ -83,21 +83,21 @@ class WeightSync:
         return engine is not None and engine.state.host_is_stale
 
     def copyWeightsToHost(self) -> None:
-        """Copy the devices' weights and buffers into the user's model."""
+        """Copy the devices' weights and buffers into the user's model. Raises: Error, if not attached"""
         engine = self._lease.need_engine()
         with noting(self._lease.reporter, "weights to host"), engine.state.still:
             self.put_on_host(engine.state.read())
-        # Last: while the host has got but some of them, the next look at its weights copies all again.
+        # Last: after an interrupted copy the next read of a weight copies all of them again.
         engine.state.host_is_stale = False
 
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values by canonical name into the user's model."""
+        """Copy values, by canonical name, into the user's model."""
         host = self.on_host()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
                     host[name].copy_(value)
-                else:  # a per-replica parameter of which the host receives every replica's value
+                else:  # a per-replica parameter: the host gets one row per group of replicas
                     host[name].data = value.clone()
         self.version += 1
         self._note_equal(host)
@@ -112,7 +112,7 @@ class WeightSync:
         self._mark_other_executors()
 
     def upload(self) -> None:
-        """Upload the user's weights to this executor's devices."""
+        """Upload the user's weights to this executor's devices; other executors are not marked."""
         engine = self._lease.need_engine()
         weights = self.on_host()
         with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
@@ -131,7 +131,7 @@ class WeightSync:
         self._lease.need_engine().average_buffers()
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Upload the buffers named in `Options.updatableNamedBuffers`, and nothing else."""
+        """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
         names = self._model.updatable_buffers()
         if not names:
             raise Error(
@@ -149,17 +149,17 @@ class WeightSync:
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Pando*: return whether weights were written to on the host since the last copy. Writes into `weight.data` do
-        not count."""
+        """*Pando*: return whether weights were written on the host since the last upload or download. Writes
+        into `weight.data` are not detected."""
         return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
 
     def check_host(self) -> None:
-        """Warn, once for each kind of change, of changes of the model since its compilation that calls ignore.
+        """Warn, once per kind, of changes of the model since its compilation: calls ignore them.
 
         These are written or replaced weights, replaced layers and, in training, a changed `requires_grad`.
 
         Raises:
-            Error: the dtype or shape of a weight has changed since the compilation
+            Error: a weight was removed, or its dtype or shape has changed
         """
         marks = _marks(self._equal)
         if marks == self._checked and not self._is_replaced:
@@ -180,7 +180,7 @@ class WeightSync:
         self._checked, self._is_replaced, self._new_layers = marks, False, []
 
     def _check_flags(self, host: Mapping[str, Tensor]) -> None:
-        """Warn of parameters that were frozen, or made trainable, since the compilation."""
+        """In training, warn if parameters were frozen or made trainable since the compilation."""
         if not self._model.training:
             return
         results = self._lease.need_executable().plan.partition.signature.results
@@ -210,14 +210,14 @@ class WeightSync:
         return [n for n, w in host.items() if self._equal.get(n) is not w or self._marks[n][:2] != now[n][:2]]
 
     def _note_equal(self, host: dict[str, Tensor]) -> None:
-        """Note that the host's weights are equal to those of the devices."""
+        """Record that the host's weights are now equal to those of the devices."""
         self._equal, self._marks = host, _marks(host)
         self._checked, self._is_behind = self._marks, False
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def begin(self) -> dict[str, Tensor]:
-        """Return the weights that new devices begin with: the newest of all executors of the model."""
+        """Return the weights for a new engine: the newest of all executors of the model."""
         executable = self._lease.need_executable()
         if executable is not self._compiled:
             self._compiled, self._new_layers = executable, []
@@ -233,13 +233,13 @@ class WeightSync:
         return host
 
     def refresh(self) -> None:
-        """Upload the newest weights of other executors of the model, if these devices have older ones."""
+        """Upload the weights if another executor of the model has trained or uploaded newer ones."""
         self._pull()
         if self._is_behind:
             self.upload()
 
     def _pull(self) -> None:
-        """Copy to the host what other executors have trained."""
+        """Copy to the host the newest weights of the model's other training executors."""
         if self._trainers is None:
             self._trainers = [weakref.ref(other) for other in self._others() if other._model.training]
         for trainer in self._trainers:
@@ -249,10 +249,10 @@ class WeightSync:
                 executor.copyWeightsToHostIfNeeded()
 
     def _mark_other_executors(self) -> None:
-        """Mark the executors that share a layer with this one: the host has new weights.
+        """Record in the executors that share a layer with this one that the host has new weights.
 
-        Inference executors upload the weights before their next run. Training executors keep their own weights; a
-        warning was given when the model was wrapped.
+        Inference executors upload them before their next run. Training executors keep their own weights,
+        without a warning: there was one when the model was wrapped.
         """
         for other in self._others():
             if other._model.training:
@@ -265,12 +265,12 @@ class WeightSync:
         return {other for module in self._model.user.modules() for other in _users.get(module, ())} - {self}
 
 
-# The executors that have, or had, devices with the weights of a layer.
+# By module, the executors that are, or were, attached to devices with it.
 _users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = weakref.WeakKeyDictionary()
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    """Note in each executor of a layer that one of its layers, parameters or buffers is replaced."""
+    """Record in each executor of a module that one of its layers, parameters or buffers is being replaced."""
     old = (module._modules, module._parameters, module._buffers)
     if not any(names.get(name) is value for names in old):
         for sync in _users.get(module, ()):
@@ -280,7 +280,7 @@ def _registered(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
-    """Return the mark of each weight. Tensors made in inference mode do not count writes."""
+    """Return the `Mark` of each weight. Tensors made in inference mode have no version counter: 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)

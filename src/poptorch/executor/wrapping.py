@@ -1,4 +1,4 @@
-"""How a model becomes an executor: `trainingModel`, `inferenceModel`, `load`; `describe` and `plan` run nothing."""
+"""How to get an executor: `trainingModel`, `inferenceModel`, `load`. `describe` and `plan` run nothing."""
 
 import contextlib
 import sys
@@ -28,11 +28,11 @@ def trainingModel(
     optimizer: Any = None,
     loss: str | int | None = None,
 ) -> PoplarExecutor:
-    """Wrap a model whose forward computes a loss: calling it trains it.
+    """Return an executor whose calls train the model. Its forward must compute a loss.
 
     Args:
         optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
-        loss:      *ours*: the key, attribute or place of the loss in what forward returns, as `Options.loss` takes it
+        loss:      *Pando*: key, attribute or index of the loss in what forward returns, as for `Options.loss`
     Raises:
         RuntimeError: the model is wrapped for training already
     """
@@ -49,12 +49,15 @@ def trainingModel(
 def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
-    """Wrap a model, or a function of tensors: calling it runs its forward."""
+    """Return an executor whose calls run the forward of a model, or a function of tensors."""
     return PoplarExecutor(_module_of(model), options, training=False)
 
 
 def _module_of(model: Any) -> Any:
-    """Return what to wrap: an executor's model, or the module that torch.compile was given; else `model` itself."""
+    """Return an executor's model, or the module that torch.compile was given; else `model` itself.
+
+    Raises: Error, for modules of torch.jit
+    """
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(
@@ -77,7 +80,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     The file is a pickle: load only files that you trust.
 
     Args:
-        edit_opts_fn: may change the options before they are used
+        edit_opts_fn: called with the saved options, which it may change
     Raises:
         AssertionError: no such file, one of another version, or one without the model
     """
@@ -102,15 +105,15 @@ def describe(
     *,
     training: bool = True,
 ) -> Overview:
-    """What would run: captures and cuts the model as its first call would, and loads nothing. (Not in PopTorch.)
+    """*Pando*: return an overview of what would run. Compiles as the first call would, but loads nothing.
 
     >>> print(poptorch.describe(model, options, (images, labels)))
 
     Args:
-        model:    a module, or an executor (which trains or not)
+        model:    a module, or an executor
         options:  by default those of the executor, if the model is wrapped already
         batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
-        training: for a module: compile what `trainingModel` would, else what `inferenceModel` would
+        training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
     Raises:
         Error: the model can't be compiled for such a batch
     """
@@ -129,7 +132,7 @@ def plan(
     replicas: Sequence[int] = (),
     accumulation: Sequence[int] = (),
 ) -> "Estimates":
-    """Return how fast a model would be on these machines, and the memory it needs there. (Not in PopTorch.)
+    """*Pando*: return estimates of the time and memory that a model needs on these machines.
 
     >>> print(poptorch.plan(model, options, (images, labels), on=["bow-pod16", "this-machine"]))
 
@@ -153,7 +156,7 @@ def plan(
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments of a call: a tensor, a tuple or list, or a dictionary of them."""
+    """Return positional and keyword arguments of a call from a tensor, a tuple or list, or a dictionary."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return batch if isinstance(batch, tuple | list) else (batch,), {}
@@ -163,7 +166,7 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def _executor_of(
     model: Any, options: Options | None, training: bool
 ) -> Iterator[tuple[PoplarExecutor, Options | None]]:
-    """Yield the executor of a model, or one that is made for the body, and options in place of its own."""
+    """Yield a model's executor, or a temporary one, and the options that replace its own (None: its own)."""
     if not isinstance(model, PoplarExecutor):
         model = _module_of(model)
         owner = marked_model.owner_of(model) if training else None
