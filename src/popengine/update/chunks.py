@@ -1,7 +1,7 @@
-"""Chunks: what an update does is cut into pieces that stay in a cache from one operation to the next.
+"""Chunks: elements of parameters that an update works on at once, few enough to stay in a cache.
 
-A parameter is cut at multiples of CHUNK elements from its own beginning: so the order of
-the sums within norms, and with it their bits, depends on the parameter alone. Small neighbours share a chunk.
+A parameter is cut at multiples of CHUNK elements from its first element. So the order of additions in a norm,
+and with it the norm's bits, depends on this parameter alone. Small neighbouring parameters share a chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-# Of each tensor: 1 MB of float32. Less would be in a core's own cache, but cores would wait more for Python's lock.
+# Elements of each tensor: 1 MB of float32. Smaller chunks fit a core's cache, but wait more for the GIL.
 CHUNK = 1 << 18
 
 
@@ -24,12 +24,12 @@ class Part:
 
     Args:
         others: gradient sums of other replicas, added to `gradient` in the order of a binary tree
-        seed:   of the random numbers of stochastic rounding; None: no stochastic rounding
-        start:  the first element of a range
-        is_fused: torch's own kernel updates the parameter
-        step:   for rules with a trust ratio: a buffer for the unscaled step; the gradient itself if its dtype fits
-        norms:  for these rules (norm of the weight, norm of the step) of each chunk, by its first element; None: the
-            parameter has no ratio
+        seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
+        start:  offset of the range's first element in the parameter
+        is_fused: whether torch's fused kernel updates the parameter
+        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if its dtype fits
+        norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each chunk, by the
+            chunk's `start`; None: the parameter has no ratio
     """
 
     parameter: Tensor
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def is_flat(self) -> bool:
-        """Whether one order of elements is that of the memory of all its tensors."""
+        """Whether all tensors have one dense layout: a range of memory holds the same elements in each."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
         return all(tensor.is_contiguous() for tensor in tensors) or all(
@@ -55,7 +55,7 @@ class Part:
         )
 
     def elements(self, start: int, stop: int) -> Part:
-        """Return views of some elements, in the order of the memory."""
+        """Return a part with 1-d views of the elements from `start` to `stop`, in memory order."""
         return replace(
             self,
             parameter=_view(self.parameter, start, stop),
@@ -67,24 +67,24 @@ class Part:
         )
 
 
-SCALARS = ("step", "trust")  # one number a parameter
+SCALARS = ("step", "trust")  # states with one number per parameter
 
 
 def _view(value: Tensor, start: int, stop: int) -> Tensor:
-    """Elements by their place in memory; a single number as it is."""
+    """Return the elements from `start` to `stop` in memory order, as a 1-d view; a 0-d tensor unchanged."""
     if not value.dim():
         return value
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-Span = tuple[int, int, int]  # (part, start, stop) of elements; `stop` 0: all of the part, as it is
+Span = tuple[int, int, int]  # (index of a part, start, stop) of elements; `stop` 0: the whole part
 Chunk = list[Span]
 
 
 def chunks(parts: Sequence[Part]) -> list[Chunk]:
-    """Return chunks that may be computed in any order, or at the same time.
+    """Return the chunks of all parts. They may be computed in any order, or at the same time.
 
-    On other devices than CPUs all is one chunk, as one kernel updates many.
+    On an accelerator all parts are one chunk, because one kernel updates many parameters.
     """
     if not all(part.parameter.is_cpu for part in parts):
         return [[(number, 0, 0) for number in range(len(parts))]]

@@ -1,8 +1,9 @@
-"""The formulas of the update rules: arithmetic on lists of float32 tensors, in place; and torch's fused kernels.
+"""The formulas of the update rules: in-place arithmetic on lists of float32 tensors; torch's fused kernels.
 
-A formula sees some parameters of one group or elements of them, their gradients (reduced, unscaled and clipped; it
-may overwrite them) and their states, whose steps count this update already. On CPU tensors each runs torch.optim's own
-sequence of operations, so that the results are torch's to the last bit. `optimizer_rules.py` says what each needs.
+The arguments of a formula are parameters of one group (or ranges of their elements), their gradients
+(reduced, unscaled and clipped; formulas may overwrite them) and their states, in which "step" counts this
+update already. On CPU tensors a formula runs torch.optim's own sequence of operations, so its results are
+torch's to the last bit. `optimizer_rules.py` lists the rates and states of each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Rates = Mapping[str, float]
 
 
 class Step(NamedTuple):
-    """What a formula works on."""
+    """The arguments of a formula: the tensors of parameters that are updated together, and their rates."""
 
     optimizer: Optimizer
     group: Rates
@@ -38,27 +39,27 @@ def _column(states: list[State], name: str) -> list[Tensor]:
 
 
 def signed(step: Step) -> None:
-    """The gradients as they are, or turned round where the loss is to grow."""
+    """Negate the gradients in place if the group's `maximize` is on; otherwise leave them."""
     if step.group.get("maximize"):
         torch._foreach_neg_(step.gradients)
 
 
 def _decay_gradients(step: Step) -> None:
-    """The L2 penalty, as a part of the gradient."""
+    """Add the L2 penalty, weight_decay · w, to the gradients in place."""
     if step.group["weight_decay"] != 0:
         torch._foreach_add_(step.gradients, step.parameters, alpha=step.group["weight_decay"])
 
 
 def _counts(states: list[State]) -> list[float]:
-    """Updates so far, with this one. They are on the CPU, so that reading them waits for no device."""
+    """Return the update count of each parameter, this update included. The read waits for no device."""
     return [step.item() for step in _column(states, "step")]
 
 
 def sgd(step: Step) -> None:
-    """v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v,  nesterov: w ← w − lr·(g + λ·w + μ·v).
+    """Update the weights by SGD: v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v.
 
-    g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight decay. As in torch (flag `torch_dampening`) the first
-    step sets v to the gradient.
+    Nesterov: w ← w − lr·(g + λ·w + μ·v). g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight
+    decay. With the flag `torch_dampening`, as in torch, the first step is not dampened.
     """
     optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
@@ -77,20 +78,20 @@ def sgd(step: Step) -> None:
         else:
             gradients = velocities
     elif dampening != 0 and not optimizer.flags.get("torch_dampening"):
-        # The velocity is all there is of the step, also when nothing of it is carried over.
+        # Without momentum the step is a velocity of this update alone, which is dampened too.
         torch._foreach_mul_(gradients, 1 - dampening)
     torch._foreach_add_(parameters, gradients, alpha=-lr)
 
 
 def adam(step: Step) -> None:
-    """w ← w − lr·m̂ / (√v̂ + eps); the weight decay is a part of the gradient."""
+    """Update the weights by Adam: w ← w − lr·m̂ / (√v̂ + eps). The weight decay is added to the gradient."""
     signed(step)
     _decay_gradients(step)
     _step_by_moments(step)
 
 
 def adamw(step: Step) -> None:
-    """w ← (1 − lr·λ)·w − lr·m̂ / (√v̂ + eps)."""
+    """Update the weights by AdamW: w ← (1 − lr·λ)·w − lr·m̂ / (√v̂ + eps), with weight decay λ."""
     signed(step)
     if step.group["weight_decay"] != 0:
         torch._foreach_mul_(step.parameters, 1 - step.group["lr"] * step.group["weight_decay"])
@@ -100,7 +101,7 @@ def adamw(step: Step) -> None:
 def _step_by_moments(step: Step) -> None:
     _, group, parameters, gradients, states = step
     corrections1, corrections2 = _moments(step)
-    roots = gradients  # they are not needed any more, and new memory would cost more than the computation
+    roots = gradients  # no longer needed; an allocation would cost more than the computation
     if all(root.is_cpu for root in roots):
         for root, square in zip(roots, _column(states, "exp_avg_sq"), strict=True):
             torch.sqrt(square, out=root)
@@ -114,7 +115,7 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _moments(step: Step) -> tuple[list[float], list[float]]:
-    """Advance both moments; returns what each is to be divided by, all ones without bias correction."""
+    """Update both moments in place, and return the divisors of their bias correction; all 1 without it."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_column(states, "exp_avg"), gradients, 1 - beta1)
@@ -128,7 +129,11 @@ def _moments(step: Step) -> tuple[list[float], list[float]]:
 
 
 def rmsprop(step: Step) -> None:
-    """b ← μ·b + g / (√s + eps);  w ← w − lr·b.  TensorFlow: b ← μ·b + lr·g / √(s + eps);  w ← w − b."""
+    """Update the weights by RMSprop: b ← μ·b + g / (√s + eps);  w ← w − lr·b.
+
+    Flag `use_tf_variant`: b ← μ·b + lr·g / √(s + eps);  w ← w − b. s: running mean of g², minus, if
+    `centered`, the square of the running mean of g.
+    """
     optimizer, group, parameters, gradients, states = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
     tf_variant = optimizer.flags.get("use_tf_variant")
@@ -156,7 +161,7 @@ def rmsprop(step: Step) -> None:
 
 
 def lamb_steps(step: Step) -> None:
-    """u = m̂ / (√v̂ + eps) + λ·w, in the place of the gradients."""
+    """Overwrite the gradients with LAMB's unscaled step u = m̂ / (√v̂ + eps) + λ·w."""
     _, group, _, gradients, states = step
     signed(step)
     corrections1, corrections2 = _moments(step)
@@ -170,30 +175,43 @@ def lamb_steps(step: Step) -> None:
 
 
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """min(‖w‖, max) / ‖u‖"""
+    """Return the LAMB trust ratio of each parameter, min(‖w‖, max_weight_norm) / ‖u‖; 1 where a norm is 0.
+
+    Args:
+        sizes:   norms of the weights, ‖w‖
+        lengths: norms of the unscaled steps, ‖u‖
+    """
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return _or_one(sizes / lengths, sizes, lengths)
 
 
 def lamb(step: Step) -> None:
-    """w ← w − lr·trust·u"""
+    """Update the weights by LAMB: w ← w − lr·trust·u. The gradients hold u, from `lamb_steps`."""
     torch._foreach_mul_(step.gradients, _column(step.states, "trust"))
     torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
 def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """η·‖w‖ / (‖g‖ + β·‖w‖ + eps)"""
+    """Return the LARS trust ratio of each parameter, η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 where a norm is 0.
+
+    Args:
+        sizes:   norms of the weights, ‖w‖
+        lengths: norms of the gradients, ‖g‖
+    """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
     return _or_one(ratios, sizes, lengths)
 
 
 def _or_one(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ratios; 1 where the norm of a weight or of its step is 0."""
+    """Return the ratios, with 1 where the norm of a weight or of its step is 0."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 
 def lars(step: Step) -> None:
-    """v ← μ·v + lr·trust·(g + β·w);  w ← w − v;  without a trust ratio v ← μ·v + lr·g."""
+    """Update the weights by LARS: v ← μ·v + lr·trust·(g + β·w);  w ← w − v.
+
+    Parameters without trust ratio: v ← μ·v + lr·g.
+    """
     _, group, parameters, gradients, states = step
     layers = [place for place, state in enumerate(states) if "trust" in state]
     steps = [gradients[place] for place in layers]
@@ -208,7 +226,8 @@ def lars(step: Step) -> None:
 
 # ---- torch's fused kernels -----------------------------------------------------------------------------------
 
-# One kernel for all parameters; its results differ from the formula's by rounding. The steps count this update already.
+# A fused kernel updates all parameters; its results differ from the formula's by rounding. The states' "step"
+# counts this update already.
 Kernel = Callable[[Rates, list[Tensor], list[Tensor], list[State]], None]
 
 
@@ -249,5 +268,5 @@ def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], s
         dampening=dampening if momentum != 0 else 0.0,
         nesterov=bool(rates.get("nesterov")),
         maximize=bool(rates.get("maximize")),
-        is_first_step=False,  # a velocity begins as zeros, and its first gradient is dampened like any other
+        is_first_step=False,  # the velocity starts as zeros; the first gradient is dampened like all others
     )

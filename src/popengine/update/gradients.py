@@ -1,11 +1,11 @@
-"""What is measured of gradients before an update, and done to them: norms and clipping, and automatic loss scaling.
+"""Gradients before an update: norms, clipping, and automatic loss scaling.
 
-Clipping has the results of torch.nn.utils' functions in every layout: the total norm is that of the norms of all
-gradients, stacked in an order that doesn't depend on where the parameters live.
+Clipping has the results of torch.nn.utils' functions in every layout: the total norm is the norm of the norms
+of all gradients, stacked in an order that doesn't depend on the parameters' stages.
 
-Automatic loss scaling keeps half precision gradients large, but within their range. After each update the share of
-gradient elements above an eighth of float16's largest value decides: at most 1e-7, and the scale doubles; more, and it
-halves. An update whose gradients overflowed is skipped (our addition).
+Automatic loss scaling keeps half precision gradients large, but within their range. Each step counts the
+gradient elements above an eighth of float16's largest value: if they are at most 1e-7 of all elements, the
+loss scale doubles, otherwise it halves. *Pando*: an update whose gradients overflowed is skipped.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def norm(gradient: Tensor) -> Tensor:
 
 
 def clipping_factor(total: Tensor, max_norm: float) -> Tensor:
-    """Return what gradients are to be multiplied with so that their global norm, now `total`, is at most `max_norm`."""
-    # torch's own epsilon; multiplying by a clamped 1 leaves the bits alone and needs no wait for the norm.
+    """Return the factor, at most 1, that reduces the global norm `total` of the gradients to `max_norm`."""
+    # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 def scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all with one number, in place."""
+    """Multiply all gradients by a 0-d tensor, in place."""
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
 
 
 def clamp_(gradients: Sequence[Tensor], max_value: float) -> None:
-    """Bring every element into [-max_value, max_value], in place, as `torch.nn.utils.clip_grad_value_` does."""
+    """Clamp every element to [-max_value, max_value], in place, as `torch.nn.utils.clip_grad_value_` does."""
     torch._foreach_clamp_min_(list(gradients), -max_value)
     torch._foreach_clamp_max_(list(gradients), max_value)
 
@@ -46,21 +46,24 @@ SHARE = 1e-7
 
 
 def count(gradient: Tensor, scale: float) -> Tensor:
-    """Return the number of elements of a gradient, of those above `LARGE`, and of infinities and NaN.
+    """Return three counts of a gradient, int64 [3]: elements, elements above `LARGE`, infinities and NaN.
 
-    Args: scale: by which the gradient was divided; elements are compared as they were before
+    Args: scale: the loss scale; the gradient was divided by it, and `LARGE` applies to the values before that
     """
     large, finite = (gradient.abs() > LARGE / scale).sum(), gradient.isfinite().sum()
     return torch.tensor([gradient.numel(), int(large), gradient.numel() - int(finite)])
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """Return whether no element is an infinity or a NaN."""
+    """Return whether no element of the gradients is an infinity or a NaN."""
     return all(
         math.isfinite(bound) for gradient in gradients if gradient.numel() for bound in gradient.aminmax()
     )
 
 
 def next_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
-    """Return the factor on the user's loss scale for the next update, by the numbers that `count` returns."""
+    """Return the factor on the user's loss scale for the next update: the current factor times 2 or 0.5.
+
+    Args: elements, large, not_finite: the counts of `count`, summed over all gradients
+    """
     return factor * (2 if not not_finite and large <= SHARE * elements else 0.5)

@@ -1,7 +1,7 @@
 """A weight update: runs an optimizer's rule over the parameters of one group on one ipu, chunk by chunk.
 
-Parameters or states that aren't float32 are computed on in float32 and rounded once at the end. Rules that scale each
-parameter's step by norms (LAMB, LARS) first compute the steps and their norms, then the weights.
+Half precision parameters and states are converted to float32, and their new values are rounded once, at the
+end. Rules that scale each parameter's step by norms (LAMB, LARS) compute all norms before any weight changes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .optimizer_rules import Layers, rule_of
 
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
-    """Return the state of one parameter before its first update."""
+    """Return the optimizer state of one parameter before its first update."""
     state = {}
     for kept in rule_of(optimizer).kept(optimizer):
-        if kept.name == "step":  # the host reads it
+        if kept.name == "step":  # on the CPU: the host reads it
             state[kept.name] = torch.zeros((), dtype=torch.float32)
         else:
             state[kept.name] = _zeros(optimizer, kept.name, parameter)
@@ -32,7 +32,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether torch has one kernel for the updates of this parameter."""
+    """Return whether torch's fused kernel can update a parameter: all in float32, all flags at default."""
     rule = rule_of(optimizer)
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
@@ -46,11 +46,11 @@ def update(
     states: Sequence[State],
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """Update parameters and states in place, by one step. Under no_grad; gradients may be overwritten.
+    """Apply one update to parameters and states, in place. Call it under no_grad; it may overwrite gradients.
 
     Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
-          seeds: one a parameter. Half precision parameters are then rounded stochastically, with numbers
-              that depend on the parameter alone, not on what shares its stage. None: to nearest.
+          seeds: one per parameter, for stochastic rounding of half precision parameters. A parameter's random
+              numbers depend on its seed alone, not on other parameters. None: round to nearest
     """
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
     step = UpdateStep(optimizer, group, [Part(p, g, s, seed=seed) for p, g, s, seed in columns])
@@ -64,10 +64,11 @@ def update(
 
 
 class UpdateStep:
-    """One update of some parameters with the same rates, chunk by chunk.
+    """One update of parameters with the same rates, chunk by chunk.
 
-    First `begin`; for rules that need norms (those with `layers`) then `measure` of all chunks and `trust`; then
-    `apply` of all chunks. The caller reduces and clips the gradients in the `views` of a chunk before its first use.
+    Call `begin`; then, if the rule has `layers` (norms), `measure` for each chunk and `trust`; then `apply`
+    for each chunk. The caller reduces and clips the gradients in the `views` of a chunk before their first
+    use.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part]) -> None:
@@ -76,7 +77,7 @@ class UpdateStep:
         for part in parts:
             for state in self.rule.states:
                 if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
-                    # There was no momentum so far: the state is zero.
+                    # The momentum was 0 until now, so this state starts as zeros.
                     part.state[state.name] = _zeros(optimizer, state.name, part.parameter)
         if self.layers is not None:
             parts = [_with_room(part, part.parameter.dim() >= self.layers.least) for part in parts]
@@ -86,24 +87,24 @@ class UpdateStep:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """What may be computed at the same time."""
+        """The chunks of all parameters; different chunks may be computed at the same time."""
         return chunks(self.parts)
 
     def views(self, chunk: Chunk) -> list[Part]:
-        """Return the elements of a chunk."""
+        """Return, for each span of a chunk, the part with views of its elements, or the whole part."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
             for part, start, stop in chunk
         ]
 
     def begin(self) -> None:
-        """Count this update. All large memory has been made before."""
+        """Add 1 to the step counts. All large tensors were allocated before, by the constructor."""
         steps = [part.state["step"] for part in self.parts if "step" in part.state]
         if steps:
             torch._foreach_add_(steps, 1)
 
     def measure(self, views: Sequence[Part]) -> None:
-        """Compute the steps of a chunk's elements, and the norms of these and of the weights."""
+        """Compute the unscaled steps of a chunk, and store the norms of its weights and steps in `norms`."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
         for view, step in zip(views, steps, strict=True):
@@ -122,7 +123,7 @@ class UpdateStep:
                 views[i].norms[views[i].start] = size, length  # pyright: ignore[reportOptionalSubscript]
 
     def trust(self) -> None:
-        """Add the ratio of the norms to each parameter's state."""
+        """Set the state "trust" of each parameter to its ratio, from the norms of all its chunks."""
         assert self.layers is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
@@ -132,7 +133,7 @@ class UpdateStep:
                 part.state["trust"] = ratio
 
     def apply(self, views: Sequence[Part]) -> None:
-        """Update the weights and states of a chunk."""
+        """Update the weights and states of a chunk, in place."""
         fused = [view for view in views if view.is_fused]
         if fused:
             assert self.rule.fused is not None
@@ -142,9 +143,9 @@ class UpdateStep:
             self._apply_formula([view for view in views if not view.is_fused])
 
     def _apply_formula(self, parts: Sequence[Part]) -> None:
-        """Run the formula on float32 (for float64 parameters: float64) copies of what isn't, then write back."""
+        """Run the formula in float32 (float64 for float64 parameters), and write converted tensors back."""
         types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
-        # .to returns the tensor itself where the dtype is right already: then there is nothing to write back.
+        # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
         floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
         wide = [_wide(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
         steps = (part.gradient if part.step is None else part.step for part in parts)
@@ -176,23 +177,22 @@ def _write_back(state: State, results: State) -> None:
 
 
 def _with_room(part: Part, has_ratio: bool) -> Part:
-    """Return a part with memory for its step and its norms, and a state of its own for the ratio."""
+    """Return the part with a buffer for its step, a dict for its norms, and a copy of its state dict."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
 def _norm(part: Part, which: int) -> Tensor:
-    """Return the norm of a parameter (0) or of its step (1) from those of its chunks, in their order: it depends on
-    nothing that is updated beside."""
+    """Return the norm of a whole weight (`which` 0) or of its step (1), from its chunks' norms in order."""
     norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator) -> Tensor:
-    """Write float32 `source` into half precision `target`, without bias: add noise, then floor.
+    """Round float32 `source` stochastically (without bias) into half precision `target`, and return `target`.
 
-    Infinities and NaN stay what they are. A target that isn't half precision is copied to as it is.
+    Adds noise, then floors. Infinities and NaN are copied. A target of another dtype receives a plain copy.
     """
     if target.dtype not in (torch.float16, torch.bfloat16):
         return target.copy_(source)
@@ -200,7 +200,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
     source = source.float()
     # The power of two at or below |source|: a float32 with its mantissa cleared.
     power = (source.view(torch.int32) & 0x7F80_0000).view(torch.float32)
-    # The distance of neighbours in the target there; below its smallest normal number it grows no finer.
+    # The distance of neighbouring numbers in the target's dtype; constant below its smallest normal number.
     spacing = power.clamp(min=narrow.smallest_normal) * narrow.eps
     # Noise has exactly the bits that rounding drops, so that adding it is exact.
     dropped = int(narrow.eps / wide.eps)

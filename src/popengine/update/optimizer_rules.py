@@ -1,7 +1,8 @@
 """The table of optimizers: how each kind updates weights, and what executors and checkpoints read of it.
 
-A new kind of optimizer is a formula, a rule in `RULES`, and a class in `poptorch/optim/optimizers.py` (or a torch
-optimizer, as the rule's `torch_class`). Checks, snapshots, checkpoints and messages follow from the rule.
+To add a kind of optimizer, write a formula, a rule in `RULES`, and a class in `poptorch/optim/optimizers.py`
+(or name a torch optimizer as the rule's `torch_class`). Checks, snapshots, checkpoints and messages follow
+from the rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .formulas import Formula, Kernel, Rates
 
 @dataclass(frozen=True)
 class RuleState:
-    """A tensor that an optimizer keeps for each parameter.
+    """The description of a state tensor that an optimizer has for each parameter.
 
     Args:
         file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer
@@ -44,13 +45,13 @@ class RuleState:
 
 @dataclass(frozen=True)
 class Flag:
-    """A property of an optimizer that is compiled in, and is on or off.
+    """A property of an optimizer that is on or off, and is fixed at compilation.
 
     Args:
         default:  value of optimizers that don't have the property
-        of_group: whether it is a key of the parameter groups, equal in all; else it is an attribute of the optimizer
+        of_group: True: a key of the parameter groups, equal in all; False: an attribute of the optimizer
         label:    suffix of the optimizer's type in messages, if the value is not the default
-        read:     computes the value, for a property that is neither a key nor an attribute
+        read:     returns the value for an optimizer, if the property is neither a key nor an attribute
     """
 
     default: bool = False
@@ -61,11 +62,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class Layers:
-    """The step before the formula of a rule that scales each parameter's step by norms.
+    """The functions of a rule with trust ratios (LAMB, LARS) that run before its formula.
 
     Args:
-        steps: overwrites the gradients with the values whose norm is compared with the weight's
-        trust: returns the ratios (the formula's state "trust") from the norms of weights and steps, one a parameter
+        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
+        trust: returns one ratio per parameter (the state "trust") from the norms of weights and of steps
         least: dimensions that a parameter must have; parameters with fewer have no ratio
     """
 
@@ -76,14 +77,14 @@ class Layers:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of optimizer updates weights.
+    """The update rule of one kind of optimizer.
 
     Args:
         rates:  keys of a parameter group that may change from call to call
-        states: tensors kept for each parameter
-        flags:  properties that are compiled in, by name
+        states: the state tensors of each parameter
+        flags:  properties that are fixed at compilation, by name
         fused:  torch's single kernel for the whole update, if there is one
-        layers: the norms that the rule needs
+        layers: functions for trust ratios; None: the rule has none
         torch_class: the torch optimizer that updates by this rule, if there is one
     """
 
@@ -101,7 +102,10 @@ class Rule:
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
     def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
-        """Yield the states that a parameter has before its first update."""
+        """Yield the descriptions of the state tensors that exist for each parameter before its first update.
+
+        A velocity is left out while there is no momentum, and so is the tensor of a flag that is off.
+        """
         for state in self.states:
             if state.when == "momentum":
                 if state.name in optimizer.state_types:
@@ -110,12 +114,12 @@ class Rule:
                 yield state
 
     def changed_flags(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the flags that don't have their default."""
+        """Return the names of the flags whose values are not the defaults."""
         return [n for n, flag in self.flags.items() if optimizer.flags.get(n, flag.default) != flag.default]
 
 
 def _has_torch_dampening(optimizer: Any) -> bool:
-    """Return whether the first step is not dampened: so in torch.optim.SGD, and not in poptorch.optim.SGD."""
+    """Return whether the first step is not dampened, as in torch.optim.SGD, not poptorch.optim.SGD."""
     dampened = any(group["dampening"] for group in optimizer.param_groups)
     return dampened and not getattr(optimizer, "dampens_first_step", False)
 
@@ -175,11 +179,11 @@ RULES: dict[str, Rule] = {
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
-        layers=Layers(formulas.signed, formulas.lars_trust, least=2),  # biases and norms have none
+        layers=Layers(formulas.signed, formulas.lars_trust, least=2),  # no ratios for biases and norm layers
     ),
 }
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """Return the rule of a snapshot of an optimizer."""
+    """Return the update rule of an optimizer's frozen settings."""
     return RULES[optimizer.kind]
