@@ -22,12 +22,13 @@ def cond(
 ) -> list[Tensor]:
     """Run `then_body(*then_inps) if condition else else_body(*else_inps)`: only the chosen body.
 
-    Both bodies return the same number of tensors, of the same shapes and types. They may use tensors of the forward
-    around them, and work on copies: changes in place are lost.
+    Both bodies return the same number of tensors, of the same shapes and dtypes. They may read tensors of the
+    surrounding forward. Their inputs are copies, so in-place changes of them are lost.
 
     Args:
         condition: a bool tensor with one element
-    Returns: a list, also of one tensor
+    Returns: the outputs of the chosen body, always as a list
+    Raises:  Error when compiled for training, or if the bodies' outputs differ in number, shape or dtype
     """
     _check_list("then_inps", then_inps)
     _check_list("else_inps", else_inps)
@@ -55,12 +56,12 @@ def cond(
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    """Run `inputs = body(*inputs)` `count` times.
+    """Run `inputs = body(*inputs)` `count` times, and return the last outputs, always as a list.
 
-    The body returns as many tensors as it takes, of the same shapes and types. It works on copies: changes in place
-    are lost.
+    The body returns as many tensors as it takes, of the same shapes and dtypes. Its inputs are copies, so
+    in-place changes of them are lost.
 
-    Returns: a list, also of one tensor
+    Raises: Error when compiled for training, or if outputs and inputs differ in number, shape or dtype
     """
     _check_list("inputs", inputs)
     if not isinstance(count, int) or count < 0:

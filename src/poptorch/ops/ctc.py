@@ -1,6 +1,6 @@
 """CTC: the loss, and the search for the most probable label sequences.
 
-Both are opaque operations, since they read lengths, which have no values while a model is captured.
+Each is one opaque operation in the graph: it reads lengths, which have no values while a model is captured.
 """
 
 import math
@@ -28,12 +28,12 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute `torch.nn.functional.ctc_loss` in a model that is compiled.
+    """Return `torch.nn.functional.ctc_loss`, by operations that can be compiled.
 
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
         targets:   [B, S], or concatenated: [sum of the target lengths]
-        reduction: "mean" divides by the target lengths first, "sum" or "none"
+        reduction: "mean" (of losses that are divided by their target length), "sum" or "none"
     """
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
@@ -69,7 +69,7 @@ class _CtcLoss(torch.autograd.Function):
 
 
 def _alphas(targets: Tensor) -> int:
-    """Return the width of the table of partial sums in a graph: that of the longest possible target."""
+    """Return the width of the table of partial sums, for the longest target that the graph's shapes allow."""
     return 2 * targets.shape[-1] + 1
 
 
@@ -166,10 +166,10 @@ def _decode(
 
 
 def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
-    """Return the best paths with their log-probabilities.
+    """Return at most `beam_width` most probable label paths with their log-probabilities, best first.
 
-    Of each path, two numbers are kept: the probability of all alignments that end in a blank, and of those that end in
-    its last label. A path can repeat its last label only after a blank.
+    For each path two log-probabilities are kept: of all its alignments that end in a blank, and of all that
+    end in its last label. A path can repeat its last label only after a blank.
     """
     beams: dict[Path, tuple[float, float]] = {(): (0.0, _NEVER)}
     for row in rows:

@@ -15,8 +15,8 @@ _BUT_CHANNELS = (1, -1, 1, 1)
 class GroupedBatchNorm2d(nn.BatchNorm2d):
     """*Pando*: synchronized batch norm: the statistics are those of a group of neighbouring replicas.
 
-    A group is a part of one process's replicas, or all replicas of several processes. In evaluation, outside a
-    compiled model and in its `state_dict()` this is `nn.BatchNorm2d`.
+    A group consists of replicas of one process, or of all replicas of several processes. The `state_dict()`
+    is that of `nn.BatchNorm2d`, and so is the output in evaluation and outside a compiled model.
 
     Args:
         num_features: channels; inputs are [rows, channels, height, width]
@@ -43,13 +43,14 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return made
 
     def _follow(self, mean: Tensor, variance: Tensor, values: int) -> None:
-        """Update the running statistics; the running variance takes the unbiased estimate."""
+        """Update the running statistics from a group's mean and variance over `values` elements per
+        channel."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             share: Any = self.momentum
-            if share is None:  # the mean of all updates
+            if share is None:  # the running statistics are the mean of all updates
                 share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
             unbiased = variance * (values / (values - 1))
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -60,10 +61,10 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 class _Normalised(torch.autograd.Function):
-    """Returns (x − μ)·γ/σ + β, and the group's μ and σ².
+    """Autograd function of (x − μ)·γ/σ + β with the group's μ and σ², which it returns, too.
 
-    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group. dγ and dβ are this replica's: like other
-    gradients they are summed over replicas before the update.
+    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group. dγ and dβ are of this replica only:
+    like other gradients, they are reduced over replicas before the update.
     """
 
     @staticmethod
@@ -88,7 +89,7 @@ class _Normalised(torch.autograd.Function):
         alone = torch.ops.aten.native_batch_norm_backward(
             _wide(gradients[0]), x, weight, mean, variance, mean, variance, False, ctx.eps, [True, True, True]
         )
-        dx, weights, biases = alone  # of fixed statistics; the others are the two sums, Σ dy·x̂ and Σ dy
+        dx, weights, biases = alone  # dx for constant statistics, and the two sums Σ dy·x̂ and Σ dy
         values = ctx.group * x.numel() // x.shape[1]
         scaled, plain = _sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
         scale = torch.rsqrt(variance + ctx.eps)
@@ -101,7 +102,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _wide(value: Tensor | None) -> Any:
-    """Return half precision values as float32, in which they are summed."""
+    """Convert half precision values to float32, in which they are summed; return other values unchanged."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 

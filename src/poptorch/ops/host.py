@@ -1,8 +1,8 @@
 """Python functions that a compiled graph calls on the host: `poptorch.CPU` and custom operations.
 
-The graph holds a number, the handle of a function in this process, since functions can't be saved in a graph. A library
-of C++ operators for IPUs can't run here, so `custom_op` uses an implementation of that name: one registered by
-`registerCustomOp`, else one of `known_operations.py`.
+Functions can't be saved in a graph, so the graph holds a handle, the number of a function in this process.
+C++ operators for IPUs can't run here, so `custom_op` uses an implementation of the same name in Python: one
+registered by `registerCustomOp`, else one of `known_operations.py`.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class HostCall:
     Args:
         outputs:   shape and type of each tensor that it returns
         unchanged: positions of the inputs that the function must not change
-        weights:   the model's tensors on the host, which it must not change either
+        weights:   names and references of the model's tensors on the host, which it must not change either
     """
 
     name: str
@@ -44,7 +44,7 @@ class HostCall:
 
 
 _calls: dict[int, HostCall] = {}  # by handle; never deleted, as graphs hold handles
-# The first is a random number, so that a handle in a graph of another process is no handle of this one.
+# Handles start at a random number, so that a graph of another process has no handle of this process.
 _handles = itertools.count(secrets.randbits(40) << 20)
 
 
@@ -56,11 +56,12 @@ def host_call(
     writes: Sequence[int] = (),
     scratch: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Call `function(*inputs)` each time the graph runs; it returns tensors of the shapes and types of `like`.
+    """Return the outputs of an operation that calls `function(*inputs)` each time the graph runs.
 
     Args:
-        writes:  positions of inputs that it changes in place; their new values are returned after the outputs
-        scratch: positions of inputs that it may change, whose new values are dropped
+        like:    tensors with the shapes and dtypes of the outputs
+        writes:  positions of inputs that the function changes in place; their new values follow the outputs
+        scratch: positions of inputs that the function may change; their new values are dropped
     """
     check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
     handle = next(_handles)
@@ -89,7 +90,7 @@ def _find(handle: int) -> HostCall:
 def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     call = _find(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
-    # Ordinary tensors, and copies: the function may keep them or convert them to numpy.
+    # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
         versions, weights = [value._version for value in given], _versions(call)
@@ -139,13 +140,13 @@ computed("host_call(Tensor[] inputs, int handle) -> Tensor[]", _run, _pretend)
 
 
 def calls_host(plan: Plan) -> bool:
-    """Return whether a compiled model, or a body of its branches, calls functions of this process."""
+    """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls Python functions."""
     calls = {call for piece in plan.partition.pieces for call in calls_within(piece)}
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
 def written_back(inputs: Sequence[Tensor], writes: Sequence[int], made: Sequence[Tensor]) -> list[Tensor]:
-    """Write the new values of changed inputs, and return the outputs of a host call."""
+    """Copy the new values that a host call made into the inputs that it changes, and return its outputs."""
     count = len(made) - len(writes)
     with torch.no_grad():
         for position, value in zip(writes, made[count:], strict=True):
@@ -162,7 +163,7 @@ class CPU:
     inputs. Compilation calls it once, with fake tensors or zeros, for these shapes and types.
 
     Args:
-        writes: *ours*: positions of the inputs that the layer changes in place, such as buffers of the model
+        writes: *Pando*: positions of the inputs that the layer changes in place, such as buffers of the model
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
@@ -193,7 +194,7 @@ class CPU:
         return type(example)(made) if many else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the layer's outputs for fake tensors, or for zeros if it reads values."""
+        """Return the layer's outputs for fake tensors, or for zeros if it fails with fake tensors."""
         with hidden() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
@@ -232,11 +233,11 @@ def registerCustomOp(
     Both functions run on the host, on CPU tensors, each time the graph runs.
 
     Args:
-        forward:  `forward(*inputs, **attributes)` returns a tensor or several
+        forward:  `forward(*inputs, **attributes)` returns a tensor, or a list or tuple of tensors
         backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
             by default forward is differentiated by autograd
-        writes:   positions of the inputs that forward changes in place; buffers keep the new value. A write into
-            another input is an error when the graph runs
+        writes:   positions of the inputs that forward changes in place; buffers keep the new value. A change
+            of any other input raises Error when the graph runs
     """
     _registered[name, domain, version] = _Implementation(forward, backward, tuple(writes))
 
@@ -252,10 +253,10 @@ def custom_op(
     """Return the outputs of a custom operation: a registered one, or one of `known_operations.py`.
 
     Args:
-        example_outputs: tensors with the shapes and types of the outputs
+        example_outputs: tensors with the shapes and dtypes of the outputs
         attributes: floats, integers, strings, or lists of one of these types; passed to the implementation by name
     Raises:
-        Error: the model is being compiled, and the operation has no implementation
+        Error: the operation has no implementation; outside a compiled model it returns zeros instead
     """
     attributes = {} if attributes is None else attributes
     _check(attributes)
@@ -292,7 +293,7 @@ class _HostFunction(torch.autograd.Function):
         ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.name, ctx.op, ctx.attributes = name, op, attributes
-        # Backward reads the inputs as they were before forward wrote to them.
+        # Backward reads the values that the inputs had before forward changed them.
         ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
         examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
 

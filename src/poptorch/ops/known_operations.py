@@ -1,4 +1,4 @@
-"""Custom operations of public programs, which load them from compiled libraries: the same in torch, by name.
+"""Implementations in torch, by name, of custom operations that public programs load from compiled libraries.
 
 They become part of the captured graph: autograd differentiates them, the engine draws their random numbers, and
 executables contain them. An operation of the same name registered by `registerCustomOp` takes precedence.
@@ -47,7 +47,7 @@ def ctc(
 
 
 def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Tensor:
-    """Return factor · average + (1 - factor) · value, of the average's type; no input is changed."""
+    """Return factor · average + (1 - factor) · value, in the dtype of `average`; no input is changed."""
     return (factor * average + (1 - factor) * value).to(average.dtype)
 
 
@@ -67,28 +67,28 @@ def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
 
 
 def l1_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return the sum of absolute differences of each row [m, k] and each other row [n, k]: [m, n]."""
+    """Return the L1 distances [m, n] between the rows of the first [m, k] and of the second input [n, k]."""
     return (first.unsqueeze(1) - second.unsqueeze(0)).abs().sum(-1)
 
 
 def l2_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return the Euclidean distance of each row [m, k] and each other row [n, k]: [m, n].
+    """Return the L2 distances [m, n] between the rows of the first [m, k] and of the second input [n, k].
 
-    The gradient of rows that are equal is zero.
+    The gradient of the distance of equal rows is zero.
     """
     return torch.linalg.vector_norm(first.unsqueeze(1) - second.unsqueeze(0), dim=-1)
 
 
 def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
-    """Return the values rounded to a smaller float format, in their own dtype; larger values become its largest.
+    """Return the values rounded to a smaller float format and clamped to its range; their dtype stays.
 
     The format has subnormals, and no infinity: its largest value is 2^(2^(e-1)-1) · (2 - 2^-m), its smallest normal
-    one 2^(1-2^(e-1)). Rounding: "nearest" (ties to even), or "stochastic": up or down at random, right on average.
+    value 2^(1-2^(e-1)). `rounding` is "nearest" (ties to even), or "stochastic" (expected error zero).
     """
     bias = 2 ** (exponent_bits - 1)
     largest = 2.0 ** (bias - 1) * (2 - 2.0**-mantissa_bits)
     values = x.float().clamp(-largest, largest)
-    exponent = torch.frexp(values).exponent.sub(1).clamp(min=1 - bias) - mantissa_bits  # of the last bit
+    exponent = torch.frexp(values).exponent.sub(1).clamp(min=1 - bias) - mantissa_bits  # the last bit's
     steps = torch.ldexp(values, -exponent)
     steps = (steps + torch.rand_like(steps)).floor() if rounding == "stochastic" else steps.round()
     return torch.ldexp(steps, exponent).to(x.dtype)
@@ -134,7 +134,7 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 def computed_here(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the output of an operation in `KNOWN`, in the shape and dtype of its example; log its name once.
+    """Return the output of an operation in `KNOWN`, with the example's shape and dtype; warn once per name.
 
     Raises:
         Error: inputs, attributes or an example that don't fit the operation

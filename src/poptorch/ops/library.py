@@ -47,7 +47,7 @@ def mark(
 
 
 def _fresh(first: Tensor, *settings: Any) -> Tensor:
-    """Return an empty tensor: a view could not be changed in place while it has a gradient of its own."""
+    """Return a new fake tensor: a view could not be changed in place, since a mark has its own backward."""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
@@ -66,7 +66,7 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register an operation without a gradient. `pretend` is its fake implementation."""
+    """Register a computed operation, without a gradient. `pretend` is its implementation for fake tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -74,14 +74,14 @@ def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., A
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise an error with this rule and the types found, unless all values are tensors."""
+    """Raise `error` unless all values are tensors; its message is `rule` and the types found."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")
 
 
 def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Return shapes and types of tensors as text."""
+    """Return shapes and dtypes as text, "nothing" if there are none."""
     return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 

@@ -1,7 +1,7 @@
 """Marks for the compiler: of the loss, of single tensors, and of all operations in a scope.
 
-The mark of a tensor is an identity that stays in the captured graph under its own name. On plain PyTorch a mark returns
-the true result, or its input.
+The mark of a tensor is an identity that stays in the captured graph under its own name. In plain PyTorch a
+mark has no effect: it returns its input, and `identity_loss` the reduced input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ mark("set_overlap_for_output(Tensor input, str mode) -> Tensor")
 
 
 def identity_loss(x: Tensor, reduction: str) -> Tensor:
-    """Mark a tensor as the loss that training differentiates.
+    """Reduce a tensor to a scalar, mark it as the loss that training differentiates, and return it.
 
     Args:
         reduction: "mean" or "sum" over all elements, or "none" for a scalar
@@ -49,13 +49,13 @@ def isRunningOnIpu() -> bool:
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """Return the tensor itself; the operation is kept in the graph."""
+    """Return the tensor unchanged; the graph keeps an operation in this place."""
     check_tensors("nop takes a tensor", tensor)
     return torch.ops.poptorch.nop(tensor)
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Return the tensors themselves; recomputation stores them instead of computing them again.
+    """Return the tensors unchanged; with recomputation they are stored, and not computed again in backward.
 
     Args:
         tensors: one tensor (returns a tensor), several (returns a tuple), or one list or tuple (returns
@@ -72,7 +72,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """Return the tensor itself and record the proportion in the graph; without effect here, where memory is shared.
+    """Return the tensor unchanged, and record the proportion in the graph. Without effect here.
 
     Args:
         tensor: result of a matrix product or convolution
@@ -85,12 +85,20 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the device."""
+    """Return the tensors unchanged, in the same structure, and record which loop their transfer may overlap.
+
+    `mode` is the loop whose computation the transfer to the device may overlap. Here transfers are not
+    overlapped, but a misplaced mark raises Error at compilation.
+    """
     return _marked("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the same structure of tensors. `mode` is the loop that may overlap their transfer to the host."""
+    """Return the tensors unchanged, in the same structure, and record which loop their transfer may overlap.
+
+    `mode` is the loop whose computation the transfer to the host may overlap. Here transfers are not
+    overlapped, but a misplaced mark raises Error at compilation.
+    """
     return _marked("set_overlap_for_output", output_tensors, mode)
 
 
@@ -107,7 +115,7 @@ def _marked(name: str, tensors: Any, mode: OverlapMode) -> Any:
 
 
 class NameScope:
-    """Prefixes the names of the operations inside in the compiled graph; scopes nest.
+    """Context manager that prefixes the names of operations in the compiled graph; scopes nest.
 
     with poptorch.NameScope("embedding"):
         x = self.table(tokens)
@@ -139,7 +147,7 @@ def pop_name_scope() -> None:
 
 
 class Attribute:
-    """Adds attributes to the operations inside, as `attributes` of their nodes in the compiled graph.
+    """Context manager that adds attributes to operations: `attributes` of nodes in the compiled graph.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
@@ -183,7 +191,7 @@ def clear_attribute(attribute: str, key: str) -> None:
 
 
 class MultiConv:
-    """Records the convolutions inside as one group, which an IPU may run in parallel; results don't change.
+    """Context manager that records convolutions as a group, to run in parallel on an IPU. No effect here.
 
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
@@ -208,7 +216,7 @@ class MultiConv:
         return self._set("partials_types", value, valid, words, ValueError)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
-        """Set whether the start tile of a convolution is spread."""
+        """Set whether the convolutions start on different tiles."""
         valid = _all(value, lambda flag: isinstance(flag, bool))
         return self._set(
             "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
@@ -225,7 +233,7 @@ class MultiConv:
         return self._set("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
-        """Set the share of cycles by which a plan may be slower than the best."""
+        """Set the share of cycles by which a plan may be slower than the fastest plan."""
         return self._set("cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float")
 
     def _set(

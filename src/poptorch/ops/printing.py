@@ -37,19 +37,19 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> Tensor:
-    """Return the tensor itself, and print its values to stderr whenever a compiled model computes it.
+    """Return the tensor unchanged, and print its values to stderr whenever a compiled model computes it.
 
-    Use the result, or the operation may be removed. On plain PyTorch nothing is printed.
+    Use the returned tensor, or the operation may be removed. In plain PyTorch nothing is printed.
 
     Args:
-        print_gradient: print its gradient too, in training, as `<title>_gradient`
-        summarise_threshold: of more elements, only those at the edges are printed (0: all)
-        edge_items: number of elements at each edge
+        print_gradient: in training, print the gradient too, as `<title>_gradient`
+        summarise_threshold: number of elements above which only the edges are printed (0: print all)
+        edge_items: elements at each edge of a dimension
         max_line_width: characters after which rows are broken (0: never)
         digits: significant digits (0: as many as identify the number)
         float_format: "auto", "fixed", "scientific" or "none" (as Python prints it)
     Raises:
-        KeyError: another float format
+        KeyError: the float format is unknown
     """
     check_tensors("ipu_print_tensor takes a tensor", tensor)
     if float_format not in _FORMATS:
@@ -63,7 +63,7 @@ def ipu_print_tensor(
 
 def _print(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: int | str) -> None:
     text = _Layout(*layout).text(tensor.detach().cpu(), title)  # type: ignore[arg-type]
-    sys.stderr.write(text + "\n")  # in one go: other ipus print too
+    sys.stderr.write(text + "\n")  # one write, as other threads print, too
     sys.stderr.flush()
 
 
@@ -84,7 +84,7 @@ mark(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a tensor is printed: the arguments of `ipu_print_tensor`."""
+    """The layout of a printed tensor: arguments of `ipu_print_tensor`."""
 
     summarise_threshold: int = 1000
     edge_items: int = 3
@@ -117,7 +117,7 @@ class _Layout:
         return [*lines, indent + self.close_bracket]
 
     def _shown(self, length: int, short: bool) -> list[int | None]:
-        """Return the positions to print, with None in place of those left out."""
+        """Return the indices to print, with None in place of the indices that are left out."""
         edge = self.edge_items
         if not short or length <= 2 * edge:
             return list(range(length))

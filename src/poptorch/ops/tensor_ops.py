@@ -1,4 +1,4 @@
-"""Operations on tensors with PopTorch's names: slices at data-dependent places, serialized products, point clouds."""
+"""Tensor operations with PopTorch's names: slices at computed offsets, serialized products, point clouds."""
 
 import itertools
 import math
@@ -20,9 +20,9 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
     """Return `tensor[start : start + size : step]` along `dim`.
 
     Args:
-        start: integer tensor with one element; a start that is too large is an error of the run
+        start: integer tensor with one element; a slice that exceeds the dimension raises an error at run time
         size:  elements that the slice spans
-        step:  distance of the elements that are returned
+        step:  step between the elements that are returned
     """
     _check_slice("dynamic_slice", tensor, dim, start, size)
     if not isinstance(step, int) or step < 1:
@@ -34,7 +34,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
     """Return a copy of `input` with `src` in `[start : start + size]` along `dim`.
 
     Args:
-        src:   of the input's type and shape, but `size` elements along `dim`
+        src:   has the dtype and shape of `input`, but `size` elements along `dim`
         start: integer tensor with one element
     """
     _check_slice("dynamic_update", input, dim, start, size)
@@ -124,14 +124,14 @@ def _reduced(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool) -> Ten
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Sample points of each cloud, each as far as possible from those before it (farthest point sampling).
+    """Return the indices of points sampled from each cloud, each as far as possible from those before it.
 
     Args:
         src:   points of all clouds, [N, F]
-        ptr:   beginnings of the clouds and the end of the last: cloud i is src[ptr[i]:ptr[i + 1]]
-        ratio: share of a cloud's points that is sampled, rounded up
-        random_start: begin with a random point of the cloud instead of its first
-    Returns: the rows of the sampled points, cloud after cloud
+        ptr:   offsets of the clouds in `src`: cloud i is src[ptr[i]:ptr[i + 1]]
+        ratio: share of a cloud's points that is sampled; the number is rounded up
+        random_start: begin with a random point of the cloud instead of its first point
+    Returns: row indices in `src`, int64, cloud after cloud
     """
     check_tensors("fps: src must be a tensor of points [N, F]", src)
     if not isinstance(ptr, list) or len(ptr) < 2 or not all(isinstance(value, int) for value in ptr):
@@ -143,7 +143,7 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
         raise Error(f"fps: ptr must rise from 0 to at most {len(src)}, the number of points; found {ptr}")
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
-    # Drawn outside of the opaque operation, so that the engine draws them as it draws the model's other numbers.
+    # Random starts are drawn outside of the opaque operation, with the engine's generators.
     make = torch.rand if random_start else torch.zeros
     return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
 
@@ -177,12 +177,12 @@ computed(
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> Tensor:
-    """Return, for each point of x, the row of the nearest point of y.
+    """Return, for each point of x, the index of the nearest point of y: [N], int64.
 
     Args:
-        x, y: [N, F] and [M, F], or [N] and [M]
-        batch_x, batch_y: sorted numbers of the points' clouds; only points of the same cloud are compared. Lists or
-            tensors, both or none
+        x, y: points, [N, F] and [M, F], or [N] and [M]
+        batch_x, batch_y: the cloud of each point, as sorted numbers in lists or tensors, [N] and [M]; give
+            both or neither. Only points of the same cloud are compared
     """
     check_tensors("nearest takes tensors", x, y)
     if (batch_x is None) != (batch_y is None):

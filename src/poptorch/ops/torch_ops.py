@@ -1,6 +1,6 @@
-"""Register the operations of this package under the names in `torch.ops.poptorch` by which programs call them.
+"""Register the shorthands of this package in `torch.ops.poptorch`, under the names that programs use.
 
-Marks and computed operations are registered where they are defined.
+Marks and computed operations are registered in the modules that define them.
 """
 
 import json
