@@ -1,4 +1,4 @@
-"""The environment variables of launchers, as a value: the number of replicas, and those of this process.
+"""The launchers' environment variables as a value: the number of replicas, and the share of this process.
 
 `poprun` writes these variables; `popdist` and `poptorch` read them. Processes of mpirun, torchrun or srun are instances
 of one replica each. This file imports the standard library only, for launchers without torch.
@@ -22,42 +22,42 @@ OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 
-# Set for each of several popruns, one on each node.
+# Set for each poprun if there are several, one per node.
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
-# Where poprun keeps the store by which instances meet, as HOST:PORT, and what its callers must know.
+# The address (HOST:PORT) of the store by which poprun's instances connect, and the secret of its clients.
 STORE = "POPDIST_STORE"
 SECRET = "POPDIST_SECRET"
 
 # The folder of `poprun --checkpoint-dir`.
 CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"
 
-# The file to which an instance writes its stack at the signal: its agent reads there where a hanging instance stands.
+# The file to which an instance writes its stacks at the signal: its agent reads the line of a hang from it.
 STACK = "POPRUN_STACK_FILE"
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 
-# A folder with the names of other libraries, for programs where those are absent.
+# A folder of modules with the names of other libraries (Horovod), for environments without them.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
 # The variables of other launchers: the number of processes, the rank, and the rank on the host.
 OTHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    # A step's variables: a batch script itself is one process, although its job has several tasks.
+    # The variables of a Slurm step: a batch script itself is one process, though its job has several tasks.
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One instance (a process) of those that train together; without a launcher, the only one."""
+    """One instance (a process) of a training. The defaults describe a process without a launcher."""
 
     total_replicas: int = 1
     local_replicas: int = 1
     ipus_per_replica: int = 1
-    replica_offset: int = 0
-    local_instance: int = 0
+    replica_offset: int = 0  # the index of this instance's first replica
+    local_instance: int = 0  # the index of this instance on its host
     instances: int = 1
     instance: int = 0
 
@@ -80,7 +80,7 @@ class Launch:
 
 
 def pando_version() -> str:
-    """Return the version of the installed package."""
+    """Return the version of the installed package, or "(not installed)"."""
     from importlib import metadata  # slow to import
 
     try:
@@ -90,12 +90,12 @@ def pando_version() -> str:
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher started this process."""
+    """Return whether poprun, or another launcher of several processes, started this process."""
     return TOTAL in environment or _other_launcher(environment) is not None
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return this process's launch, as the environment describes it.
+    """Return the launch that the environment describes; the default `Launch()` without a launcher.
 
     Raises:
         ValueError: a variable is missing or no number, or the total is not a multiple of the local replicas
@@ -123,14 +123,14 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher says that all processes run on this host."""
+    """Return whether the launcher's variables say that all processes run on this host."""
     instances = str(read(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the variables of the launcher that started this process as one of several; None, if there is none."""
+    """Return the names of the variables of a launcher of several processes; None if there is none."""
     return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
 
 
@@ -148,7 +148,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def write_stack_at_signal() -> None:
-    """Let this instance append the stacks of its threads to its file at poprun's signal."""
+    """Make poprun's signal write the stacks of all threads to the file that poprun has named, if any."""
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process
@@ -157,13 +157,13 @@ def write_stack_at_signal() -> None:
 
 
 def path_with_aliases(path: str) -> str:
-    """Return a PYTHONPATH on which `import horovod` finds popdist's collectives, if Horovod itself is not installed."""
+    """Return `path` with a folder in which `import horovod` finds popdist, unless Horovod is installed."""
     folders = [folder for folder in sys.path if folder != ALIASES]
     is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
 
 
 def find_aliases() -> None:
-    """As `path_with_aliases`, for this process."""
+    """Append the folder of aliases to this process's `sys.path`, after an installed Horovod."""
     if ALIASES not in sys.path:
         sys.path.append(ALIASES)

@@ -3,7 +3,7 @@
 Error                     poptorch.Error: the base class of errors in a program or a run
 ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
 ├── PartitionError        blocks and stages don't fit together
-├── BatchError            a batch that isn't what was compiled for
+├── BatchError            a batch of other shapes, types or structure than was compiled for
 ├── DataError             the data loader or its workers failed
 ├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
 ├── RecoverableError      the device can be used again after `recovery_action`
@@ -20,17 +20,17 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar known name; or an empty text."""
+    """Return "; did you mean '...'?" with the known name that is most similar; "" if none is similar."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Error(Exception):
-    """An error in a user's program, or of a run.
+    """The base class of errors in a user's program or in a run.
 
-    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the word in
-    quotes, and `location` the engine's passes (empty for errors raised on the host). The message of an engine's error
-    begins with `In <file>:<line>: `, its place in the engine.
+    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type`
+    the word in quotes, and `location` the engine's passes (empty for errors raised on the host). The text of
+    an engine's error begins with `In <file>:<line>: `, the line of the engine that raised it.
     """
 
     type = "poptorch_py_error"
@@ -42,7 +42,7 @@ class Error(Exception):
         super().__init__(str(self))
 
     def raised_by_engine(self, location: str) -> None:
-        """Make this an error of the engine, raised in the passes of `location`, with the same message."""
+        """Mark this error as raised by the engine, in the passes of `location`; the message is the same."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location
@@ -50,7 +50,7 @@ class Error(Exception):
 
     def __setstate__(
         self, state: dict[str, Any] | None
-    ) -> None:  # pickle and copy gave `__init__` the whole text
+    ) -> None:  # pickle and copy passed the whole text to `__init__`
         super().__setstate__(state)
         self.args = (str(self),)
 
@@ -60,27 +60,27 @@ class Error(Exception):
 
 
 class CaptureError(Error):
-    """The model can't be traced into a graph."""
+    """An error of a model that can't be traced into a graph."""
 
 
 class PartitionError(Error):
-    """Blocks and stages don't fit together."""
+    """An error of blocks and stages that don't fit together."""
 
 
 class BatchError(Error):
-    """A batch that isn't what the executor was compiled for."""
+    """An error of a batch with other shapes, types or structure than the executor was compiled for."""
 
 
 class DataError(Error):
-    """A data loader, or one of its workers, failed."""
+    """An error of a data loader or one of its workers."""
 
 
 class RunError(Error):
-    """A piece failed while it ran; the weights are those of the last finished update."""
+    """An error of a piece while it ran. The weights are those of the last finished update."""
 
 
 class RecoverableError(Error):
-    """The device can be used again after `recovery_action` (for example "IPU_RESET")."""
+    """An error after which the device can be used again, once `recovery_action` is done (as "IPU_RESET")."""
 
     def __init__(self, message: str, recovery_action: str = "IPU_RESET", location: str = "") -> None:
         super().__init__(message, location)
@@ -88,4 +88,4 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """The device, or a process, is lost."""
+    """An error after which the device or a process is lost."""

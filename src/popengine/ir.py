@@ -1,9 +1,9 @@
-"""The engine's language on one page: the values that flow from pass to pass.
+"""The intermediate representation: the values that flow from pass to pass.
 
     capture ─► Graph ─ partition ─► Partition ─ tasks ─► Plan ─► Engine
 
-Every value is made once by one pass and changed by none. Tensors appear by name only, but for the
-constants that the model's code holds.
+Every value is made once, by one pass, and never changed. Tensors appear by name only, except the
+constants of the model's code.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import fx
 from .order import After
 from .piece import Line, Phase, Piece, Value
 
-__all__ = ["After", "Line", "Phase", "Piece", "Value"]  # and all that is defined here
+__all__ = ["After", "Line", "Phase", "Piece", "Value"]  # beside the names defined here
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
 Key = Literal["output", "gradient", "buffer", "input"]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A value that a graph is given: its name in the graph, what it is, and the user's name for it."""
+    """An input of a graph: its name in the graph, its role, and the user's name for it."""
 
     name: str
     role: Role
-    key: str  # parameters, buffers: the canonical name in the module; inputs: their position
+    key: str  # parameters, buffers: the canonical name in the module; inputs: the position
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A value that a graph gives: a user's output, a gradient, or the next value of a buffer or input."""
+    """An output of a graph: a user's output, a gradient, or the next value of a buffer or input."""
 
     name: str  # of the node, or of the slot when it's passed through
     kind: Key
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One entry into a block, as the forward ran: its name (None: before the first block)."""
+    """One entry into a block during the forward: the block's name (None: before the first block), its ipu."""
 
     name: str | None
     ipu: int | None
@@ -61,7 +61,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a captured model takes and gives, the constants of its code, and the blocks it went through."""
+    """The inputs (`slots`) and outputs (`results`) of a captured model, its constants and block entries."""
 
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
@@ -70,18 +70,18 @@ class Signature:
 
     @property
     def weights(self) -> list[Slot]:
-        """The slots of parameters and buffers."""
+        """Return the slots of parameters and buffers."""
         return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
 
     @property
     def changed(self) -> frozenset[str]:
-        """The slots of buffers that the forward changes."""
+        """Return the slot names of buffers that the forward changes."""
         keys = {result.key for result in self.results if result.kind == "buffer"}
         return frozenset(slot.name for slot in self.slots if slot.role == "buffer" and slot.key in keys)
 
     @property
     def fixed(self) -> frozenset[str]:
-        """The slots whose values are the same for all micro-batches of a step: every ipu has its own."""
+        """Return the slot names of values that are constant during a step, so that each ipu may copy them."""
         return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed
 
 
@@ -89,8 +89,8 @@ class Signature:
 class Graph(Signature):
     """One micro-batch of the model: forward, and in training backward, as one functional fx graph.
 
-    Each node's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None where nothing says),
-    `where` (the user's line) and, for draws of random numbers, `draw` (its place in the model).
+    Each node's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None: autograd's sum of two
+    gradients), `where` (the user's line) and, for draws of random numbers, `draw` (the index of the draw).
     """
 
     code: fx.Graph
@@ -105,21 +105,21 @@ class Graph(Signature):
 
 @dataclass(frozen=True)
 class Partition:
-    """A graph cut into pieces, and where each parameter and buffer lives."""
+    """A graph cut into pieces, and the stage that holds each parameter and buffer."""
 
     signature: Signature
     pieces: tuple[Piece, ...]  # in order of the data: F0 F1 ... B1 B0
     ipus: tuple[int, ...]  # of each stage
     home: dict[str, int]  # parameter's or buffer's slot name -> stage
     names: tuple[str, ...]  # of each stage: its blocks, for messages
-    prepared: dict[str, Piece] = field(default_factory=dict)  # by name, what is made of weights once a step
+    prepared: dict[str, Piece] = field(default_factory=dict)  # by name, casts of weights, run once per step
 
     @property
     def stages(self) -> int:
         return len(self.ipus)
 
     def sources(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield the names, each prepared value's followed by those of the weights that it is made of."""
+        """Yield each name; after a prepared value's, also the names of the slots that it is computed from."""
         for name in names:
             yield name
             if name in self.prepared:
@@ -135,18 +135,18 @@ InstructionKind = Literal[
 
 
 class Instruction(NamedTuple):
-    """A part of a row as a profile shows it: what an ipu does, if it has memory of its own.
+    """A part of a row, as a profile shows it: one action of an ipu, as if each ipu had memory of its own.
 
-    kind        names                                               with
-    load        of inputs, whose rows of this micro-batch it takes  keys: positions of the inputs
-    receive     of values that another ipu has computed             channel, peer
-    compute     of values that no later piece of this ipu reads     piece
-    send        of values for another ipu                           channel, peer
-    accumulate  of gradients that it adds to their sums             keys: names of the parameters
-    keep        of the next values of buffers                       keys: names of the buffers
-    store       of values for the user's results                    keys: positions in `Signature.results`
-    free        of values that it forgets
-    update                                                          keys: names of the weights
+    kind        what `names` name                             other fields
+    load        inputs: their rows of this micro-batch        keys: positions of the inputs
+    receive     values that another ipu has computed          channel, peer
+    compute     values that no later piece of this ipu reads  piece
+    send        values that another ipu reads                 channel, peer
+    accumulate  gradients to add to their sums                keys: names of the parameters
+    keep        the next values of buffers                    keys: names of the buffers
+    store       values for the user's results                 keys: positions in `Signature.results`
+    free        values whose memory is freed
+    update      (nothing)                                     keys: names of the weights
     """
 
     kind: InstructionKind
@@ -169,20 +169,20 @@ TaskKind = Literal[
     "measure",  # the norms of a chunk's step (LAMB, LARS)
     "trust",  # the ratios from these norms
     "update",  # a chunk of parameters: reduce over replicas, divide, clip, apply the rule
-    "share",  # weights that another process has updated
+    "share",  # broadcast weights from the processes that have updated them
     "end",
 ]
-# A row with the index "micro_batch" is done for each micro-batch, one with "step" once a step, the others for each
-# parameter or chunk, whose numbers are known when the plan is loaded.
+# A row runs for each micro-batch, parameter or chunk, or once per step. The numbers of parameters and chunks
+# are known when the plan is loaded.
 Index = Literal["micro_batch", "step", "parameter", "chunk"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row of a plan's table: one thing that a step does, for each micro-batch or once.
+    """A row of a plan's table: one action of a step, for each micro-batch, parameter or chunk, or once.
 
-    `reads` and `frees` name values of the micro-batch; those in `frees` nothing reads afterwards. `instructions`
-    say the same as a profile shows it, as if each ipu had memory of its own. `once`: for all replicas together.
+    `frees` names the values of the micro-batch that no later row reads. `instructions` describe the row in
+    a profile. `once`: it runs once for all replicas together, and not for each replica.
     """
 
     kind: TaskKind
@@ -205,16 +205,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the engine needs to run: the pieces, and the table of what a step does with them."""
+    """The input of the engine: the pieces, and the table of the actions of a step."""
 
     partition: Partition
     tasks: tuple[Task, ...]
-    micro_batches: int  # of a step and replica
+    micro_batches: int  # per step and replica
     order: str  # a key of `popengine.order.ORDERS`
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
 
     def held(self, ipu: int) -> list[str]:
-        """Return the slots that an ipu with memory of its own holds: its state, and copies of weights of other ipus."""
+        """Return the slots of an ipu with its own memory: its state, and copies of others' weights."""
         copied = (
             name
             for task in self.tasks

@@ -1,9 +1,9 @@
-"""The engine's own operations: a branch, a loop, and one that gathers the values of all replicas of a group.
+"""The engine's own operations: a branch, a loop, and a gather of the values of all replicas of a group.
 
 A branch or loop runs bodies, graphs inside a graph. A body is passed to its operation as text, since the operations of
 a graph take tensors and plain values only. `compile/recording/branches_and_loops.py` makes bodies, and
 `run/backends/eager.py` runs them. Gathering over replicas is a task of its own in a plan; outside a plan the operation
-returns `size` copies of its value, as if all replicas had the same.
+returns `size` copies of its value, as if all replicas had the same value.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .piece import Line, Piece, Value
 
 @dataclass(frozen=True)
 class Body:
-    """A function from tensors to tensors, and the shape and type of each output."""
+    """A body of a branch or loop: a function from tensors to tensors, and each output's shape and dtype."""
 
     piece: Piece
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     draws: bool  # whether it draws random numbers
 
     def packed(self) -> str:
-        """Return the body as Python text."""
+        """Return the body as Python text, which `unpacked` evaluates."""
         return repr(self)
 
     @staticmethod
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def calls_within(piece: Piece) -> Iterator[str]:
-    """Yield the operations that a piece calls, also in the bodies of its branches and loops."""
+    """Yield the names of the operations that a piece calls, also in the bodies of its branches and loops."""
     yield from piece.calls
     for line in piece.lines:
         if line.call.startswith("popengine."):
@@ -74,7 +74,7 @@ def _pretend_loop(count: int, body: str, state: list[Tensor], others: list[Tenso
     return _like(body, state[0].device)
 
 
-# A second name for bodies that draw random numbers: the tag has them drawn as those of any operation are.
+# Bodies that draw random numbers have a variant with the tag of random operations, so it is given a key.
 for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_seeded,))):
     LIBRARY.define(f"cond{_suffix}{_COND}", tags=_tags)
     LIBRARY.define(f"loop{_suffix}{_LOOP}", tags=_tags)
@@ -96,5 +96,5 @@ def _pretend(value: Tensor, size: int) -> Tensor:
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """Return the values [size, ...] of this replica's group, in the order of its replicas. It has no gradient."""
+    """Return the values of the replicas in this replica's group, stacked: [size, ...]. It has no gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

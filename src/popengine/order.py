@@ -1,7 +1,7 @@
-"""The order of a step: which of its tasks come first, and how many micro-batches may be under way.
+"""The order of a step: which of its ready tasks runs first, and how many micro-batches may be under way.
 
-An order is a key, by which a device chooses among the tasks that are ready, and a bound. What runs, what is drawn and
-what virtual time computes follow the same order. To add one, write a key and a bound, and enter it in `ORDERS`.
+An order is a key, by which a device chooses among ready tasks, and a bound on the micro-batches under way.
+Engine, drawings and virtual time use the same orders. A new order is an `Order` that is entered in `ORDERS`.
 
     one forward, one backward       each ipu is a device of its own: profiles, drawings, plans
     ipu 0 | F0 F1 .. B0 F2 B1 .. B2
@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from .virtual_time import Timeline, simulate
 
-_MOST = 20_000  # tasks; of longer steps two shorter ones are simulated, and the line through them is followed
+_MOST = 20_000  # tasks; the length of a longer step is extrapolated from two shorter ones
 
 
 class After(NamedTuple):
-    """A row that has to be done before: for the same micro-batch (`behind` 0), for an earlier one, or all of it (None).
+    """A row that another row waits for, `behind` micro-batches earlier (0: the same one; None: all indices).
 
-    `group`: by so many neighbouring replicas, and not only by the same one.
+    `group`: the row must be done by this number of neighbouring replicas, and not only by the same replica.
     """
 
     row: int
@@ -38,7 +38,7 @@ class After(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One phase of one stage, for each micro-batch: a row of a table."""
+    """One phase of one stage, which runs for each micro-batch."""
 
     phase: str  # F or B
     stage: int
@@ -48,12 +48,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """How devices choose.
+    """The rule by which devices choose among ready tasks.
 
     Args:
-        key:   of (the row of an action, the action, the micro-batch): of what is ready the smallest runs first
-        bound: of (the row of an action, all actions, devices that share them): what an action of an earlier
-            micro-batch has to have done before; None: nothing
+        key:   of (an action's index, the action, the micro-batch): the ready task of the smallest runs first
+        bound: of (an action's index, all actions, the number of devices that share them): the action of an
+            earlier micro-batch that this action waits for, or None
     """
 
     name: str
@@ -66,13 +66,17 @@ def _stages(actions: Sequence[Action]) -> int:
 
 
 def _entry(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the bound by which a micro-batch begins after the end of the one that is `in_flight` before it."""
+    """Return the bound of a micro-batch's first action: the end of the one `in_flight` earlier. Else None."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
 
 def _room(row: int, actions: Sequence[Action], devices: int) -> After | None:
-    """At most (stages - stage) micro-batches are between forward and backward of a stage."""
+    """Return the row that a forward action waits for in 1F1B order; None: no bound.
+
+    It is a backward of an earlier micro-batch, so at most (stages - stage) micro-batches are between the
+    forward and the backward of a stage. Without backwards (in inference) at most `stages` are in flight.
+    """
     action, stages = actions[row], _stages(actions)
     backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
     if action.phase == "F" and backwards:
@@ -104,7 +108,7 @@ ORDERS: dict[str, tuple[Order, Order]] = {
 
 
 def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple[After, ...]]:
-    """Return what each action waits for in this order."""
+    """Return all that each action waits for: its own dependencies, and the bound of the order."""
     bounds = (order.bound(row, actions, devices) for row in range(len(actions)))
     return [
         (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
@@ -121,15 +125,15 @@ def timeline(
     updates: Mapping[int, float] = MappingProxyType({}),
     keeps_order: bool = False,
 ) -> tuple[list[tuple[int, int]], Timeline]:
-    """Run the actions of a step in virtual time.
+    """Simulate the actions of a step in virtual time.
 
     Args:
-        cores:    that share all ipus of all replicas; 0: each ipu is a device of its own, of one replica
-        costs:    of each action; by default 1
-        replicas: that run the same actions
-        updates:  of each ipu the cost of what comes after all of its actions
+        cores:    the number of cores that share the ipus of all replicas; 0: each ipu is a device (1 replica)
+        costs:    the time of each action; by default 1
+        replicas: the number of replicas that run the same actions
+        updates:  by ipu, the time of its update, which follows all of its actions
         keeps_order: each ipu runs its actions in the order of a step in which all cost 1, as its program does
-    Returns: (action, micro-batch) of each task, by rising key; and when each runs. Updates follow them
+    Returns: (action's index, micro-batch) of each task, by rising key; and their timeline, updates last
     """
     after = bounded(actions, order, cores or 1)
     tasks = [
@@ -161,7 +165,10 @@ def timeline(
 def length(
     actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = _MOST
 ) -> float:
-    """Return the length of a step, from `run(micro_batches)`; of more than `most` tasks by the line through two."""
+    """Return the length of a step, which `run(micro_batches)` simulates.
+
+    Above `most` tasks two shorter steps are simulated, and the length is extrapolated linearly.
+    """
     more = max(1, _stages(actions))
     some = 2 * more + 4  # enough to fill the pipeline
     if len(actions) * micro_batches <= most or micro_batches <= some + more:
@@ -171,10 +178,10 @@ def length(
 
 
 def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int = 0) -> str:
-    """Return a grid: a row for each ipu (or core), a column for each tick, if each action takes one.
+    """Return a step as a text grid: a row per ipu (or core), a column per tick. Each action takes one tick.
 
-    F2 is the forward of micro-batch 2. Where a row has several stages, the stage comes before the dot: B1.2 is the
-    backward of stage 1 on micro-batch 2. `..` is an idle tick.
+    F2 is the forward of micro-batch 2. If a row has several stages, the stage comes before the dot: B1.2 is
+    the backward of stage 1 on micro-batch 2. `..` is an idle tick.
     """
     tasks, found = timeline(actions, micro_batches, order, cores)
     kind, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))

@@ -1,6 +1,6 @@
 """A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them.
 
-Passes read and rewrite the list. Cores run the Python that is made from it, and readers can read it:
+Passes read and rewrite the list. The engine runs the Python that is generated from it:
 
     def piece(values):
         x, weight, = values
@@ -19,13 +19,13 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 Phase = Literal["F", "B"]
-GETITEM = "getitem"  # the call that takes one value out of an operation's several
+GETITEM = "getitem"  # the call that selects one of an operation's results
 GATHER = "popengine.gather_over_replicas.default"  # the call that reads values of other replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of a piece, among the arguments of an operation."""
+    """A reference to a value of a piece, among the arguments of an operation."""
 
     name: str
 
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...] = ()
     where: str = "?"  # file:line of the user's code
-    draw: int | None = None  # the place in the model of the random numbers that it draws
+    draw: int | None = None  # the index of its draw of random numbers in the model
 
     def operands(self) -> Iterator[str]:
         """Yield the names of the values among the arguments, in their order."""
@@ -54,7 +54,7 @@ class Piece:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     lines: tuple[Line, ...]
-    part: int = 0  # of a phase that is cut into several
+    part: int = 0  # its index, if a phase is cut into several pieces
 
     def __str__(self) -> str:
         return f"{self.phase}{self.stage}" + (f" part {self.part}" if self.part else "")
@@ -71,17 +71,17 @@ class Piece:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether the piece draws random numbers; their key is then its last input."""
+        """Return whether the piece draws random numbers; then the key of its draws is its last input."""
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
     def gathers(self) -> int:
-        """The most replicas whose values the piece gathers; 0: none."""
+        """Return the size of the largest group of replicas that the piece gathers values of; 0: none."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
     def dying(self) -> tuple[tuple[str, ...], ...]:
-        """For each line, the values whose last use it is."""
+        """Return for each line the values whose last use it is, without those that the piece writes."""
         last = {
             name: place for place, line in enumerate(self.lines) for name in (line.name, *line.operands())
         }
@@ -97,7 +97,7 @@ class Piece:
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """Function names in the source, by (operation, whether it draws random numbers)."""
+        """Return the function names of the source, by (operation, whether it draws random numbers)."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:
@@ -109,16 +109,16 @@ class Piece:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The operations that the piece calls, each once."""
+        """Return the names of the operations that the piece calls, each once."""
         return tuple(dict.fromkeys(call for call, _ in self.functions))
 
     @cached_property
     def source(self) -> str:
-        """Python that defines `piece(values)`. It empties the list, so that each tensor is freed at its last use."""
+        """Return Python of `piece(values)`, which empties the list: tensors are freed at their last use."""
         return self.written()
 
     def written(self, after: str = "") -> str:
-        """Return the source with a statement `after` each line of the body, and before the first."""
+        """Return the source with `after` (as "; tick()") before the first operation and after each one."""
         *head, cleared = self._head()
         lines = zip(self.lines, self.dying, strict=True)
         body = [cleared, *(self._written(line) + forgotten(dying) for line, dying in lines)]
@@ -126,7 +126,7 @@ class Piece:
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
     def where(self, number: int) -> str:
-        """Return the user's line that a line of the source (from 1) was captured from."""
+        """Return the user's `file:line` of a line of the source (from 1); "?" if the line is no operation."""
         index = number - 1 - len(self._head())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
@@ -151,12 +151,12 @@ class Piece:
 
 
 def forgotten(names: Any) -> str:
-    """Return a statement that drops the references to values."""
+    """Return the text "; a = b = None", which drops the references to the named values; "" without names."""
     return f"; {' = '.join([*names, 'None'])}" if names else ""
 
 
 def _text(argument: Any) -> str:
-    """Return Python for an argument; `inf`, `nan`, `torch` and `device` are names in a piece's source."""
+    """Return an argument as Python text, in which `inf`, `nan`, `torch` and `device` may occur as names."""
     if isinstance(argument, Value):
         return argument.name
     if isinstance(argument, (list, tuple)):

@@ -1,7 +1,7 @@
-"""What a run did and when: tables of plain values, and their file. Standard library only, so viewers need no torch.
+"""Profiles: what a run did and when, as tables of plain values, and their file. Viewers need no torch for it.
 
-Each table has rows of one kind; `docs/profile-format.md` describes them. A program's instructions are the same in every
-step, so a `Track` holds only how long each took; `programs` says what they are.
+Each table has rows of one kind; `docs/profile-format.md` describes them. An ipu's program is the same in each
+step, so a `Track` holds only the times of its instructions, and `Profile.programs` the instructions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Pass(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the model, where it was placed, and the line that opened it."""
+    """A block of the model, its stage and ipu, and the line that opened it."""
 
     name: str
     stage: int
     ipu: int
     where: str
-    parameters: int = 0  # numbers in its weights
+    parameters: int = 0  # elements of its parameters
 
 
 class Piece(NamedTuple):
@@ -36,15 +36,15 @@ class Piece(NamedTuple):
     phase: str  # F or B
     stage: int
     ipu: int
-    where: str  # the first of the user's lines in it
-    enters: int = 0  # bytes it is handed for good: they die while it runs
+    where: str  # the user's line of its first operation
+    enters: int = 0  # bytes of its inputs that are freed while it runs
 
 
-CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # a second of a core, roughly: estimates that need no measurement
+CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # per second of a core, roughly, for estimates without measurement
 
 
 class Operation(NamedTuple):
-    """One operation of a piece; times are of replica 0 in the step that `facts["detailed_step"]` names."""
+    """One operation of a piece; times are those of replica 0 in the step `facts["detailed_step"]`."""
 
     piece: int
     name: str
@@ -56,12 +56,12 @@ class Operation(NamedTuple):
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
     live: int = 0  # bytes alive in the piece after it
-    width: int = 4  # bytes of a number of its result
+    width: int = 4  # bytes of an element of its result
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 
 class Part(NamedTuple):
-    """An instruction of an ipu's program, for all micro-batches."""
+    """One instruction of an ipu's program. It runs for each micro-batch; if `phase` is "", once per step."""
 
     ipu: int
     kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
@@ -73,16 +73,18 @@ class Part(NamedTuple):
 
     @property
     def often_and_when(self) -> tuple[str, str]:
-        """How often a transfer happens, a "micro-batch" or a "step", and when."""
+        """Return how often a transfer runs (once per "micro-batch" or "step"), and when, in words."""
         if self.phase:
             return "micro-batch", f"after {self.phase}{self.stage}"
         return "step", "at its start (shared weights)"
 
 
 class Track(NamedTuple):
-    """One step of one ipu: when it began, how long each instruction of its program took, the time before each in
-    which the ipu had nothing to do, the core that ran it, and for how long that core computed in it: less than the
-    duration where another program had the core. (None: no such time, no such core. 0 computed: not measured.)"""
+    """One step of one ipu: its start, and a value of each list for each instruction of the ipu's program.
+
+    `gaps`: idle time before each instruction. `cores`: the core that ran it. `computed`: the time that it
+    spent in it, without other programs' time (0: not measured). A list that was not recorded is None.
+    """
 
     call: int
     step: int  # weight updates (calls, in inference) since the executor was compiled
@@ -95,7 +97,7 @@ class Track(NamedTuple):
     computed: list[int] | None = None  # ns
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """When each instruction began and ended."""
+        """Yield (begin, end) of each instruction, in ns."""
         at = self.start
         for index, duration in enumerate(self.durations):
             at += self.gaps[index] if self.gaps else 0
@@ -104,7 +106,7 @@ class Track(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of the executor as the host saw it; ns since the profile's origin."""
+    """One call of the executor, timed on the host; ns since the profile's origin."""
 
     call: int
     start: int
@@ -113,16 +115,16 @@ class Call(NamedTuple):
 
 
 class HostEvent(NamedTuple):
-    """Something the host did or waited for; ns since the profile's origin."""
+    """An action or a wait of the host; ns since the profile's origin."""
 
-    kind: str  # loader, weights to device, weights to host
+    kind: str  # loader, weights to devices, weights to host
     start: int
     end: int
     bytes: int = 0
 
 
 class Memory(NamedTuple):
-    """Bytes that live on an ipu from step to step."""
+    """Bytes that an ipu keeps from step to step."""
 
     replica: int
     ipu: int
@@ -133,7 +135,10 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Memory of a micro-batch on replica 0: held after instructions [born, died) of the detailed step."""
+    """A tensor of a micro-batch of replica 0, held after the instructions [born, died) of the detailed step.
+
+    died -1: held to the end of the step.
+    """
 
     ipu: int
     name: str
@@ -145,7 +150,7 @@ class Tensor(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """An action of the schedule, and its tick if each action took one."""
+    """An action of the schedule, and its tick if each action takes one tick."""
 
     ipu: int
     phase: str
@@ -163,7 +168,7 @@ class Option(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One instruction of one ipu as it ran: `Track` and `Part` joined."""
+    """One run of an instruction on an ipu: the times of a `Track`, joined with the fields of a `Part`."""
 
     ipu: int
     replica: int
@@ -183,25 +188,25 @@ class Event(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """ns of work: without what other programs did meanwhile, where that was measured."""
+        """Return the ns that a core computed in it, or its duration if that was not measured."""
         return self.computed or self.end - self.start
 
 
 FORMAT, VERSION = "pando-profile", 1
-PLAN_WISH = "PANDO_PLAN"  # a variable: a program plans its first model, and ends; see `poptorch.planning`
+PLAN_WISH = "PANDO_PLAN"  # environment variable: plan the first model and exit, see `poptorch.planning`
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A run of one executor, with what the plan says of it.
+    """The profile of one executor's run: what was recorded, and the tables that follow from its plan.
 
-    `programs[ipu]` is a flat list: part, micro-batch, part, micro-batch ... `counts` are the batch factors;
-    `facts` hold single numbers and texts: see docs/profile-format.md.
+    `programs[ipu]` is a flat list: index in `parts`, micro-batch, index, micro-batch ... (-1: whole step).
+    `counts` are the batch factors; `facts` hold single numbers and texts: see docs/profile-format.md.
     """
 
     name: str
     training: bool
-    stages: tuple[str, ...] = ()  # the blocks of each, in words
+    stages: tuple[str, ...] = ()  # the names of each stage's blocks
     ipus: tuple[int, ...] = ()  # of each stage
     counts: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -221,11 +226,11 @@ class Profile:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The ipus, each once."""
+        """Return the ipus in ascending order, each once."""
         return tuple(sorted(set(self.ipus)))
 
     def events(self, kinds: frozenset[str] | None = None) -> Iterator[Event]:
-        """Every instruction that was recorded, or those of some kinds; in order for each ipu."""
+        """Yield the recorded instructions, or only those of `kinds`, one track after another."""
         for track in self.tracks:
             program = self.programs[track.ipu]
             for index, (begin, end) in enumerate(track.spans()):
@@ -250,7 +255,7 @@ class Profile:
                     )
 
     def to_json(self) -> str:
-        """Return the file's text: an object; tables as their columns and rows."""
+        """Return the file's text: a JSON object, in which each table is an object of `columns` and `rows`."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -260,7 +265,7 @@ class Profile:
         return json.dumps(data, separators=(",", ":"))
 
     def save(self, path: Path) -> None:
-        """Write the file; a reader never sees half of it."""
+        """Write the file (and its folder) atomically: a reader never sees a partial file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
         draft.write_text(self.to_json())
@@ -280,10 +285,10 @@ class ProfileError(ValueError):
 
 
 def load(path: Path) -> Profile:
-    """Read what `Profile.save` wrote.
+    """Return the profile in a file that `Profile.save` wrote.
 
     Raises:
-        ProfileError: there is no such file, or it's no profile, damaged, cut short, or of a newer version
+        ProfileError: the file is missing, no profile, damaged, cut short, or of a newer version
     """
     try:
         text = path.read_text()
@@ -336,7 +341,7 @@ def _value(name: str, data: dict[str, Any]) -> Any:
 
 
 def _check(profile: Profile) -> None:
-    """Raises ValueError, where a table refers to what isn't there."""
+    """Raise ValueError if a table refers to a missing row, or columns differ in length."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
     for ipu, program in profile.programs.items():

@@ -1,6 +1,6 @@
-"""A plan's table as each ipu sees it: its actions, and its program of instructions, as if it were a device of its own.
+"""The actions of a plan, and each ipu's program of instructions, as if each ipu were a device of its own.
 
-What a profile records and a drawing shows is numbered by these programs.
+Profiles and drawings number the instructions by these programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Group = tuple[str, int]  # phase and stage
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """Return the actions of a step (one for each phase of each stage), and the rows of each, sums included."""
+    """Return the actions of a step (one per phase of each stage), and the rows of each, sums included."""
     groups: dict[Group, list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:
@@ -37,7 +37,7 @@ def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
 
 
 class Entry(NamedTuple):
-    """A row in the program of an ipu: for which micro-batch (-1: of the whole step), and its first instruction."""
+    """A row in an ipu's program: its micro-batch (-1: the whole step), the index of its first instruction."""
 
     row: int
     micro_batch: int
@@ -45,14 +45,14 @@ class Entry(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What an ipu does in a step, in its order."""
+    """The rows and the instructions that an ipu runs in a step, in order."""
 
     entries: list[Entry]
     instructions: list[tuple[Instruction, int]]  # with the micro-batch of each
 
 
 def programs(plan: Plan) -> dict[int, Program]:
-    """Return the program of each ipu, if each is a device of its own and every action takes one tick."""
+    """Return the program of each ipu, as a device of its own, ordered as if every action took one tick."""
     found, rows_of = actions(plan)
     apart, _ = ORDERS[plan.order]
     tasks, times = timeline(found, plan.micro_batches, apart)
@@ -68,16 +68,16 @@ def programs(plan: Plan) -> dict[int, Program]:
 
 
 def lanes(plan: Plan) -> Iterator[list[tuple[int, int]]]:
-    """For each ipu (row, micro-batch) in the order of its program."""
+    """Yield the (row, micro-batch) pairs of each ipu's program, in order, without rows of the whole step."""
     for program in programs(plan).values():
         yield [(entry.row, entry.micro_batch) for entry in program.entries if entry.micro_batch >= 0]
 
 
 def drawn(plan: Plan, cores: int = 0) -> tuple[str, str]:
-    """Return the name of a step's order, and a grid of it.
+    """Return the name of a step's order, and its schedule as a text grid (see `order.draw`).
 
     Args:
-        cores: that share all ipus; 0: each ipu is a device of its own
+        cores: the number of cores that share all ipus; 0: each ipu is a device of its own
     """
     order = ORDERS[plan.order][bool(cores)]
     return order.name, draw(actions(plan)[0], plan.micro_batches, order, cores)

@@ -1,4 +1,4 @@
-"""The engine's settings: frozen values, which `poptorch.options.freeze_options` makes of the user's options."""
+"""The engine's settings: frozen values that `poptorch.options.freeze_options` makes from user options."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Strategy:
     """The execution strategy: how stages are scheduled, and the stage of each block, by `stages` or the `auto` rule.
 
     Args:
-        ipus, capacity: of the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by measured cost
-        or_sharded:     a pipeline with too few micro-batches to fill it runs its stages one after another
-        joined:         neighbouring stages on one ipu are one stage, as plans for separate devices have them
+        ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
+        or_sharded:     if the micro-batches can't fill the pipeline, its stages run one after another
+        joined:         join neighbouring stages on one ipu into one stage, as plans for separate devices do
     """
 
     mode: Mode = "pipelined"
@@ -43,19 +43,22 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The factors of a combined batch. They are multiplied here only."""
+    """The factors of a combined batch, and the numbers of replicas and instances.
 
-    iterations: int = 1  # device iterations: weight updates a call in training
-    accumulation: int = 1  # micro-batches a weight update and replica
+    Only `product` multiplies the factors.
+    """
+
+    iterations: int = 1  # device iterations: weight updates per call in training
+    accumulation: int = 1  # micro-batches per weight update and replica
     replicas: int = 1  # in this process
     groups: int = 1  # input groups: replicas of one group read the same rows
     grouping: Literal["consecutive", "orthogonal"] = "consecutive"
     instances: int = 1  # processes that train together
-    instance: int = 0  # this one
+    instance: int = 0  # the index of this process
 
     @property
     def product(self) -> int:
-        """Micro-batches in the combined batch of one call."""
+        """Return the number of micro-batches in the combined batch of one call."""
         return self.iterations * self.accumulation * self.groups
 
     def group_of(self, replica: int) -> int:
@@ -71,13 +74,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A weight update rule without its rates: the parts that may not change after compilation.
+    """A weight update rule without its rates: the properties that may not change after compilation.
 
     Args:
         kind:        a key of `popengine.update.optimizer_rules.RULES`
-        group_of:    the parameter group of each parameter by canonical name; others are not updated
+        group_of:    the parameter group of each updated parameter, by canonical name
         state_types: the dtype of each state of the rule by name ("velocity"; "exp_avg", "exp_avg_sq"; ...)
-        flags:       properties of the rule that are on or off; those left out have the default in `RULES`
+        flags:       boolean properties of the rule; `RULES` has the defaults
     """
 
     kind: str
@@ -122,29 +125,29 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """The groups of a per-replica parameter. The host's value has one row for each; gradients are reduced in groups.
+    """The groups of replicas that share a value of a per-replica parameter, and reduce its gradients.
 
     Args:
-        of:       the group, which is the row, of each replica
-        all_rows: the host receives the value of every replica, and not of the first in each group
+        of:       the group of each replica, which is also its row in the host's tensor
+        all_rows: the host receives the value of every replica, not only of the first in each group
     """
 
     of: tuple[int, ...]
     all_rows: bool = False
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Return the replicas that have the same value as this one, in order."""
+        """Return the replicas of a replica's group, in ascending order."""
         return tuple(other for other, group in enumerate(self.of) if group == self.of[replica])
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The replicas whose values the host receives, one a row."""
+        """Return the replicas whose values the host receives, in the order of its rows."""
         if self.all_rows:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
     def row_for(self, replica: int, rows: int) -> int:
-        """Return the row of a replica in a host value with this number of rows."""
+        """Return a replica's row in a host tensor with `rows` rows: one per group, or one per replica."""
         return replica if self.all_rows and rows == len(self.of) else self.of[replica]
 
 
@@ -153,7 +156,7 @@ class Hyper:
     """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale.
 
     Keys of a group: the rates of the optimizer's rule in `popengine.update.optimizer_rules` (the pair "betas" as
-    "beta1" and "beta2"), "maximize", and "fused" if the user asks for torch's single kernel, whose last bits differ.
+    "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel, whose last bits differ.
     """
 
     groups: tuple[dict[str, float], ...]
@@ -166,8 +169,8 @@ class StepPart:
 
     Args:
         ends_step: False: the next plan continues with the gradient sums, and updates the weights
-        before:    micro-batches of the step that the plan before has summed
-        weight:    rows of a micro-batch, relative to those of the micro-batches before
+        before:    the number of micro-batches of the step that the previous plan has summed
+        weight:    rows of a micro-batch, as a multiple of those of the micro-batches before
     """
 
     ends_step: bool = True
@@ -185,12 +188,12 @@ class Settings:
     outputs: Outputs = "all"
     return_period: int = 1  # device iterations between outputs, for "every_n"
     optimizer: Optimizer | None = None
-    # Of gradients over micro-batches and replicas; "running": a mean that is divided while it grows.
+    # Of gradients over micro-batches and replicas; "running": a mean that each micro-batch updates.
     reduction: Literal["mean", "sum", "running"] = "mean"
     automatic_loss_scaling: bool = False
     stochastic_rounding: bool = False  # of weight updates in half precision
-    finite_checks: bool = False  # floating point exceptions: stop where an infinity or a NaN is made
-    shard_optimizer: int | None = None  # share the state of parameters with at least so many elements
+    finite_checks: bool = False  # floating point exceptions: an infinity or a NaN is an error
+    shard_optimizer: int | None = None  # shard the state of parameters of at least this many elements
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
     backend: Backend = "eager"  # what runs the pieces
@@ -204,10 +207,10 @@ class Settings:
 
     @property
     def is_eager(self) -> bool:
-        """Whether pieces run as their source is. (Finite checks look at the results of each operation.)"""
+        """Return whether pieces run uncompiled; finite checks need it, since they check each operation."""
         return self.backend == "eager" or self.finite_checks
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
-        """Return the replicas that have the same value of a parameter, in order."""
+        """Return the replicas with the same value of a parameter as this one, in order: its group, or all."""
         groups = self.replica_groups.get(key)
         return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

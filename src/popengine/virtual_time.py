@@ -12,34 +12,34 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times and the device of each task. Tasks in a deadlock have the device -1, and no time."""
+    """The start, end and device of each task. Tasks in a deadlock have device -1, and start and end at 0."""
 
     starts: list[float]
     ends: list[float]
     devices: list[int]  # of each task
-    order: list[int]  # the tasks, as they begin
-    count: int  # of all devices
+    order: list[int]  # the tasks, by start
+    count: int  # the number of devices
 
     @property
     def length(self) -> float:
-        """The end of the last task."""
+        """Return the end of the last task."""
         return max(self.ends, default=0)
 
     @property
     def busy(self) -> float:
-        """The sum of all tasks' times."""
+        """Return the sum of all tasks' durations."""
         return sum(self.ends) - sum(self.starts)
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time that is idle."""
+        """Return the share of all devices' time in which they are idle, from 0 to 1."""
         return 1 - self.busy / (self.length * self.count) if self.length else 0.0
 
 
 def simulate(
     after: Sequence[Sequence[int]], costs: Sequence[float], devices: int | Sequence[int]
 ) -> Timeline:
-    """Simulate tasks. A free device takes the first task that is ready, in the order of the arguments.
+    """Simulate tasks: a free device runs the first of its ready tasks, in the order of the arguments.
 
     Args:
         after:   for each task, the tasks that must end before it begins
