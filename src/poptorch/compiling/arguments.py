@@ -26,7 +26,7 @@ _HINT = (
 
 
 class InputKind(NamedTuple):
-    """What a plan is compiled for: the structure and constants of each argument, and the tensors."""
+    """The inputs of a plan: structure and constants of each argument, dtype and shape of each tensor."""
 
     specs: tuple[tuple[str, Spec], ...]
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
@@ -34,7 +34,7 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of one call by the parameters of forward, defaults included; how many came by position."""
+    """The arguments of a call, bound to forward with its defaults, and the number of positional ones."""
 
     bound: inspect.BoundArguments
     positional: int
@@ -46,12 +46,12 @@ class BoundCall:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The tensors in the arguments, in walking order."""
+        """Return the tensors in the arguments, in the order of `tensors_of`."""
         return tensors_of(list(self.bound.arguments.values()))
 
     @property
     def paths(self) -> list[str]:
-        """The path of each tensor, such as `x`, `b[0]`, `x["k"]`; a part of **kwargs has its keyword as name."""
+        """Return the path of each tensor: `x`, `b[0]`, `x["k"]`; in **kwargs it begins with the keyword."""
         named: dict[str, Any] = {}
         for name, value in self.bound.arguments.items():
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -59,8 +59,10 @@ class BoundCall:
         return [path for name, value in named.items() for path in paths_of(value, name)]
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return the type of each argument but None, and the shapes of `samples`, which are its tensors as forward gets
-        them."""
+        """Return a text: dtype and shape of each tensor, and the type of each other value that is no default.
+
+        Args: samples: the tensors as forward receives them
+        """
         words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.paths, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
@@ -69,19 +71,19 @@ class BoundCall:
         return ", ".join(words)
 
     def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        """Call `forward` with these tensors in place of the call's own."""
+        """Return the result of `forward` for the arguments, with `tensors` in place of the call's tensors."""
         bound = self.with_tensors(tensors).bound
         return forward(*bound.args, **bound.kwargs)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
-        """Return the call with other tensors in place of its own."""
+        """Return a copy of the call with `tensors` in place of its own."""
         values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
         arguments: Any = dict(zip(self.bound.arguments, values, strict=True))
         return BoundCall(inspect.BoundArguments(self.bound.signature, arguments), self.positional)
 
 
 class MissingArgument(Error, TypeError):
-    """A mandatory argument is missing. Also a TypeError, which programs catch where forward takes *args."""
+    """The error of a missing argument. Also a TypeError, which programs catch if forward takes *args."""
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
@@ -114,7 +116,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_kinds(call: BoundCall) -> None:
-    """Check that all inputs are dense tensors with values. Raises: Error, if one is not."""
+    """Raise Error if an input is a meta tensor, a nested tensor or sparse."""
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
             kind, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
@@ -133,7 +135,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
     Raises:
         Error: an empty tensor
-        AssertionError: dimension 0 is not a multiple of iterations, accumulation and input groups
+        AssertionError: dimension 0 is not a multiple of iterations × accumulation × input groups
     """
     for tensor, path in zip(call.tensors, call.paths, strict=True):
         if tensor.numel() == 0:
@@ -147,7 +149,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about(call: BoundCall, wide: bool) -> None:
-    """Log warnings about arguments that are changed or fixed by the compilation; `wide` as for `narrowed`."""
+    """Warn of arguments that the compilation fixes or each call converts; `wide` as for `narrowed`."""
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
         if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
@@ -170,7 +172,7 @@ def warn_about(call: BoundCall, wide: bool) -> None:
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
-    """Return a float64 tensor as float32, unless the model is `wide`: has weights or buffers of float64."""
+    """Return a float64 tensor as float32, unless `wide`: the model has float64 weights or buffers."""
     return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
 
 
@@ -193,9 +195,9 @@ def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
 
 
 def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
-    """Copy what forward has written into its inputs to the caller's tensors.
+    """Copy the values that forward has written into its inputs to the caller's tensors.
 
-    Args: values: by position in the graph's results
+    Args: values: the new values, by index in `signature.results`
     """
     with torch.no_grad():
         for position, value in values.items():
@@ -214,7 +216,7 @@ def factors(counts: Counts) -> str:
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
     """Return one synthetic micro-batch for each input, expanded to a combined batch without a copy.
 
-    Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform. Integers are zero: they may be indices.
+    Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0
     """
     made = []
     for tensor in tensors:
@@ -226,7 +228,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 
 def sample(tensor: Tensor, counts: Counts) -> Tensor:
-    """Return one micro-batch of a combined batch, for its shape, strides and dtype."""
+    """Return the rows of the first micro-batch of a combined batch; a 0-d tensor itself."""
     return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
 
 
@@ -270,7 +272,7 @@ class CompiledInputs:
                 _check(f"Shape mismatch for {path}", shape, tensor.shape, explained)
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
-        """Return a fix for inputs that are one micro-batch, as torch's own loader makes them; else an empty text."""
+        """Return a fix for an input that is one micro-batch, as of torch's DataLoader; else empty text."""
         whole = self.counts.product
         if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
             return ""
@@ -281,16 +283,16 @@ class CompiledInputs:
 
 
 def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
-    """Raise BatchError, unless both are equal, or differ in what `any_shape` allows.
+    """Raise BatchError unless both specs are equal, or differ only as `any_shape` of `check` allows.
 
-    Args: keywords: they are the parts of **kwargs
+    Args: keywords: whether they are those of **kwargs
     """
     if (
         any_shape
         and expected.type is not found.type
         and (expected.constant is None) != (found.constant is None)
     ):
-        return  # an argument that is left out is a constant in place of a tensor or a container
+        return  # one call passes a tensor or container, the other leaves the argument out
     _check(f"Type mismatch for {path}", expected.type, found.type)
     if expected.keys != found.keys and not any_shape:
         missing = [str(key) for key in expected.keys if key not in found.keys]

@@ -1,6 +1,6 @@
-"""The log of a compilation: passes and their times and the schedule (DEBUG), and the ipu of each block (INFO).
+"""The log of a compilation: the time of each pass and the schedule (DEBUG), and the ipu of each block (INFO).
 
-On request the rules of real hardware about numbers of ipus are checked, too.
+On request the number of ipus is checked against the limits of real hardware, too.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _PASSES = ("capture", "partition", "tasks", "load")
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
     """Draw a progress bar for the passes of a compilation, log their times, and add a pass's name to its error.
 
-    The context's value is a function, to be called with the name of each finished pass.
+    Yields a function, to be called with the name of each finished pass.
 
     Args:
         shown: whether the bar is drawn
-        times: gets the seconds of each pass
+        times: filled with the seconds of each pass
     """
     remaining: list[str] = list(_PASSES)
     since = time.perf_counter()
@@ -59,7 +59,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
 
 
 def announce(plan: Plan, settings: Settings) -> None:
-    """Log the ipu of each stage's blocks, and the schedule."""
+    """Log the ipu of each stage and, at level DEBUG, the schedule."""
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
         logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
@@ -78,10 +78,10 @@ def announce(plan: Plan, settings: Settings) -> None:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, check that a real system would have these ipus.
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, check that a real system could reserve the plan's ipus.
 
     Args: rounds: whether `autoRoundNumIPUs` is set
-    Raises: Error, for more than 64 ipus, or for a number that is no power of two and may not be rounded up
+    Raises: Error, for more than 64 ipus; without `rounds` also for a number that is no power of two
     """
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return

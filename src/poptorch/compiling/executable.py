@@ -1,4 +1,4 @@
-"""Compile a model for the arguments of one call to an `Executable`, a value that can be saved."""
+"""Compilation of a model for the arguments of a call: the result is an `Executable`, which can be saved."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Executable:
     Args:
         template: the structure of forward's return value, with empty tensors on "meta"
         outputs:  the number of those tensors
-        notes:    further outputs for the host
-        graph:    the captured graph, for profiles; files don't hold it
-        hints:    measured for a profile only
-        key:      what the plan is known by: see `Run.key`
+        notes:    the values that forward has noted for the host (`poptorch.notes`)
+        graph:    the captured graph, for profiles; None in a file
+        hints:    `NO_HINTS` if no profile is recorded
+        key:      `Run.key`, by which an executor finds the plan
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ class Executable:
     key: Any = None
 
     def without_graph(self) -> Executable:
-        """Return the executable as a file can hold it."""
+        """Return a copy without the captured graph, for a file."""
         return replace(self, graph=None)
 
 
@@ -80,15 +80,15 @@ def compile_model(
     earlier: Sequence[Executable] = (),
     is_plan_only: bool = False,
 ) -> Executable:
-    """Capture and lower a model.
+    """Compile a model: capture it, unless `earlier` has its graph, and lower the graph to a plan.
 
     Args:
-        settings: of a call of whole micro-batches
+        settings: of a complete combined batch
         done:     called with the name of each finished pass
-        earlier:  plans of the model for other inputs: the new one has their stages and, where micro-batches are
-            equal, their graph
-        is_plan_only: the plan will not run: the weights need no values, nothing is measured for a profile, and other
-            instances do not compile now
+        earlier:  executables of the model for other inputs: the new one has their stages and, if the
+            micro-batch is equal, their graph
+        is_plan_only: the plan will not run: weights need no values, nothing is measured for a profile, and
+            other instances do not compile now
     Raises:
         Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
@@ -122,7 +122,7 @@ def compile_model(
 
 
 def _micro_batch(of: Run | CompiledInputs) -> Any:
-    """Return the structure, dtypes and shapes of a micro-batch."""
+    """Return structure, dtypes and shapes of a micro-batch, to compare them."""
     kind = of.call.kind if isinstance(of, Run) else of.kind
     product = of.counts.product
     shapes = ((shape[0] // product, *shape[1:]) if shape else () for _, shape in kind.tensors)
@@ -137,7 +137,7 @@ def _captured(
     samples: list[Tensor],
     needs_values: bool,
 ) -> Executable:
-    """Return an executable with the captured graph, without a plan."""
+    """Capture a model, and return an executable that has the graph, without plan and inputs so far."""
     requests = requests_of(options)
     wanted = {long_name for long_name, *_ in requests.values()}
     tracing = _Tracing(model, run.call, options, settings.training, wanted)
@@ -168,10 +168,11 @@ def _captured(
 def _rewritten(
     captured: Executable, options: Options, settings: Settings, layout: str | None
 ) -> tuple[Executable, Settings]:
-    """Return the executable with products in float32 and the memory layout that the options ask for.
+    """Rewrite a captured graph as the options request: half precision products in float32, and memory format.
 
     Args:
-        layout: the memory format of an earlier plan of the model
+        layout: the memory format of an earlier plan, which replaces the option; None without one
+    Returns: the executable with the new graph, and its settings
     """
     graph, kernels = captured.graph, options.Precision.half_kernels
     assert graph is not None
@@ -191,7 +192,7 @@ def _rewritten(
 
 @contextlib.contextmanager
 def with_flags(model: nn.Module, flags: Flags) -> Iterator[None]:
-    """Run the body with a model's modes and `requires_grad` as they were when `flags` were taken."""
+    """Set a model's modes and `requires_grad` to `flags` for the body, and restore them after it."""
     now = Flags.of(model)
     flags.set()
     try:
@@ -201,7 +202,7 @@ def with_flags(model: nn.Module, flags: Flags) -> Iterator[None]:
 
 
 class Flags(NamedTuple):
-    """The mode of each module, and which parameters require a gradient."""
+    """The mode of each module of a model, and `requires_grad` of each parameter."""
 
     modes: list[tuple[nn.Module, bool]]
     trained: list[tuple[nn.Parameter, bool]]
@@ -223,11 +224,11 @@ class Flags(NamedTuple):
 
 @dataclass
 class _Tracing:
-    """A model's forward as capture calls it: from tensors to tensors. The fields with defaults describe the outputs.
+    """A model's forward as capture calls it: from tensors to tensors. It sets the fields with defaults.
 
     Args:
-        wanted: the names of inputs and losses that become outputs
-        traced: the output of each name; -1: it is no output
+        wanted: the names of inputs and losses to be added to the outputs
+        traced: the index in the outputs of each input and loss, by name; -1: it is not wanted
     """
 
     model: nn.Module
@@ -264,7 +265,7 @@ class _Tracing:
 
 
 def _check_buffers(graph: Graph, replicas: int) -> None:
-    """Refuse buffers that forward updates, other than running statistics: each replica would have its own."""
+    """Raise Error if forward updates buffers other than running statistics: they would differ in replicas."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     changed = [
         result.key
@@ -286,7 +287,7 @@ _INPUT, _OUTPUT = "poptorch.set_overlap_for_input.default", "poptorch.set_overla
 
 
 def _check_overlap(graph: Graph, options: Options) -> None:
-    """Check the places of `set_overlap_for_input` and `set_overlap_for_output`, and the options that they need.
+    """Check the use of `set_overlap_for_input` and `set_overlap_for_output`, and the options that they need.
 
     Raises: Error, if a mark is misplaced, or the options don't allow overlap
     """
@@ -346,12 +347,12 @@ def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
 
 
 def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Call `hook()` before every compilation, in order of registration; `remove()` the handle to stop."""
+    """Register a hook that is called before each compilation, and return its handle, which has `remove()`."""
     return _register("Pre", hook)
 
 
 def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Call `hook()` after every compilation, failed ones included."""
+    """Register a hook that is called after each compilation, also a failed one, and return its handle."""
     return _register("Post", hook)
 
 

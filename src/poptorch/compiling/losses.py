@@ -2,14 +2,15 @@
 
 forward returns                      trained
 ------------------------------------ ---------------------------------------------------------------------
-anything, with `options.loss(name)`  the output of that name or place
+anything, with `options.loss(name)`  the output with that name or index
 anything, after `identity_loss`      PopTorch's rule: the one marked loss from which no other one is computed
-an object with a field or key "loss" that
-a loss function's result, once       that
-a scalar, alone or first in a tuple  that, if it includes all losses; alone, it may include only one
-one scalar computed from the loss    that
+an object with a field or key "loss" that field
+a loss function's result, once       that result
+a scalar, alone or first in a tuple  that scalar, if computed from all losses; if alone, from at most one
+one scalar computed from the loss    that scalar
 
-With `options.loss(marked=True)`, and else, losses are what `identity_loss` and torch's loss functions return.
+In all other cases, and with `options.loss(marked=True)`, PopTorch's rule is applied to the results of
+`identity_loss` and torch's loss functions.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
-    """Choose the loss of a captured forward by its return value; leave it to the marks if that does not decide.
+    """Choose the loss of a captured forward by its return value. If that does not decide, choose none.
 
     Args:
-        where: the line of forward
+        where: the line of forward, for messages
     Raises:
-        CaptureError: `options.loss` names no scalar output, or several scalars are computed from the loss
+        CaptureError: `options.loss` names no floating point output, or several scalars depend on the loss
     """
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
@@ -58,7 +59,10 @@ def loss_field(returned: Any) -> Any:
 
 
 def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
-    """Return the scalar output that is trained, if it is not a loss function's result itself; else None."""
+    """Return the scalar output that is computed from the losses, and so is trained; None without one.
+
+    None also if forward returns a loss itself. Raises: CaptureError, if several scalars depend on the loss
+    """
     recorder = capture.recorder
     final = final_losses(capture.losses, recorder)
     scalars = [value for value in tensors_of(returned) if _is_loss(value)]
@@ -90,7 +94,14 @@ def _is_loss(value: Tensor) -> bool:
 
 
 def _named(returned: Any, name: str | int, where: str) -> Tensor:
-    """Return the output of a name or place."""
+    """Return forward's output tensor with this key, attribute or index; dots in `name` lead to nested ones.
+
+    Args:
+        returned: what forward returned
+        where:    the line of forward, for the message
+    Raises:
+        CaptureError: there is no such output, or it is not a floating point tensor that forward computed
+    """
     value = returned
     for part in str(name).split("."):
         try:

@@ -39,7 +39,7 @@ Request = tuple[str, Outputs, int]  # of `Options.anchorTensor`: the long name, 
 def requests_of(options: Options) -> dict[str, Request]:
     """Return the anchors that `Options.anchorTensor` requested, by short name.
 
-    Raises: Error, if a period is longer than a call
+    Raises: Error, if an output_return_period is more than the device iterations of a call
     """
     requests = {}
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
@@ -70,11 +70,11 @@ class Anchors:
 
     @property
     def wanted(self) -> tuple[Anchor, ...]:
-        """All anchors that the engine keeps."""
+        """Return all anchors whose values the engine has to keep."""
         return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
 
     def values(self, results: Results) -> dict[str, Tensor]:
-        """Return the values of one call, by short name."""
+        """Return the anchors' values in one call, by short name."""
         return {
             name: torch.tensor(results.loss_scale) if anchor is None else results.anchored(anchor)
             for name, anchor in self.by_name.items()
@@ -87,7 +87,7 @@ def resolve(
     """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
 
     Args:
-        traced: by name, the position of each input and loss in the graph's outputs; -1, if it was not requested
+        traced: by name, the index of each input and loss in the graph's outputs; -1, if it was not requested
     Raises:
         Error: no tensor has the requested name
     """
@@ -99,7 +99,7 @@ def resolve(
     added: list[Result] = []
 
     def another(result: Result) -> str:
-        """Add a result as an output with its own mode, and return the output's position."""
+        """Add a result once more, as an output with its own mode; return its index."""
         position = len(graph.results) + len(added)
         added.append(replace(result, kind="output", key=str(position)))
         return str(position)
@@ -127,7 +127,7 @@ def resolve(
 
 
 def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
-    """Return the known name that a requested name means; PopTorch's names of weights may begin with `model.`."""
+    """Return the entry of `names` for a name, which may have PopTorch's prefix `model.`; else None."""
     if name in names:
         return name
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
@@ -141,7 +141,7 @@ def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
 def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     """Return the structure of a forward's return value, and the traced tensors in it.
 
-    A tensor that exists before the model runs is no output: it stays in the structure, with a warning.
+    A tensor that forward does not compute is no output: it stays in the structure, with a warning.
 
     Args:
         where: the line of forward
@@ -157,12 +157,12 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def returned(template: Any, outputs: list[Tensor]) -> Any:
-    """Return a forward's output structure with the outputs of a call."""
+    """Return what forward returns, with a call's outputs in place of the empty tensors of `template`."""
     return filled(template, map(_marked_as_output, outputs))
 
 
 def _marked_as_output(value: Tensor) -> Tensor:
-    """Return the same tensor, on which `backward()` is an error that explains what to write."""
+    """Return the same tensor; if it is floating point, its `backward()` now raises an Error with a fix."""
     if value.is_floating_point():
         value.backward = _refuse_backward
         value.__getstate__ = _no_state  # so that a saved output is a plain tensor

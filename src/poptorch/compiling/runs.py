@@ -1,7 +1,7 @@
 """The runs of plans that make up one call.
 
-A combined batch of whole micro-batches is one run. With `Options.allowNewShapes` a batch may end early (it is ragged):
-of training rows with two micro-batches a step, `####` is a micro-batch of four rows:
+A complete combined batch is one run. With `Options.allowNewShapes` a batch may end early (it is ragged).
+Examples of training with two micro-batches per step, where `####` is a micro-batch of four rows:
 
     #### #### | #### #### | ####     two steps, and a step of one micro-batch
     #### #### | #### ##              a step, and a step of two plans: the second one ends it, with weight 2/4
@@ -22,10 +22,10 @@ _WHOLE_STEP = StepPart()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan: its rows of the call's inputs, and what the plan computes.
+    """One run of a plan: a call with the rows that it reads, the batch factors, and the part of a step.
 
     Args:
-        iteration: of the step at the end of a ragged call, for OutputMode.EveryN: the device iterations before it
+        iteration: with OutputMode.EveryN, at the end of a ragged call: the device iterations before it
     """
 
     call: BoundCall
@@ -36,11 +36,11 @@ class Run:
 
     @property
     def key(self) -> Any:
-        """What plans are known by."""
+        """Return the key of the plan for this run: runs with equal keys share a plan."""
         return self.call.kind, self.counts, self.part, self.iteration
 
     def settings(self, settings: Settings) -> Settings:
-        """Return the settings of the run's plan from those of a call of whole micro-batches."""
+        """Return the settings of the run's plan, from those of a complete combined batch."""
         settings = replace(settings, counts=self.counts, part=self.part)
         if not self.is_ragged:
             return settings
@@ -59,8 +59,7 @@ def runs_of(
     """Return the runs of a call: one, unless all inputs end in the middle of a combined batch.
 
     Args:
-        like:    the inputs of the model's first plan, which has the size of a micro-batch where no DataLoader has made
-            the batch
+        like:    inputs of the model's first plan, which give the rows of a micro-batch without a DataLoader
         every_n: whether outputs depend on the iteration
     """
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
@@ -77,7 +76,7 @@ def runs_of(
         each = replace(counts, iterations=1, accumulation=left // counts.groups)
         parts.append((left * size, each, _WHOLE_STEP, iteration))
         left = 0
-    # Replicas would not all have a micro-batch: the first one computes the rest of the step.
+    # Too few micro-batches for all replicas: the first replica computes the rest of the step.
     alone = replace(counts, iterations=1, accumulation=1, replicas=1, groups=1)
     if left:
         each = replace(alone, accumulation=left) if training else replace(alone, iterations=left)
@@ -94,7 +93,7 @@ def runs_of(
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the rows of a micro-batch; None where they are not known, or not the same in all inputs."""
+    """Return the number of rows of a micro-batch; None if not known, or not equal in all inputs."""
     loaded = next((rows for tensor in call.tensors if (rows := loaded_for(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

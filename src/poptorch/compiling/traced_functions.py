@@ -1,7 +1,7 @@
-"""What a forward sees of torch while it is traced: functions that would look at data, in a form that does not.
+"""Replacements, during capture, for torch functions that read the values of tensors.
 
-Some of torch's functions read values only to check them, or to choose how to compute: they are replaced by ones
-that give the same result without reading. What can't be replaced is refused in our own words.
+Some functions read values only to check them, or to choose how to compute: their replacements give the same
+result without reading. Functions that can't be replaced raise an error with a fix.
 """
 
 import math
@@ -68,7 +68,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """torch's, without its check that no variance is negative."""
+    """Return torch's gaussian_nll_loss, without its check that no variance is negative."""
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     elif var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
@@ -83,7 +83,7 @@ def _gaussian_nll_loss(
 
 
 def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
-    """What `print` shows of a tensor that has no values yet."""
+    """Return the text that `print` shows of a tensor; of a traced one, without values, size and dtype."""
     if not is_traced(tensor.data):
         with torch._C.DisableTorchFunction():
             return Tensor.__repr__(tensor)
@@ -106,7 +106,7 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return `torch.bincount` with exactly `minlength` elements, since a graph needs fixed shapes.
 
-    A larger value raises an error when the graph runs. Values that are not traced, or no `minlength`: torch.bincount.
+    A larger value raises an error when the graph runs. If not traced, or without `minlength`: as torch.
     """
     if minlength < 1 or not is_traced(input):
         return torch.bincount(input, weights, minlength)
@@ -118,7 +118,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """torch's own, which compares a mask with the causal one; one whose values aren't known is used as it is."""
+    """Return whether a mask is causal, by torch's function; False for a traced mask without values."""
     if is_causal is None and mask is not None and is_traced(mask):
         capture = current()
         if capture is None or capture.value_of(mask) is None:

@@ -1,4 +1,4 @@
-"""Tuning: what is decided by running the captured model on a sample micro-batch. Done only where an option asks for it.
+"""Tuning: decisions made by running the captured model on a micro-batch, only if an option requests it.
 
 `AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the speed with
 other options and the throughput of several threads; they do not change what is computed.
@@ -31,19 +31,19 @@ from ..logs import logger
 from ..options import Options
 from .arguments import weights_of
 
-_MOST = 1.0  # seconds of a micro-batch; a slower one is not run several more times
+_MOST = 1.0  # seconds; a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
 
 
 class Hints(NamedTuple):
-    """The measurements of a machine.
+    """Measurements of a model on this machine, for the hints of a profile.
 
     Args:
-        options: from an option that was not set to the speedup of a micro-batch with it
-        sharing: from a number of threads to their throughput, as a multiple of one thread's, and to the factor by
-            which a micro-batch then takes longer
+        options: {option that is not set: speedup of a micro-batch with it}
+        sharing: {number of threads: (their throughput as a multiple of one thread's, the factor by which each
+            micro-batch then takes longer)}
     """
 
     options: Mapping[str, Factor] = {}
@@ -65,10 +65,10 @@ def tune(
     """Return the settings with the stages that `AutoBalance` chooses, and the hints for a profile.
 
     Args:
-        graph:         as it will run
-        memory_format: of its convolutions
-        samples:       one micro-batch
-        together:      all instances call this now
+        graph:         the rewritten graph, as it will run
+        memory_format: of the graph's convolutions
+        samples:       the inputs of one micro-batch
+        together:      whether all instances call this function now
     Raises:
         PartitionError: see `balanced`
     """
@@ -88,7 +88,10 @@ def tune(
 def _hints(
     graph: Graph, options: Options, memory_format: str, model: nn.Module, samples: Sequence[Tensor]
 ) -> Hints:
-    """Measure; nothing where the model calls the user's code, or a micro-batch takes more than a second."""
+    """Measure a micro-batch with other options and with several threads, and return the speedups.
+
+    Returns `NO_HINTS` if the graph calls the user's code, or a micro-batch takes more than `_MOST` seconds.
+    """
 
     def sample(graph: Graph) -> Sample:
         return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
@@ -109,7 +112,7 @@ def _hints(
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
-    """Return the graph with each option that was not set, where it differs."""
+    """Return {option that is not set: the graph rewritten by it}, without options that change nothing."""
     others: dict[str, Callable[[Graph], Graph]] = {}
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
@@ -140,10 +143,10 @@ def balanced(
 
     Args:
         weights:  parameters and buffers by canonical name
-        inputs:   one micro-batch
-        together: all instances call this now, and in training take the seconds that instance 0 has measured
+        inputs:   those of one micro-batch
+        together: whether all instances call this function now; in training they use the seconds of instance 0
     Raises:
-        PartitionError: there are fewer blocks than ipus, or they don't fit the capacity
+        PartitionError: there are fewer blocks than ipus, or the blocks don't fit the capacity
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
@@ -157,7 +160,7 @@ def balanced(
 
 
 def _of_first_instance(group: ProcessGroup, seconds: list[float]) -> list[float]:
-    """Return the seconds that instance 0 has measured: stages have to be the same in all instances."""
+    """Return the `seconds` of instance 0, so that all instances choose the same stages."""
     mine = torch.tensor([seconds], dtype=torch.float64)
     facts = {"AutoBalance": {"blocks": str(len(seconds))}}
     found = group.after_barrier(

@@ -119,7 +119,10 @@ class DeviceLease:
         self._release(plan)
 
     def keep_latest(self, keys: list[Any], most: int) -> None:
-        """Mark the plans of `keys` as used; beyond `most`, remove the least recently used but `current`."""
+        """Mark the plans of `keys` as used; of more than `most` plans, remove the least recently used.
+
+        The current plan stays.
+        """
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
         dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
