@@ -2,7 +2,7 @@
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 
-`command_line.py` parses the words to a value; `agent.py` passes it to torch.distributed.elastic, which starts and
+`command_line.py` parses the arguments; `agent.py` passes them to torch.distributed.elastic, which starts and
 restarts the instances; `nodes.py` connects several popruns; `hangs.py` ends instances that hang; `guard.py` ends all
 processes when one of poprun's own is killed.
 """

@@ -1,7 +1,8 @@
 """The agent: starts and watches the instances of one node by torch.distributed.elastic.
 
-Elastic starts the instances, copies their output, ends all when one fails, and starts all again. The agent here adds
-popdist's variables, which instance failed first, and a time limit for survivors to end.
+Elastic starts the instances, copies their output, ends all when one fails, and starts all again. This agent
+adds popdist's variables, a message about the instance that failed first, and a time limit for the others to
+end.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ from .hosts import CONSEQUENCE, WATCH
 from .nodes import Nodes
 from .topology import Node, cores_of, launch_of, local_instances
 
-PATIENCE = 5  # seconds for a survivor to end after another instance has failed
+PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
-_LOOK = 0.2  # seconds between two looks at the other nodes and at what instances wait for
+_LOOK = 0.2  # seconds between two checks of the other nodes, and for instances that hang
 _LAST_LINES = 20
 
 
 def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
-    """Run this node's instances to their end, and return the exit code of the first that failed."""
+    """Run this node's instances to their end.
+
+    Returns: 0, the exit code of the instance that failed first, 2 for a `Misfit`, 128 + n after signal n
+    """
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
@@ -64,7 +68,7 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
         log.error(f"error: {error}")
         return 2
     except SignalException as error:
-        return 128 + error.sigval  # others may wait for this node to come back
+        return 128 + error.sigval  # no `leave`: the other nodes may wait for this node to return
     nodes.leave(has_failed=code != 0)
     return code
 
@@ -75,7 +79,7 @@ class _Agent(LocalElasticAgent):
         count = local_instances(request, node.count)
         self._first = 0  # number of this node's first instance
         self._folder = folder
-        self._running: dict[int, int] = {}  # local instance, by a descriptor that is readable at its end
+        self._running: dict[int, int] = {}  # local instance, by its pidfd, which is readable after its end
         self._ended: list[int] = []  # local instances in the order of their ends
         self._hangs: Hangs | None = None
         self.exit_code = 1
@@ -98,7 +102,7 @@ class _Agent(LocalElasticAgent):
     def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, store: Any, group_rank: int, *args: Any
     ) -> list[Worker]:
-        """Return this node's workers in the present round."""
+        """Return this node's workers in the current round."""
         current = self._nodes.round
         self._first, size = current.first_instance(self._nodes.name), current.instances
         self._worker_group.spec.local_world_size = count = current.counts[self._nodes.name]
@@ -108,7 +112,7 @@ class _Agent(LocalElasticAgent):
         return [Worker(i, self._first + i, self._first + i, size, size) for i in range(count)]
 
     def _exit_barrier(self) -> None:
-        """Return at once: `_monitor_workers` has waited for the other nodes."""
+        """Do nothing: `_monitor_workers` has already waited for the other nodes."""
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -125,7 +129,7 @@ class _Agent(LocalElasticAgent):
         worker_env["PYTHONPATH"] = path_with_aliases(path)
         worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
         worker_env[STACK] = str(self._stack_file(self._first + local_rank))
-        # Equal on all nodes, also where only one has seen the failure: instances meet under this number.
+        # The round's number, which is equal on all nodes: the instances' rendezvous has it in its keys.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(current.number)
         worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number)
 
@@ -172,7 +176,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        """Wait for the end of an instance, and return the state of all. The order of ends tells which failed first."""
+        """Wait a moment for an instance to end, record the order of ends, and return the instances' state."""
         gone, _, _ = select.select(list(self._running), [], [], _LOOK)
         for descriptor in gone:
             self._ended.append(self._running.pop(descriptor))
@@ -189,7 +193,7 @@ class _Agent(LocalElasticAgent):
     # ---- failures ----------------------------------------------------------------------------------------
 
     def _report(self, result: RunResult) -> None:
-        """Print which instance failed first, and the last lines of its output if that was not shown."""
+        """Set `exit_code`, and print which instance failed first, with its last lines if they were hidden."""
         failed = {rank - self._first: failure for rank, failure in result.failures.items()}
         first = next((local for local in self._ended if local in failed), min(failed))
         code = failed[first].exitcode
@@ -227,7 +231,7 @@ def _silenced(request: CommandLine, instance: int) -> Std:
 
 
 def _last_lines(path: str) -> list[str]:
-    """Return the last lines of a file; none, if it can't be read."""
+    """Return the last lines of a file; an empty list, if it can't be read."""
     with suppress(OSError):
         return Path(path).read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return []

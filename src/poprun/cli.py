@@ -17,7 +17,7 @@ from .topology import Node, local_instances, node_of, table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code."""
+    """Run poprun with arguments (None: this process's) and return its exit code; 2 if they are wrong."""
     words = sys.argv[1:] if words is None else words
     request = parse(words)
     log = Log(request.verbosity)
@@ -67,7 +67,7 @@ def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
 
 
 def _end_with_stdin() -> None:
-    """End this process when its standard input ends: then the poprun that started it by ssh has ended."""
+    """Send SIGTERM to this process when its standard input ends: the poprun that started it has ended."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), 15)

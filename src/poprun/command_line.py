@@ -1,7 +1,7 @@
 """The command line of poprun, as a frozen value.
 
-Real command lines have values that begin with dashes, abbreviated options, and `=` or a blank before a value. So the
-words are joined to `--name=value` before argparse reads them.
+Real command lines have values that begin with dashes, abbreviated options, and `=` or a blank before a value.
+So each option is joined with its value to `--name=value` before argparse reads it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class CommandLine:
 
     program: tuple[str, ...]
     replicas: int = 1
-    instances: int = 1  # the most, if there are fewest
-    fewest_instances: int = 0  # of an elastic training; 0: not elastic
+    instances: int = 1  # of an elastic training, the largest number
+    fewest_instances: int = 0  # of an elastic training, the smallest number; 0: not elastic
     instances_per_node: int = 0  # of an elastic training; 0: as many as fit
     checkpoint_dir: str = ""
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
-    max_restarts: int = 0  # of an elastic training: without a new checkpoint
+    max_restarts: int = 0  # of an elastic training: between two checkpoints
     hang_timeout: float = 600  # seconds; 0: none
-    ends_idle: bool = False  # whether an instance for which no peer waits can hang
+    ends_idle: bool = False  # whether an idle instance is killed although no peer waits for it
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False
     only_output: int | None = None  # the instance whose output is shown
@@ -52,7 +52,7 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the value of a command line. A faulty one ends the program, as argparse does: exit code 2."""
+    """Return the value of a command line; if it is wrong, print the error and exit with code 2."""
     parser = _Parser()
     own, program = parser.split(words)
     options = parser.parse_args(own)
@@ -159,7 +159,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument(name, type=_switch, default=default, metavar="yes|no", help=text)
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return poprun's own words, each joined with its value, and the program with its arguments."""
+        """Return poprun's own options, each joined with its value, and the program with its arguments."""
         own: list[str] = []
         rest = list(words)
         while rest and rest[0].startswith("-"):
@@ -182,7 +182,7 @@ class _Parser(argparse.ArgumentParser):
         return own, rest
 
     def _action(self, name: str) -> argparse.Action:
-        """Return the option of this name, or the only one that begins with it."""
+        """Return the option of this name, or the only option that begins with it; exit if there is none."""
         known = self._option_string_actions
         if name in known:
             return known[name]
@@ -194,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}")
 
     def import_defaults(self, path: str) -> None:
-        """Use the values of a file of `--export-config` as defaults."""
+        """Set the values in a file of `--export-config` as defaults; exit if the file is of another kind."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -205,7 +205,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def checked_instances(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Return the fewest (0: the number is fixed) and the most instances, if all numbers are in range."""
+        """Return the smallest (0: it is fixed) and largest number of instances; exit if options are wrong."""
         words = str(options.num_instances).split(":")
         if not all(word.isdecimal() for word in words) or len(words) > 2:
             self.error(
@@ -239,7 +239,7 @@ class _Parser(argparse.ArgumentParser):
         return fewest, instances
 
     def mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options for mpirun that have an effect here, and its other words."""
+        """Return the options for mpirun that have an effect here, and the words that have none."""
         known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         known.error = lambda message: self.error(f"in --mpi-*-args: {message}")
         known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
@@ -252,14 +252,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _switch(text: str) -> bool:
-    """Return whether a text means yes."""
+    """Return whether a text means yes. Raises: ArgumentTypeError, if it means neither yes nor no."""
     if text.lower() in (*YES, *NO):
         return text.lower() in YES
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
 
 
 def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of words `NAME=VALUE`, or `NAME`, which has its value in the environment."""
+    """Return the variables of words `NAME=VALUE`, or `NAME` for one that `environment` has, by name."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")

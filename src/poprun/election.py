@@ -1,6 +1,6 @@
 """The leader of a training: node 0, or in an elastic training a node that is chosen by files in the checkpoint folder.
 
-    .poprun/secret     which callers of the leader's store have to know; only its owner can read it
+    .poprun/secret     the secret that the leader's store requires; only the file's owner can read it
     .poprun/leader-3   the third leader: node, host, address, and a digest of the command
 
 A node that can't connect to the newest leader serves a store of its own and creates the next file; of several nodes
@@ -28,19 +28,22 @@ from .topology import Node
 
 _HOST = socket.gethostname()
 _PATIENCE = 3.0  # seconds to try to connect to a leader on another host
-_SLOWEST = 30.0  # seconds for a leader to answer, at least
+_SLOWEST = 30.0  # seconds for a leader to answer, also if --hang-timeout is shorter
 
 
 class Misfit(Exception):
-    """This poprun can't take part in the training of its checkpoint folder."""
+    """An error: this poprun can't take part in the training of its checkpoint folder."""
 
 
 class Lost(Exception):
-    """The training can't go on with the nodes that are there."""
+    """An error: the training can't go on with the nodes that are left."""
 
 
 class FirstNode:
-    """Node 0, which leads a training with a fixed number of instances. Its methods are those of `Election`."""
+    """This node's connection to node 0, which leads a training with a fixed number of instances.
+
+    The methods are those of `Election`.
+    """
 
     def __init__(self, node: Node, log: Log) -> None:
         self._node, self._log = node, log
@@ -49,7 +52,7 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
-        """Connect to node 0; on node 0, serve the store. Raises: Lost, if node 0 can't be reached."""
+        """Connect to node 0, which serves the store; return as in `Election`. Raises: Lost, if that fails."""
         node = self._node
         server = self._serve(until) if node.rank == 0 else None
         port = server.port if server else node.port
@@ -86,14 +89,14 @@ class FirstNode:
         return server
 
     def check_leads(self) -> None:
-        """Return: no other node can become the leader."""
+        """Do nothing: no other node can become the leader."""
 
     def resign(self) -> None:
-        """Return: there is no leader's file."""
+        """Do nothing: node 0 leads without a file."""
 
 
 class Election:
-    """This node's connection to the leader of an elastic training, or its own leadership."""
+    """This node's connection to the leader of an elastic training, which can be this node."""
 
     def __init__(self, request: CommandLine) -> None:
         self.name = f"{_HOST}-{os.getpid()}"
@@ -114,7 +117,7 @@ class Election:
         self.leader, self.previous_leader = "", ""
 
     def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the leader, or become it.
+        """Connect to the leader, or become the leader.
 
         Args:
             until: not used, since the leader can be chosen at any time
@@ -142,7 +145,7 @@ class Election:
             server.close()
 
     def check_leads(self) -> None:
-        """Raise StoreError, if another node has become the leader, since it could not connect to this one."""
+        """Raise a StoreError if another node, which could not connect to this one, has become the leader."""
         if self._newest()[0] != self._number:
             raise StoreError("another node leads")
 
@@ -152,7 +155,7 @@ class Election:
             (self._folder / f"leader-{self._number}").unlink()
 
     def _connected(self, host: str, port: int, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to a leader's store, None if the leader is gone."""
+        """Return a connection to a leader's store; None if the leader is gone. Raises: Misfit, as `join`."""
         is_here = leader["host"] == _HOST
         if is_loopback(host) and not is_here:
             raise Misfit(
@@ -176,14 +179,14 @@ class Election:
         return store
 
     def _newest(self) -> tuple[int, str]:
-        """Return the number and the file of the newest leader; 0, if there is none."""
+        """Return the number of the newest leader (0: none), and the text of its file ("" if it is gone)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
             return number, (self._folder / f"leader-{number}").read_text()
         return number, ""
 
     def _create(self, name: str, text: str) -> bool:
-        """Create a file with its contents, readable by its owner only. Returns: False, if the file exists."""
+        """Create a file with its contents, readable by its owner only; return False if the file exists."""
         with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
             file.write(text)
             file.flush()
@@ -196,7 +199,7 @@ class Election:
 
 
 def _address() -> str:
-    """Return this host's address in the network of MASTER_ADDR; without that variable only this host reaches it."""
+    """Return this host's address in the network of MASTER_ADDR; without MASTER_ADDR, the loopback address."""
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"

@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(work: Callable[[], int]) -> int:
-    """Call `work` in a child process and return its exit code; after a failure no descendant is left."""
+    """Call `work` in a child process and return its exit code; after a failure kill all descendants."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,14 +61,14 @@ def exit_code(code: int) -> int:
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send this process a signal when its parent ends."""
+    """Make the kernel send this process a signal when its parent ends; at once, if that has ended."""
     _prctl(_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it was gone already
+    if os.getppid() != parent:  # the parent had ended before the call
         os.kill(os.getpid(), number)
 
 
 def _as_child(work: Callable[[], int], guard: int) -> int:
-    """Call `work` in the child process and return its exit code; after a failure no descendant is left."""
+    """Call `work` in the child process and return its exit code; after a failure kill all descendants."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -91,12 +91,12 @@ def _as_child(work: Callable[[], int], guard: int) -> int:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    """Exit as a shell reports a signal."""
+    """Exit with 128 plus the number of a signal."""
     sys.exit(128 + number)
 
 
 def _end_adopted() -> None:
-    """Kill all adopted processes, and those that these orphan."""
+    """Kill all child and adopted processes, and then the processes that are adopted because of this."""
     while adopted := children(os.getpid()):
         for pid in adopted:
             with suppress(ProcessLookupError):
@@ -106,7 +106,7 @@ def _end_adopted() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that the threads of a process have started or adopted."""
+    """Return the ids of the processes that a process has started or adopted."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

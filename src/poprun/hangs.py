@@ -1,8 +1,9 @@
 """Kills instances that hang: stopped by a signal, or blocked for ever.
 
-An instance that waits for a peer writes that into the store every second (`popengine.run.instances.connections`), and
-is not judged. Any other instance makes progress while its processes use processor time. An instance that has used none
-for the time limit is named, with the line of its program, and killed, which counts as a failure.
+An instance that waits for a peer writes this into the store every second
+(`popengine.run.instances.connections`), and is not killed. Any other instance makes progress while its
+processes use processor time. If they use none for the time limit, poprun prints the line of the program at
+which the instance hangs, and kills it. This counts as a failure.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from . import Log
 from .command_line import CommandLine
 from .guard import children
 
-_STALE = 5.0  # seconds after which an unchanged record of a wait is void: the instance itself must hang
+_STALE = 5.0  # seconds after which an unchanged record of a wait does not count: the instance itself hangs
 _TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
-_IDLE = 0.01  # of a core: threads that poll
+_IDLE = 0.01  # share of a core that an idle process may use: some threads poll
 _STATES = {"T": "stopped by a signal", "D": "waiting for a disk", "Z": "not there any more"}
 _STACK_PATIENCE = 2.0  # seconds for a process to write its stack
 _LIBRARIES = (
@@ -38,7 +39,7 @@ _LIBRARIES = (
 
 @dataclass
 class Hangs:
-    """Watches the instances of this node during a round."""
+    """A check for hanging instances of this node during one round."""
 
     store: SignedStore  # where instances write for which peer they wait
     folder: str  # prefix of their keys there
@@ -54,12 +55,12 @@ class Hangs:
     _next: float = 0.0
 
     def look(self) -> None:
-        """Kill the instances that have made no progress for the limit."""
+        """Kill the instances that have made no progress for the time limit; check once per second at most."""
         now, limit = time.monotonic(), self.request.hang_timeout
         if not limit or now < self._next:
             return
         self._next = now + min(1.0, limit / 4)
-        with suppress(StoreError):  # `Nodes` notices that
+        with suppress(StoreError):  # `Nodes` handles a lost connection
             waits = self._recent_waits(now)
             for instance, pid in self.processes.items():
                 peers = [str(i) for i, wait in waits.items() if wait["for"] == instance]
@@ -84,7 +85,10 @@ class Hangs:
         }
 
     def _judge(self, instance: int, pid: int, why: str, now: float) -> None:
-        """Kill an instance and its processes, if they have used no processor time for the limit."""
+        """Kill an instance and its processes, if they have used no processor time for the time limit.
+
+        Args: why: text of the message about the peers that wait, or ""
+        """
         family, limit = list(_family(pid)), self.request.hang_timeout
         states, times = zip(*map(_state_and_time, family), strict=True)
         since, used = self._marks.setdefault(instance, (now, sum(times)))
@@ -103,10 +107,11 @@ class Hangs:
 
 
 def _line_of(path: Path, family: list[int]) -> str:
-    """Return ", at FILE:LINE in FUNCTION" of the user's program, "" if it can't be found.
+    """Return ", at FILE:LINE in FUNCTION" for the line that the user's program executes; "" if unknown.
 
-    `popdist` has registered a handler that appends the stacks of all threads to the file, which begins with the
-    process's number. The handler runs when the process goes on after SIGCONT. The main thread's stack is the last.
+    `popdist` has registered a signal handler that appends the stacks of all threads to the file, which begins
+    with the process id. SIGCONT continues a stopped process, so that it runs the handler. The main thread's
+    stack is the last one.
     """
     with suppress(OSError, ValueError):
         pid = int(path.read_text().split()[0])
@@ -124,14 +129,14 @@ def _line_of(path: Path, family: list[int]) -> str:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
+    """Yield the ids of a process and of its descendants."""
     yield pid
     for child in children(pid):
         yield from _family(child)
 
 
 def _state_and_time(pid: int) -> tuple[str, float]:
-    """Return the letter of a process's state, and the seconds of processor time that it has used."""
+    """Return the letter of a process's state ("Z" if it has ended), and its processor time in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], sum(map(int, fields[11:13])) / _TICKS

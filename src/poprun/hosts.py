@@ -22,12 +22,12 @@ from .topology import PORT, local_instances
 _HERE = ("localhost", socket.gethostname())
 _PATIENCE = 8  # seconds for a host to end after another has failed: longer than its own limit for instances
 _PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
-CONSEQUENCE = 75  # exit code of a host that ended because another one failed, with WATCH
-WATCH = "POPRUN_ENDS_WITH_STDIN"  # the variable of a poprun that ends as soon as its standard input does
+CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
+WATCH = "POPRUN_ENDS_WITH_STDIN"  # variable: this poprun ends as soon as its standard input does
 
 
 def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
-    """Run poprun with the same words on every host, and return the exit code of the first that failed."""
+    """Run poprun with the same arguments on every host; return 0, or the first failed host's exit code."""
     local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -69,7 +69,7 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
 
 
 def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close standard input of each process, since ssh forwards no signals."""
+    """Close the standard input of each process, which ends its poprun: ssh forwards no signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):
@@ -80,7 +80,7 @@ def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
     """Return the environment variables of a host's poprun."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and any(name not in _HERE for name in request.hosts):
-        address = socket.gethostname()  # as the others know this host
+        address = socket.gethostname()  # the name by which the other hosts know this one
     return {
         NUM_NODES: str(len(request.hosts)),
         NODE_RANK: str(rank),
@@ -95,7 +95,7 @@ def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
 def _start(
     host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host. It reads variables from standard input: every user can read a command line."""
+    """Start the poprun of a host. By ssh it reads variables from standard input: a command line is public."""
     command = [sys.executable, "-m", "poprun", *words]
     if host in _HERE:
         log.debug(shlex.join(command))

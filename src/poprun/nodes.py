@@ -3,9 +3,10 @@
 One poprun, the leader (`election.py`), serves a store (`popdist.signed_store`), which instances use, too. Each poprun
 holds a record in the store, which vanishes with its connection: a missing record is a lost node.
 
-A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed, or if a new
-node can be added. When all nodes have stopped, the leader begins the next round with the nodes that are there. torch's
-own rendezvous is not used: its store serves every caller on all interfaces, and its nodes unpickle what they read.
+A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed,
+or if a new node can be added. When all nodes have stopped, the leader begins the next round with the nodes
+that have records. torch's own rendezvous is not used: its store serves every caller on all interfaces, and
+its nodes unpickle what they read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .topology import Node, deal, local_instances
 _LOOK = 0.05  # seconds between two reads of the other nodes' records, while a round forms
 _AGAIN = 60.0  # seconds between two warnings about missing nodes
 _NOTICED = 30.0  # seconds until the connection of a host without power is closed, with a margin
-_FAREWELL = 5.0  # seconds that the leader serves the store for others to read the end
+_FAREWELL = 5.0  # seconds that the leader still serves the store at the end, for the other nodes to read it
 _GATHER = 10.0  # seconds that a new leader of an elastic training waits for nodes that it expects
 
 _Record = dict[str, Any]
@@ -52,14 +53,14 @@ class Round:
 
     number: int
     counts: dict[str, int]  # instances by node, in the order of the instances
-    ids: dict[str, str]  # of the popruns
+    ids: dict[str, str]  # the random id of each node's poprun
 
     @property
     def instances(self) -> int:
         return sum(self.counts.values())
 
     def rank(self, node: str) -> int:
-        """Return the place of a node among those of the round."""
+        """Return the index of a node among the nodes of the round."""
         return list(self.counts).index(node)
 
     def first_instance(self, node: str) -> int:
@@ -67,12 +68,12 @@ class Round:
         return sum(list(self.counts.values())[: self.rank(node)])
 
     def missing(self, records: Mapping[str, _Record]) -> str:
-        """Return the nodes that are gone, or that another poprun has replaced, in words; empty: none."""
+        """Return the names of nodes that are gone, or have another poprun now, joined by commas; "": none."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
 class Nodes(RendezvousHandler):
-    """The rendezvous of this node, as torch.distributed.elastic calls it."""
+    """The rendezvous of this node, with the interface that torch.distributed.elastic calls."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round(-1, {}, {})
@@ -86,15 +87,15 @@ class Nodes(RendezvousHandler):
         self._store: SignedStore | None = None
         self._leads_since = 0.0
         self._warned = 0.0
-        self._why_ended = ""  # why the present round ends: "lost", "failed" or "grown"
+        self._why_ended = ""  # why the current round ends: "lost", "failed" (then "counted") or "grown"
         self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint, and its calls
-        self._grow_after: int | None = None  # the newest checkpoint when a node came that can be added
+        self._grow_after: int | None = None  # the newest checkpoint when a node arrived that can be added
 
     # ---- connection --------------------------------------------------------------------------------------
 
     @property
     def store(self) -> SignedStore:
-        """The connection to the store. Raises: StoreError, if there is none."""
+        """Return the connection to the store. Raises: StoreError, if there is none."""
         if self._store is None:
             raise StoreError("this node is not connected")
         return self._store
@@ -103,7 +104,7 @@ class Nodes(RendezvousHandler):
         """Wait for the next round in which this node has instances.
 
         Raises:
-            Lost: nodes are missing after the time limit, which the error names; or two have the same number
+            Lost: nodes are missing after the time limit, or two nodes have the same number
             RendezvousGracefulExitError: the training has ended without this node
         """
         until = time.monotonic() + self._patience
@@ -128,7 +129,7 @@ class Nodes(RendezvousHandler):
                     self._log.warning(f"{_lost('0')}; {self._waiting(until)}")
 
     def _connect(self, until: float) -> None:
-        """Connect to the store, which the leader begins to serve."""
+        """Connect to the store, unless this node is connected; the leader begins to serve it."""
         if self._store is None:
             self._server, self._store, self.address = self._leader.join(until)
             if self._server is not None:
@@ -148,7 +149,7 @@ class Nodes(RendezvousHandler):
             time.sleep(_LOOK)
 
     def _torch_address(self) -> tuple[str, int]:
-        """Return an address on the first node for programs that call torch.distributed; nothing listens there."""
+        """Return a host and free port of the first node, for programs that call torch.distributed."""
         key = f"torch/{self.round.number}"
         if self.round.rank(self.name) == 0:
             with socket.socket() as free:
@@ -174,7 +175,9 @@ class Nodes(RendezvousHandler):
     # ---- leading -----------------------------------------------------------------------------------------
 
     def _lead(self, until: float = float("inf")) -> tuple[Round, int]:
-        """Return the newest round, and the number of the last one that has to end; as the leader, change these.
+        """Return the newest round, and the number of the last round that has to end.
+
+        The leader also ends this round, or begins the next one, if it is time.
 
         Raises:
             Lost: a node has given up, or the training can't go on
@@ -193,7 +196,7 @@ class Nodes(RendezvousHandler):
         return newest, int(stop or -1)
 
     def _end_or_begin(self, current: Round, until: float) -> None:
-        """End the present round or begin the next one, if that is due."""
+        """End the current round if there is a reason, and begin the next one when all nodes have stopped."""
         records = self._records()
         if current.number >= 0 and not self._why_ended:
             self._why_ended = self._reason_to_end(current, records)
@@ -213,13 +216,17 @@ class Nodes(RendezvousHandler):
             self.store.set("round", json.dumps(vars(begun)))
 
     def _records(self) -> dict[str, _Record]:
-        """Return the records of all nodes, in the order in which they get instances."""
+        """Return the records of all nodes by name, in the order in which the nodes get instances."""
         texts = self.store.find("node/")
         keys = list(texts) if self._request.is_elastic else sorted(texts, key=lambda key: int(key[5:]))
         return {key[5:]: json.loads(texts[key]) for key in keys}
 
     def _reason_to_end(self, current: Round, records: Mapping[str, _Record]) -> str:
-        """Return "lost", "failed" or "grown" for a round that has to end, "" for one that goes on."""
+        """Return why a round has to end: "lost", "failed" or "grown"; "" if it goes on, or has succeeded.
+
+        Raises:
+            Lost: a node is lost, and no restart is left
+        """
         states = [record["state"] for record in records.values() if record["round"] == current.number]
         if states == ["done"] * len(current.counts):
             self.store.set("finished", "1")
@@ -234,7 +241,7 @@ class Nodes(RendezvousHandler):
         return "grown" if "done" not in states and self._can_grow(current, records) else ""
 
     def _give_up(self, why: str) -> None:
-        """End the training of all nodes: raise Lost."""
+        """End the training on all nodes. Raises: Lost, always."""
         self.store.set("failed", self.name)
         raise Lost(why)
 
@@ -242,7 +249,7 @@ class Nodes(RendezvousHandler):
         return self._request.is_elastic or self.round.number < self._request.max_restarts
 
     def _count_failure(self) -> None:
-        """Give up, if an elastic training has failed too often since its newest checkpoint."""
+        """Count a failure of an elastic training; give up after too many since its newest checkpoint."""
         if not self._request.is_elastic:
             return
         newest = self._newest_checkpoint()
@@ -253,12 +260,12 @@ class Nodes(RendezvousHandler):
             self._give_up(f"instances have failed {times}")
 
     def _newest_checkpoint(self) -> int:
-        """Return the calls before the newest checkpoint; -1 without a checkpoint."""
+        """Return the number of calls before the newest checkpoint; -1 if there is no checkpoint."""
         found = complete_checkpoints(Path(self._request.checkpoint_dir))
         return max(map(call_of, found), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, _Record]) -> bool:
-        """Return whether new nodes would run instances, and a checkpoint was completed since they came."""
+        """Return whether new nodes can run instances, and a checkpoint is complete since their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         if sorted(self._dealt(records).values()) == sorted(current.counts.values()):
@@ -270,7 +277,7 @@ class Nodes(RendezvousHandler):
         return newest > self._grow_after
 
     def _dealt(self, records: Mapping[str, _Record]) -> dict[str, int]:
-        """Return the instances of each node that would run some; empty: there are too few nodes."""
+        """Return the number of instances by node, without nodes that get none; empty if slots are too few."""
         request, slots = self._request, [record["slots"] for record in records.values()]
         counts = deal(
             request.replicas, request.fewest_instances or request.instances, request.instances, slots
@@ -278,7 +285,7 @@ class Nodes(RendezvousHandler):
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
     def _counts(self, records: Mapping[str, _Record], until: float) -> dict[str, int]:
-        """Return the instances of each node in the next round; empty: more nodes have to come before."""
+        """Return the number of instances by node in the next round; empty while more nodes are expected."""
         now, nodes, counts = time.monotonic(), self._node.count, self._dealt(records)
         if counts:
             survivors = set(self.round.counts) - {self._leader.previous_leader}
@@ -316,7 +323,7 @@ class Nodes(RendezvousHandler):
             return 1
 
     def are_done(self) -> bool:
-        """Return whether the instances of all nodes have ended well, as this node's have."""
+        """Record that this node's instances have succeeded; return whether those of all nodes have."""
         try:
             self._hold("done")
             self._lead()
@@ -328,7 +335,7 @@ class Nodes(RendezvousHandler):
         return False
 
     def lost(self) -> str:
-        """Return which nodes of this round are lost, as a sentence; empty: none."""
+        """Return a sentence that names the lost nodes of this round; "" if no node is lost."""
         try:
             missing = self.round.missing(self._records())
         except StoreError:
@@ -336,13 +343,13 @@ class Nodes(RendezvousHandler):
         return _lost(missing) if missing else ""
 
     def first_failure(self) -> str:
-        """Return which node was the first of this round to call this, after an instance of its own had failed."""
+        """Record a failure on this node, and return the node that recorded this round's first failure."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
 
     def leave(self, has_failed: bool) -> None:
-        """End this node's part; the leader serves the store until the others have read the end."""
+        """Disconnect this node, after recording its failure, if any; the leader waits for the other nodes."""
         with suppress(StoreError):
             if has_failed:
                 self.store.compare_set("failed", "", self.name)
@@ -365,6 +372,7 @@ class Nodes(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
+        """Do nothing: the leader ends the training, so a rendezvous is never closed by one node."""
         return
 
     def shutdown(self) -> bool:

@@ -17,16 +17,16 @@ _SHOWN = 16  # replicas that a table shows one by one
 
 @dataclass(frozen=True)
 class Node:
-    """One of the hosts (or pods) that share a training, each with a poprun of its own."""
+    """One of the hosts or pods that share a training. Each of them has its own poprun."""
 
     rank: int = 0
     count: int = 1
     address: str = "127.0.0.1"  # of node 0
-    port: int = 0  # there; 0: any that is free
+    port: int = 0  # of the store on node 0; 0: any free port
 
 
 def node_of(variables: Mapping[str, str]) -> Node:
-    """Return the node that an environment describes.
+    """Return the node that environment variables describe; without a number of nodes, the only node.
 
     Raises:
         ValueError: a variable is missing, no number or out of range
@@ -52,7 +52,7 @@ def node_of(variables: Mapping[str, str]) -> Node:
 
 
 def local_instances(request: CommandLine, nodes: int) -> int:
-    """Return the number of instances of each node; of an elastic training, the most.
+    """Return the number of instances per node; of an elastic training, the largest number.
 
     Raises:
         ValueError: the number is not fixed, and not a multiple of the nodes
@@ -65,11 +65,12 @@ def local_instances(request: CommandLine, nodes: int) -> int:
 
 
 def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
-    """Return how many instances each node runs: as many as fit and divide the replicas, dealt out evenly.
+    """Return the number of instances of each node: the most that divide the replicas, spread evenly.
 
     Args:
-        slots: the most that each node runs
-    Returns: zeros, if there is no room for the fewest
+        fewest, most: the range of the total
+        slots:        by node, the largest number of instances
+    Returns: zeros, if no total in the range fits into the slots and divides the replicas
     """
     fitting = range(fewest, min(most, sum(slots)) + 1)
     counts = [0] * len(slots)
@@ -80,7 +81,7 @@ def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[in
 
 
 def launch_of(request: CommandLine, instance: int, instances: int, local_instance: int) -> environment.Launch:
-    """Return the launch of one of several instances, as popdist reads it."""
+    """Return the `Launch` of one instance: the numbers that popdist reads from its environment."""
     replicas = request.replicas // instances
     return environment.Launch(
         total_replicas=request.replicas,
@@ -143,7 +144,7 @@ def table(request: CommandLine, hosts: Sequence[str]) -> str:
     }
     # Each cell is as wide as the replicas under it, with their borders.
     spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
-    # Of a replica, with one border.
+    # The width of a replica's cell, with one border.
     width = max(-(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells)
     total = len(replicas) * width + 11
     lines = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]

@@ -1,4 +1,5 @@
-"""Horovod's name for `popdist.collectives`, where Horovod is absent: `popengine.environment` puts it on Python's path.
+"""`popdist.collectives` under Horovod's name, for programs that reduce their metrics by Horovod.
 
-It is for programs that reduce their metrics by Horovod. Gradients are summed by the executor, never here.
+If Horovod is not installed, `popengine.environment` puts this package on Python's path. Gradients are summed
+by the executor, never here.
 """

@@ -19,18 +19,18 @@ local_rank = popdist.getLocalInstanceIndex
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Meet the other instances, as `popdist.init()`."""
+    """Connect to the other instances by `popdist.init()`; all arguments are ignored."""
     popdist.init()
 
 
 def shutdown() -> None:
-    """Do nothing: popdist needs no end."""
+    """Do nothing: popdist disconnects at the end of the process."""
 
 
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> Tensor:
-    """Return the mean over all instances, or what `op` says."""
+    """Return the mean of a tensor over all instances; the sum if `average` is False, or reduced by `op`."""
     if op is None:
         op = Sum if average is False else Average
     return collectives.all_reduce(tensor, op)
@@ -39,7 +39,7 @@ def allreduce(
 def allreduce_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> Tensor:
-    """As `allreduce`, in place."""
+    """Replace a tensor in place by its `allreduce`, and return it."""
     return tensor.copy_(allreduce(tensor, average, name, op))
 
 
@@ -51,17 +51,17 @@ def grouped_allreduce(
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Return the rows of all instances, in their order."""
+    """Return the rows of the tensors of all instances, concatenated in the order of the instances."""
     return collectives.all_gather(tensor)
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """Return the tensor of instance `root_rank`."""
+    """Return a copy of the tensor of instance `root_rank`."""
     return collectives.broadcast(tensor.detach().clone(), root_rank)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """As `broadcast`, in place."""
+    """Replace a tensor in place by that of instance `root_rank`, and return it."""
     return collectives.broadcast(tensor, root_rank)
 
 
@@ -71,7 +71,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return one instance's object in all instances. It is unpickled, as in Horovod."""
+    """Return the object of instance `root_rank` in all instances. It is pickled, as in Horovod."""
     pickled = pickle.dumps(obj) if rank() == root_rank else b""
     return pickle.loads(collectives.all_gather_bytes(pickled))
 
@@ -82,7 +82,7 @@ def barrier() -> None:
 
 
 def DistributedOptimizer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an error that names what to write instead."""
+    """Raise a NotImplementedError that says what to write instead."""
     raise NotImplementedError(
         "horovod.torch.DistributedOptimizer and broadcast_optimizer_state are not there: under poprun the executor sums"
         " the gradients of all instances\n"
