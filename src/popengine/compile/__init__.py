@@ -14,12 +14,13 @@ from .tasks import tasks
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
-    """Place a captured graph on ipus, cut it into pieces and write the table of a step.
+    """Return the plan of a captured graph: place it on ipus, cut it into pieces, write the table of a step.
 
     Args:
         done: called with the name of each finished pass
     Raises:
         PartitionError: see `partition`
+        Error: the replicas can't form the groups that a layer needs
     """
     parts = partition(graph, settings.strategy, settings.recompute)
     _check_groups(parts, settings)
@@ -31,7 +32,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 
 
 def _check_groups(partition: Partition, settings: Settings) -> None:
-    """Check that the replicas can form the groups of layers in which replicas gather values. Raises: Error."""
+    """Raise Error if the replicas can't form the groups over which a layer gathers values."""
     counts = settings.counts
     sizes = {
         line.arguments[1]: line.where

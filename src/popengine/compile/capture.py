@@ -1,8 +1,8 @@
 """Capture: a module and one sample micro-batch become one functional forward-backward graph.
 
-The user's forward runs once, on fake tensors put in place of its parameters and buffers, and autograd
-runs on what it did; a recorder writes both down. Nothing of the user's is computed or changed. All the
-unstable parts of torch that the engine needs are used in this file and in `recording/`.
+The user's forward runs once, on fake tensors in place of its parameters and buffers, then autograd's
+backward; a recorder records both. The user's tensors do not change. All unstable APIs of torch that the
+engine needs are used in this file and in `recording/`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def capture(
     """Trace `forward` and, in training, its backward, into one functional graph.
 
     Args:
-        module:   whose parameters and buffers become inputs of the graph, each once, by its canonical name
-        forward:  calls the module on the sample inputs given to it and returns its flat tensor outputs
+        module:   its parameters and buffers become inputs of the graph, each once, by its canonical name
+        forward:  called once with fake inputs: calls the module, returns a flat list of output tensors
         samples:  one micro-batch; only shapes, strides and dtypes are read
-        training: append the backward of the model's one final loss, for all parameters that require it
-        device:   where the model will run; on another than the CPU nothing may need kernels that only CPUs have
-        given:    the arguments of forward in words, for errors
-        needs_values: refuse weights on the meta device
+        training: append the backward of the model's one final loss, for parameters that require a gradient
+        device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
+        given:    a description of forward's arguments, for error messages
+        needs_values: raise CaptureError for weights on the meta device
 
     Raises:
         CaptureError: torch fails in the forward; the forward reads a value out of a tensor, makes a shape that
@@ -63,7 +63,7 @@ def capture(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    # Only shapes are read: what a tensor subclass does when it is used has no place here.
+    # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
     with torch._C.DisableTorchFunctionSubclass(), fake:
         stand_ins = StandIns(module, training, needs_values)
         inputs = [like(sample) for sample in samples]
@@ -111,7 +111,11 @@ def capture(
 
 
 def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, Tensor]:
-    """Return the backward: the gradient of the model's one loss, for each parameter that has one."""
+    """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
+
+    Raises:
+        CaptureError: no parameter gets a gradient, or a tensor that is no parameter does
+    """
     recorder = state.recorder
     wanted = stand_ins.trained()
     loss = final_loss(state.losses, state.chosen, recorder)
@@ -164,7 +168,7 @@ LOSSES = frozenset(getattr(functional, name) for name in _NAMES.split())
 
 
 class LossFinder(TorchFunctionMode):
-    """Marks what torch's loss functions return while it is on."""
+    """A function mode that notes the results of torch's loss functions as losses."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -180,7 +184,11 @@ class LossFinder(TorchFunctionMode):
 def final_loss(
     losses: list[tuple[Tensor, str]], chosen: tuple[Tensor, str] | None, recorder: Recorder
 ) -> Tensor:
-    """Return the chosen loss, else the one marked loss that no later marked loss is computed from."""
+    """Return the chosen loss, else the one marked loss that no other marked loss is computed from.
+
+    Raises:
+        CaptureError: there is no loss, several independent ones, or the loss is no scalar
+    """
     if chosen is not None:
         return _scalar(*chosen)
     if not losses:
@@ -209,7 +217,7 @@ def final_losses(losses: list[tuple[Tensor, str]], recorder: Recorder) -> dict[f
 
 
 def sources_of(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all that they are computed from."""
+    """Return the nodes, and all nodes that they are computed from, directly or indirectly."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

@@ -1,7 +1,7 @@
-"""Describes a plan in the words of a profile: its blocks, pieces, operations, instructions, order and memory.
+"""Describe a plan in the terms of a profile: its blocks, pieces, operations, instructions, order and memory.
 
-Pure, and without tensors in what it returns. What only the captured graph knows (FLOPs, bytes, blocks of operations) is
-missing where a plan was loaded from a file without it.
+The functions are pure and return no tensors. FLOPs, bytes and the blocks of operations come from the captured
+graph; they are missing if the plan was loaded from a file without its graph.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..order import ORDERS, Action, length, timeline
 from ..profile import Block, Operation, Part, Piece, Tick
 from ..programs import Program, actions, programs
 
-MOST_TICKS = 20_000  # actions of the schedule that a profile holds
+MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
 class Description:
-    """The tables of a profile that follow from the plan alone."""
+    """The tables of a profile that follow from a plan and its graph, before a run."""
 
     def __init__(self, plan: Plan, graph: Graph | None) -> None:
         self.plan, self.partition = plan, plan.partition
@@ -52,7 +52,7 @@ class Description:
 
     @cached_property
     def programs(self) -> dict[int, list[int]]:
-        """For each ipu: part, micro-batch, part, micro-batch ..."""
+        """Return each ipu's program as a flat list: index in `parts`, micro-batch, index, micro-batch ..."""
         place = {part: number for number, part in enumerate(self.parts)}
         numbers = {key: place[part] for key, part in self._part_of.items()}
         return {
@@ -68,16 +68,16 @@ class Description:
     # ---- operations --------------------------------------------------------------------------------------
 
     def _operations(self) -> tuple[list[tuple[int, Operation]], list[Piece]]:
-        """Return the operations, each with the number of its line; and the pieces."""
+        """Return the operations, each with the index of its line in the piece; and the pieces."""
         found, pieces = [], []
-        ends = {  # by piece, what dies in it of what it is given
+        ends = {  # by piece, its inputs that are freed in it
             instruction.piece: instruction.names
             for task in self.plan.tasks
             for instruction in task.instructions
             if instruction.kind == "compute"
         }
         for index, piece in enumerate(self.partition.pieces):
-            alive: dict[int, int] = {}  # memory -> bytes, of what dies in the piece or is made there
+            alive: dict[int, int] = {}  # memory -> bytes, of values that the piece frees or makes
             holders: dict[str, int] = {}
             self._born(ends.get(index, ()), alive, holders)
             enters = sum(alive.values())
@@ -116,7 +116,7 @@ class Description:
         )
 
     def _block_of(self, node: fx.Node) -> str | None:
-        """Return the name of the block of a node; None before the first block, and where nothing says."""
+        """Return the name of a node's block; None before the first block, or if the block is unknown."""
         block = node.meta.get("block")
         return self.partition.signature.visits[block].name if block is not None and block >= 0 else None
 
@@ -151,7 +151,7 @@ class Description:
     # ---- blocks ------------------------------------------------------------------------------------------
 
     def _blocks(self) -> list[Block]:
-        """Return the blocks in the order of the data; the one without a name is what runs before the first."""
+        """Return the blocks in the order of the data; "no block" holds the operations before the first."""
         visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
         used: dict[str, set[str]] = {}
         for node in self._nodes.values():
@@ -170,7 +170,7 @@ class Description:
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
-    """Return the first actions in the order of their ticks, and how many ticks the step has."""
+    """Return the first `MOST_TICKS` actions in the order of their ticks, and the ticks of the whole step."""
     order, _ = ORDERS[plan.order]
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)
@@ -184,30 +184,30 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of a matrix product, convolution or attention, as torch counts them; 0 for other operations."""
+    """Return the FLOPs of a matrix product, convolution or attention, by torch's rules; 0 for others."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))  # type: ignore[misc]
-    # Of several results the graph keeps those that are used, each under a name.
+    # Of several results the graph keeps the used ones, each as a node.
     several = [parts[i].meta.get("val") if i in parts else None for i in range(max(parts, default=-1) + 1)]
     try:
         return int(count(*args, **kwargs, out_val=several or node.meta.get("val")))
-    except Exception:  # a rule of torch's for other arguments: better no figure than no profile
+    except Exception:  # torch's rule doesn't fit these arguments: a figure is missing, not the profile
         return 0
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
-    """Return the fake tensor of each node. Of an operation with several results each result has a node of its own."""
+    """Return the fake tensor of each node, by name. An operation of several results has a node for each."""
     values = ((node.name, node.meta.get("val")) for node in nodes)
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
-    """Return for each stage the bytes of activations and inputs that wait for its backward, a micro-batch.
+    """Return for each stage the bytes of activations and inputs kept for its backward, per micro-batch.
 
-    Values that share memory count once. Weights, buffers, gradients and optimizer state are not part of it.
+    Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
     values, held = _tensors(graph.code.nodes), [0] * partition.stages
     waiting = {slot.name for slot in graph.slots if slot.role == "input"}
@@ -220,20 +220,20 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
 
 
 def peak_bytes(graph: Graph, plan: Plan, program: Program, inside: Mapping[int, int]) -> int | None:
-    """Return the most bytes that an ipu holds for its micro-batches while it runs its program (of `programs`) in order.
+    """Return the peak of the bytes that an ipu holds for its micro-batches while it runs its program.
 
-    Values that share memory count once; of inputs each view counts, since rows of a batch share the batch's memory.
+    Values that share memory count once, but every view of an input counts: rows share the batch's memory.
 
     Args:
-        inside: by piece, the most bytes that are alive in it beyond those that the ipu holds before
-    Returns: None where only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
+        inside: by piece, the peak of the bytes that it allocates beyond those held before it runs
+    Returns: None if only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
     """
     values = _tensors(graph.code.nodes)
     role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
 
     @cache
     def memory(name: str) -> tuple[tuple[int, int], int | None]:
-        """Return what is equal for names of the same memory, and its bytes (None: not known)."""
+        """Return a key, equal for names of the same memory, and its bytes (None: unknown; 0: not counted)."""
         if name not in values:
             return (0, 0), 0
         value, storage = values[name], values[name].untyped_storage()

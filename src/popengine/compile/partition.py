@@ -1,9 +1,9 @@
 """Partition: cut a graph into pieces, one for each phase of each stage of a strategy.
 
-Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a backward node
-in the stage of its forward. Nodes without a block are autograd's sums of gradients: they are in the earliest stage of
-their operands: its backward runs last. Views of weights are in no stage: each piece makes the views that it needs.
-Casts of weights are in no stage either: they are made once a step.
+Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a
+backward node in the stage of its forward. Autograd's sums of gradients have no block: each is in the earliest
+stage of its operands, whose backward runs last. Views of weights are in no stage: each piece makes the views
+that it needs. Casts of weights are in no stage either: they are made once per step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .recording.graph_recorder import memory_of
 Where = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 _NO_STAGE = -1
-CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose result is always kept
+CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose result recomputation keeps
 
 
 def used_visits(graph: Graph) -> set[int]:
-    """Return the visits of blocks that have operations."""
+    """Return the indices of the block entries (visits) that have operations; {0} if none has."""
     used = {node.meta["block"] for node in _calls(graph) if node.meta["phase"] == "F"}
     return used or {0}
 
@@ -39,7 +39,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
 
     Args:
         recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
-            checkpoints, so that these are not kept
+            checkpoints, instead of keeping them
     Raises:
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
@@ -89,7 +89,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
 def _members(
     own: dict[Where, list[fx.Node]], views: set[fx.Node], graph: Graph, recompute: bool
 ) -> dict[Where, list[fx.Node]]:
-    """Return the nodes of each piece: its own, the views that it needs, and those that it recomputes."""
+    """Return each piece's nodes: its own, the views that it needs, the forward nodes that it recomputes."""
     members = {}
     for (phase, stage), nodes in own.items():
         again = views
@@ -100,14 +100,14 @@ def _members(
 
 
 def _outside(nodes: list[fx.Node]) -> dict[str, None]:
-    """Return the names of other nodes that these nodes read, in order."""
+    """Return the names of the nodes outside `nodes` that these read, in order (a dict as an ordered set)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
 
 def _handed_through(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
-    """Return the forward stage that hands on each value that no node computes: the value that a changed buffer had
-    before, and inputs and weights that are results."""
+    """Return, by name, the forward stage that writes each value that no node computes: the previous value of
+    a changed buffer, and inputs and weights that are results."""
     found = {}
     for name in sorted(graph.changed):
         readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
@@ -124,7 +124,7 @@ def _calls(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _of_state(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the nodes that are views of weights, constants or unchanged buffers; and those that cast these."""
+    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these."""
     fixed = graph.fixed
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -146,7 +146,7 @@ def _of_state(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """Return nodes, and the nodes of `again` that they need, in the graph's order."""
+    """Return `nodes` and the nodes of `again` that they depend on, in the graph's order."""
     needed, stack = set(nodes), list(nodes)
     while stack:
         for operand in stack.pop().all_input_nodes:
@@ -159,7 +159,7 @@ def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> lis
 
 
 def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
-    """Return the piece of each node."""
+    """Return the phase and stage of each node."""
     where: dict[fx.Node, Where] = {}
     last = len(placement.ipus) - 1
     for node in _calls(graph):
@@ -184,8 +184,8 @@ def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[
 
 
 def _homes(graph: Graph, where: dict[fx.Node, Where], read: dict[Where, set[str]]) -> dict[str, int]:
-    """Return the stage of each parameter and buffer: where its gradient is made, where the buffer is written, else
-    where it is first read."""
+    """Return the stage of each parameter and buffer, by slot name: the stage that computes its gradient or
+    its next value, else the first that reads it; 0 if none does."""
     stage_of = {node.name: stage for node, (_, stage) in where.items()}
     made_at = {
         (result.kind, result.key): stage_of[result.name]
@@ -218,10 +218,10 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def emit(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
-    """Return the piece that computes `nodes`, in their order, from `reads`, and returns `writes`.
+    """Return the piece that computes `nodes`, in their order, from the values `reads`, and returns `writes`.
 
-    Values of the forward that a backward computes again have names of their own: parts of a backward hand them on
-    beside the forward's.
+    Forward values that a backward recomputes are named `..._again`: the parts of a cut backward pass them on
+    beside the forward's own values. Raises: CaptureError, if an argument or operation can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 

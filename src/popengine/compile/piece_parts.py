@@ -1,9 +1,9 @@
-"""Cuts pieces into parts where a task would wait in the middle of a piece, or where others wait for its first half.
+"""Cut pieces into parts where a task would wait inside a piece, or where other tasks wait for its first half.
 
 A part is a piece itself. A forward or backward is cut
     around an operation that gathers values of other replicas;
     before an operation that reads a buffer which each micro-batch changes (batch norm's running statistics), so that
-        micro-batches run side by side, each a part behind the one before it;
+        micro-batches run in parallel, each one part behind the previous one;
     where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs.
 """
 
@@ -19,12 +19,12 @@ from ..ir import Partition, Piece, Signature
 from ..piece import GATHER
 from ..settings import Settings
 
-BUCKET = 4 << 20  # bytes of gradients that processes exchange together, about
-_CLOSE = 4  # lines
+BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
+_CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 
 def cut(partition: Partition, settings: Settings) -> Partition:
-    """Return the same partition with its pieces cut into parts."""
+    """Return the partition with its pieces cut into parts."""
     changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
@@ -39,7 +39,7 @@ def cut(partition: Partition, settings: Settings) -> Partition:
 
 
 def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
-    """Return the bytes of each gradient's sum, where processes exchange them."""
+    """Return the bytes of each gradient's sum, by name; {} unless several processes exchange gradients."""
     if not settings.training or settings.counts.instances == 1 or settings.optimizer is None:
         return {}
     return {
@@ -56,7 +56,7 @@ def _around_gathers(piece: Piece) -> Iterator[int]:
 
 
 def _before_buffers(piece: Piece, changed: frozenset[str]) -> Iterator[int]:
-    """Yield the first line that reads each changed buffer; one for buffers that are read close together."""
+    """Yield the index of the first line that reads each changed buffer; one for buffers read close by."""
     seen: set[str] = set()
     latest = -_CLOSE
     for place, line in enumerate(piece.lines):
@@ -77,7 +77,10 @@ def _after_buckets(piece: Piece, sizes: dict[str, int]) -> Iterator[int]:
 
 
 def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
-    """Yield the parts between these lines; what a piece hands on unchanged belongs to the first that reads it."""
+    """Yield the parts of a piece that is cut before the lines `places`.
+
+    A value that the piece passes on unchanged is passed on by the first part that reads it.
+    """
     if not places:
         yield piece
         return

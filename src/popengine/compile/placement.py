@@ -1,7 +1,7 @@
 """Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks.
 
-`balance` chooses the stages of `AutoBalance`. A pipeline runs at the pace of its slowest stage, and blocks stay in
-their order: so it cuts the list of blocks into consecutive parts, by dynamic programming over (block, ipu).
+`balance` chooses the stages of `AutoBalance`. A pipeline runs at the pace of its slowest stage, and blocks
+stay in order: so `balance` cuts the list of blocks into consecutive parts, by dynamic programming.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
 
     Args:
         visits: the entries into blocks in the order of the forward; the first stands for operations before any block
-        used:   the visits that have operations
+        used:   the indices of visits that have operations
     Raises:
         BlockError: a block is unknown to the strategy or has no ipu, or a stage has two ipus
     """
@@ -66,7 +66,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
 
 
 def _turns(ipus: list[int], used: set[int]) -> list[int]:
-    """Return a stage for each visit; a new stage starts where the ipu changes."""
+    """Return a stage for each visit; a new stage starts where the ipu changes. Unused visits have stage 0."""
     turns, turn, here = [0] * len(ipus), -1, None
     for i in sorted(used):
         turn, here = turn + (ipus[i] != here), ipus[i]
@@ -123,13 +123,13 @@ def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> di
 
 
 def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings, sharded if a pipeline has too few micro-batches to fill it and the strategy allows that.
+    """Return the settings; sharded ones if the micro-batches can't fill the pipeline and this is allowed.
 
-    A pipeline needs 2n - 1 micro-batches in training and n device iterations in inference, of n forward stages: 1 + the
-    changes of the active ipu during the forward, which starts on ipu 0.
+    Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
+    n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
 
     Raises:
-        PartitionError: gradient accumulation (inference: device iterations) is below what fills the pipeline
+        PartitionError: there are too few, and the strategy does not allow sharded execution
     """
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":
@@ -158,7 +158,7 @@ def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one block: seconds of its forward and backward on one micro-batch, and bytes of memory."""
+    """The cost of one block: seconds of its forward and backward of one micro-batch, and bytes of memory."""
 
     name: str
     seconds: float
@@ -168,10 +168,11 @@ class Cost:
 def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) -> tuple[tuple[str, ...], ...]:
     """Return the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
 
-    Of equally fast cuts the result has the least sum of squares, which also balances the other ipus.
+    Among equally fast cuts it has the least sum of squared loads, which also balances the other ipus.
 
     Args:
-        capacity: bytes an ipu can hold
+        costs:    of the blocks, in the order of the data
+        capacity: the bytes that an ipu can hold
     Raises:
         PartitionError: fewer blocks than ipus, or no cut fits the capacity
     """
@@ -211,7 +212,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
 
 def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Describe the load of each ipu, and the effect of moving a block from the slowest ipu to a neighbour."""
+    """Return a text: the load of each ipu, and the effect of moving a block away from the slowest ipu."""
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]
     lines = [

@@ -1,4 +1,4 @@
-"""The table of a step: from pieces to rows, each with what has to be done before it and what it frees.
+"""The table of a step, made from pieces: rows, each with the rows that it waits for and the values it frees.
 
 row  task               index        after
  0   forward F0         micro-batch
@@ -26,7 +26,7 @@ from ..update.optimizer_rules import rule_of
 
 
 def tasks(partition: Partition, settings: Settings) -> Plan:
-    """Return the plan: the rows of a step in the order of the data, and the state that each ipu reads."""
+    """Return the plan of a partitioned graph: the table of a step, and the state that each ipu reads."""
     counts, flow = settings.counts, _Flow(partition)
     rows = _TableWriter(flow, settings).made()
     micro_batches = counts.accumulation if settings.training else counts.iterations
@@ -35,7 +35,7 @@ def tasks(partition: Partition, settings: Settings) -> Plan:
 
 
 class _Flow:
-    """Which piece makes each value, and which ones read it."""
+    """The data flow of a partition: the piece that makes each value, and the pieces that read it."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition, self.pieces = partition, partition.pieces
@@ -59,7 +59,7 @@ class _Flow:
             for name in partition.sources(piece.reads):
                 if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
-        # For each piece, the values it makes for other ipus; and the pieces it is the first to need.
+        # For each piece, the values that it sends to each ipu; and the pieces that it is the first to read from.
         self.sends: list[dict[int, tuple[str, ...]]] = []
         self.receives: list[list[int]] = [[] for _ in self.pieces]
         for i, piece in enumerate(self.pieces):
@@ -77,12 +77,12 @@ class _Flow:
         return self.partition.ipus[self.pieces[piece].stage]
 
     def flows(self, name: str, piece: int) -> bool:
-        """Return whether a read belongs to the micro-batch, and not to the state."""
+        """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
         return name in self.inputs or self.maker.get(name, piece) != piece
 
     def state(self, ipu: int) -> tuple[str, ...]:
-        """Return the slots of the trained weights that live on the ipu, and of all that its pieces read and no update
-        changes."""
+        """Return the slots of an ipu's state: the trained weights that it holds, and the untrained state that
+        its pieces read."""
         names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
@@ -94,7 +94,7 @@ class _Flow:
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
     def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        """Yield (from, to, names): the trained weights of an ipu that pieces of another one read."""
+        """Yield (ipu, other ipu, names): the trained weights of an ipu that pieces of the other ipu read."""
         home = {name: self.partition.ipus[stage] for name, stage in self.partition.home.items()}
         for source, target in permutations(self.ipus, 2):
             borrowed = [n for n in home if home[n] == source and (n, target) in self.readers]
@@ -103,7 +103,7 @@ class _Flow:
 
 
 class _TableWriter:
-    """Writes the rows, one after another: a row waits for earlier rows only, within a micro-batch."""
+    """The writer of a table's rows. Within a micro-batch a row waits for earlier rows only."""
 
     def __init__(self, flow: _Flow, settings: Settings) -> None:
         self.flow, self.settings = flow, settings
@@ -178,7 +178,7 @@ class _TableWriter:
             )
 
     def _sums(self, piece: Piece) -> list[Instruction]:
-        """Return the instructions that add up values of a piece over micro-batches."""
+        """Return the instructions that sum a piece's gradients and outputs over micro-batches."""
         gradients = [(r.name, r.key) for r in self.gradients if r.name in piece.writes]
         outputs = self._stored(piece) if self.adds_outputs else []
         return [*_instruction("accumulate", gradients), *_instruction("store", outputs)]
@@ -187,7 +187,7 @@ class _TableWriter:
         return [(name, str(position)) for position, name in self.outputs if name in piece.writes]
 
     def _around(self, number: int, piece: Piece) -> tuple[list[Instruction], list[Instruction]]:
-        """Return the instructions of a piece, and those that follow its sums."""
+        """Return the instructions of a piece, and the `free` (or none) that comes after its sums."""
         flow, ipu = self.flow, self.flow.ipu(number)
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = [name for name in piece.reads if name in flow.inputs and readers[name][0] == number]
@@ -209,7 +209,7 @@ class _TableWriter:
         return found, [Instruction("free", done)] if done else []
 
     def _after_changed_buffers(self) -> None:
-        """Micro-batches replace a buffer in their order, and read what the one before has left."""
+        """Make rows that read or replace a changed buffer wait for the previous micro-batch's new value."""
         for number, row in self.row_of.items():
             piece = self.flow.pieces[number]
             read = {n for n in piece.reads if n in self.keeper and not self.flow.flows(n, number)}
@@ -218,7 +218,7 @@ class _TableWriter:
             self.rows[row] = replace(self.rows[row], after=tuple(dict.fromkeys(after)))
 
     def _free(self) -> None:
-        """The last reader of each value frees it, and waits for the other readers."""
+        """Make the last reader of each value wait for its other readers and free it; drop implied edges."""
         flow = self.flow
         maker = {name: self.row_of[piece] for name, piece in flow.maker.items()}
         readers: dict[str, set[int]] = {name: {row} for name, row in maker.items()}
@@ -231,7 +231,7 @@ class _TableWriter:
                 users = set().union(*(readers[name] for name in gathered.writes)) - {row}
                 for name in self.reads[row]:
                     readers[name] |= users
-        # What fixed state a piece hands through for a result dies in the row that stores it.
+        # Fixed state that a piece passes on as a result is freed by the row that stores it.
         for number, row in self.row_of.items():
             for name in flow.pieces[number].writes:
                 if name in flow.fixed:
@@ -297,13 +297,13 @@ class _TableWriter:
         self._step("end", done)
 
     def _step(self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any) -> After:
-        """Add a row for all replicas together, and return what later rows wait for: all of its indices."""
+        """Add a row that runs once for all replicas, and return the edge to all of its indices."""
         row = self._add(Task(kind, index=index, after=tuple(after), once=True, **more))
         return After(row, 0 if index == "step" else None)
 
 
 def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
-    """Return the instruction on some names, with the key of each; none for no names."""
+    """Return a list of the instruction with these (name, key) pairs; an empty list without pairs."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []
 
