@@ -1,4 +1,4 @@
-"""Blocks: marks that name the parts of a model. Without a compiled model they have no effect."""
+"""Blocks: marks that name the parts of a model. Outside a compiled model they have no effect."""
 
 import builtins
 import contextlib
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
     @staticmethod
     def end() -> None:
-        """End the open block, as the end of a `with` does: operations before the next block belong to no block."""
+        """End the open block, as the end of `with` does. Operations until the next block are in no block."""
         capture = current()
         if capture is not None:
             capture.leave()
@@ -104,7 +104,9 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Have a layer open a block at each call, which ends where the next block opens. Return the same layer.
+    """Make a module or function open a block at each call, which ends where the next block opens.
+
+    Returns: the same module, or a wrapper of the function
 
     Raises:
         Error: the layer already begins a block, or is neither a module nor a function
@@ -122,14 +124,14 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 
 def begin_hook(module: nn.Module) -> BeginBlockHook | None:
-    """Return the hook that BeginBlock registered on a module; None, if there is none."""
+    """Return the hook of a module that begins a block, or None."""
     return next(
         (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BeginBlockHook)), None
     )
 
 
 def check_unmarked(module: nn.Module) -> None:
-    """Raise Error, if a module begins a block already."""
+    """Raise Error if a module begins a block already."""
     hook = begin_hook(module)
     if hook is not None:
         raise Error(

@@ -26,11 +26,11 @@ from ..nested_values import constants_of, tensors_of, with_tensors
 
 
 def note(what: Any, value: Any) -> None:
-    """Add `value` to the outputs of each call.
+    """Add `value` to the outputs of each call. Outside a capture this does nothing.
 
     Args:
         what:  the note's key; it must pickle, since it becomes a part of the compiled model
-        value: a tensor, or tensors in containers. Values that the forward does not compute stay as they are.
+        value: a tensor, or tensors in containers; values that forward does not compute are returned unchanged
     """
     capture = current()
     if capture is not None:
@@ -39,15 +39,15 @@ def note(what: Any, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """One note of a compiled model: the outputs that hold its tensors."""
+    """A note of a compiled model: its key, and the outputs of the graph that hold its tensors."""
 
     what: Any
-    template: Any  # the value, with empty tensors on "meta" where the call's are put
+    template: Any  # the value, with an empty "meta" tensor in place of each tensor of a call
     anchors: tuple[Anchor, ...]
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
 
     def value(self, results: Results, counts: Counts) -> Any:
-        """Return the note's value: for each tensor [n, *shape], in the order of (iteration, accumulation, replica)."""
+        """Return the note's value, each of its tensors as [iterations · accumulation · replicas, *shape]."""
         n = counts.iterations * counts.accumulation * counts.replicas
         columns = iter(
             results.anchored(anchor).reshape(n, *shape).to(dtype)
@@ -57,12 +57,12 @@ class Note:
 
 
 def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """Return a nested value with empty tensors on "meta" in place of traced tensors, and the traced tensors.
+    """Return a nested value with empty "meta" tensors in place of traced tensors, and the traced tensors.
 
     Args:
-        where: the line of the function that has made the value
+        where: the source line of the function that returned the value
     Raises:
-        CaptureError: a tensor of the capture is in a part that is no container, and so would have no value
+        CaptureError: a traced tensor is in an object that is no container, so that no call could fill it
     """
     capture = current()
     for part, path, is_named in constants_of(value, "output"):
@@ -74,10 +74,10 @@ def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Refuse a part that holds tensors of the capture.
+    """Raise CaptureError if an object that is no container holds traced tensors.
 
-    Of an object in a named field, which programs may leave alone (the caches that language models return), the
-    tensors become ones on "meta": torch refuses to read these.
+    A program may never read an object in a named field, such as the cache of a language model. There the
+    tensors are replaced by "meta" tensors, which torch refuses to read, and a warning is logged.
     """
     found = left_behind(part, path)
     if not found:
@@ -102,12 +102,12 @@ def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
 
 
 def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a template with tensors in place of its empty tensors on "meta"."""
+    """Return a template with the next of `tensors` in place of each "meta" tensor."""
     return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
 def notes_of(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
-    """Return the notes of a capture, and append their tensors to the outputs of the graph."""
+    """Return the notes of a capture, and append their tensors to `outputs`, which the graph returns."""
     notes = []
     for what, value in captured:
         template, tensors = without_values(value, where)

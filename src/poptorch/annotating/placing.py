@@ -1,4 +1,4 @@
-"""Marks from outside: the modules of a model are placed on ipus by their names, with no change of its code."""
+"""Place the modules of a model on ipus by their names, without a change of the model's code."""
 
 import contextlib
 import copy
@@ -31,14 +31,15 @@ def annotate(
     >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
     >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
 
-    Each key is a block, which begins at each module that the key names and ends where another block begins. The default
-    strategy then makes each block a stage, so that an ipu may come again; other strategies know blocks by their keys.
+    Each key is a block, which begins at each module that the key names and ends where another block begins.
+    The default strategy makes each block a stage; several stages may be on one ipu. In other strategies the
+    keys are the ids of the blocks.
 
     Args:
         marks:          the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of these
-                        numbers and `*` any text without a dot, or a class. Where several keys name a module, a name
-                        precedes a range, and a range precedes `*` and classes; of these the earlier key precedes.
-        layers_per_ipu: instead of marks: the layers of the model's repeated stack on ipu 0, on ipu 1, ...
+                        numbers and `*` any text without a dot, or a class. If several keys name a module, a
+                        name wins over a range, and a range over `*` and classes; of these the first key wins.
+        layers_per_ipu: instead of marks: how many layers of the repeated stack are on ipu 0, on ipu 1, ...
     Raises:
         Error: a key names no module, two names or ranges place one module, a module begins a block already, or the
             numbers of layers fit no stack
@@ -55,7 +56,7 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Have the default strategy balance the repeated layers of a model over ipus, and return the model. (Pando.)
+    """Make the default strategy balance a model's repeated layers over ipus. Return the model. (Pando.)
 
     That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
 
@@ -73,7 +74,7 @@ def split(model: M, ipus: int) -> M:
 
 
 def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
-    """Return the strategy that `annotate` or `split` left with the model, if `strategy` is the default one."""
+    """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`."""
     if not isinstance(strategy, PipelinedExecution) or not strategy._is_default:
         return strategy
     hooks = filter(None, map(begin_hook, model.modules()))
@@ -83,7 +84,7 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 
 @contextlib.contextmanager
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """Mark the repeated layers of a model without marks while it is captured, if `AutoBalance` is to place them."""
+    """During a capture, make each repeated layer of an unmarked model a block for `AutoBalance`."""
     wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
     layers = _layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
@@ -91,7 +92,7 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     def begin(name: str, module: nn.Module, inputs: Any) -> None:
         capture = current()
         if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
-            capture.enter(name, None)  # no block of the model's own is open, nor has one ended
+            capture.enter(name, None)  # the model's own code has opened no block
 
     handles = [module.register_forward_pre_hook(partial(begin, name)) for module, name, _ in layers]
     try:
@@ -102,8 +103,8 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def _stacks(model: nn.Module) -> dict[str, _Placed]:
-    """Return the layers of each outermost list of modules, by its name: the modules with parameters of a ModuleList,
-    and of a Sequential in which classes repeat."""
+    """Return the layers of each outermost ModuleList, or Sequential in which a class repeats, by its name.
+    Layers are children with parameters."""
     found: dict[str, _Placed] = {}
     for name, module in model.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -121,13 +122,13 @@ def _layers(model: nn.Module) -> _Placed:
 
 
 def _listed(model: nn.Module) -> str:
-    """Return the repeated layers of a model in words."""
+    """Return the names and lengths of a model's repeated layers as text, "none" without any."""
     found = _stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
 def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
-    """Have each module begin its block."""
+    """Register a hook on each module that begins its block. Raises Error if one begins a block already."""
     for module, *_ in placed:
         check_unmarked(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in placed]
@@ -136,7 +137,7 @@ def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Return the layers of the one stack that has as many layers as the counts' sum; else of all stacks together."""
+    """Place the layers of the one stack with sum(counts) layers, else of all. Raises Error if none fits."""
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _layers(model)
     if len(layers) != sum(counts):
@@ -155,7 +156,7 @@ def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
 
 
 def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed:
-    """Return the modules that each key places: of the keys that name a module, the most specific one does."""
+    """Place each module that a key names, by the most specific of its keys. Raises Error for unused keys."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[nn.Module, tuple[int, str | type]] = {}
     for key in marks:
@@ -183,7 +184,7 @@ def _rank(key: str | type) -> int:
 
 
 def _named_by(key: str | type, model: nn.Module, names: list[str]) -> list[nn.Module]:
-    """Return the modules that a key names. Raises Error, if there are none, or none for a number of a range."""
+    """Return the modules that a key names. Raises Error if it, or a number of its range, names none."""
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]
         if not modules:

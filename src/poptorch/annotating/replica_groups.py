@@ -1,4 +1,4 @@
-"""Per-replica parameters: the host's value has one row for each group of replicas, a replica has its group's row.
+"""Per-replica parameters: the host's value has one row per group of replicas; a replica has its group's row.
 
 executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
                                 poptorch.VariableRetrievalMode.OnePerGroup)
@@ -22,7 +22,7 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked(name: str, given: Any) -> Grouping:
-    """Return the grouping of a parameter. Raises Error if it is none."""
+    """Return `given`, if it is a grouping. Raises Error otherwise, with the parameter's name."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
             return kind, size, retrieval
@@ -34,7 +34,7 @@ def _checked(name: str, given: Any) -> Grouping:
 
 
 def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
-    """Return the group of each replica. Raises Error if the size of a group does not divide the replicas."""
+    """Return the groups of so many replicas. Raises Error if a group's size does not divide their number."""
     kind, size, retrieval = grouping
     if kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (size < 1 or replicas % size):
         raise Error(
@@ -78,7 +78,8 @@ class GroupableParameter(nn.Parameter):
         """Give each group of replicas its own value, a row of the parameter's first dimension.
 
         Args:
-            shards: replicas in a group (Consecutive, Orthogonal)
+            shards: replicas per group (Consecutive, Orthogonal)
+            variable_retrieval_mode: whether the host gets one value per group or per replica
         Raises:
             Error: the model is compiled already
         """
@@ -97,7 +98,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     Raises:
         Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
     """
-    # Programs also write into `per_replica_params`.
+    # Programs may also write into `per_replica_params` themselves, so the groupings are checked here.
     groups_by_name = {name: _groups(_checked(name, given), replicas) for name, given in groupings.items()}
     for name, groups in groups_by_name.items():
         parameter = model._parameters.get(name)
@@ -123,7 +124,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
 
 @contextlib.contextmanager
 def one_row_each(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
-    """Replace per-replica parameters by one row of each while a model is captured, as a replica has them."""
+    """Replace each per-replica parameter by its first row during a capture, as a replica has one row."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)

@@ -13,7 +13,7 @@ from popengine.errors import Error, did_you_mean
 from popengine.settings import AutoRule, Mode, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
 
-_MODES = ("pipelined", "sharded", "phased")  # their numbers are the values of `execution_mode`
+_MODES = ("pipelined", "sharded", "phased")  # `execution_mode` is the index
 _RULES: dict[AutoStage, AutoRule] = {
     AutoStage.SameAsIpu: "same_as_ipu",
     AutoStage.AutoIncrement: "auto_increment",
@@ -79,7 +79,7 @@ class Phase:
 
 
 def _as_stage(argument: Any) -> Stage:
-    """Return a stage as it is, or make one of a block id or a list of block ids."""
+    """Return a stage unchanged, or a new stage of a block id or a list of block ids."""
     if isinstance(argument, Stage):
         return argument
     blocks = [argument] if isinstance(argument, str) else argument
@@ -91,7 +91,7 @@ def _as_stage(argument: Any) -> Stage:
 
 
 def _as_phase(argument: Any) -> Phase:
-    """Return a phase as it is, or make one of a stage, block ids, or a list of them."""
+    """Return a phase unchanged, or a new phase of a stage, a block id, or a list of either."""
     if isinstance(argument, Phase):
         return argument
     return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)
@@ -113,7 +113,7 @@ class ExecutionStrategy:
                 self._stages[block] = stage
 
     def stage(self, block_id: str) -> Stage:
-        """Return the stage of a block."""
+        """Return the stage of a block. Raises AssertionError for an unknown block."""
         known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
         assert block_id in self._stages, (
             f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
@@ -121,10 +121,10 @@ class ExecutionStrategy:
         return self._stages[block_id]
 
     def onStartTracing(self) -> None:
-        """Called before a model is captured; for subclasses."""
+        """Do nothing. Subclasses may override this method, which is called before a model is captured."""
 
     def onEndTracing(self) -> None:
-        """Called after a model is captured; for subclasses."""
+        """Do nothing. Subclasses may override this method, which is called after a model is captured."""
 
     def backendOptions(self) -> dict[str, Any]:
         """Return the values of this strategy in `Options.toDict()`."""
@@ -137,10 +137,10 @@ class ExecutionStrategy:
 
 @dataclass(frozen=True)
 class AutoBalance:
-    """Place the blocks of a model on ipus so that the slowest ipu is as fast as possible. (Pando.)
+    """A rule that places blocks on ipus so that the slowest ipu is as fast as possible. (Pando.)
 
-    The first compilation runs one micro-batch and measures each block; the log shows the choice and the reason. Of a
-    model without marks each repeated layer is a block.
+    The first compilation runs one micro-batch and measures each block; the log shows the choice and its
+    reason. In a model without marks, each repeated layer is a block.
 
     Args:
         ipus:     the number of ipus; each runs one stage of consecutive blocks
@@ -159,7 +159,7 @@ class AutoBalance:
 
 
 class PipelinedExecution(ExecutionStrategy):
-    """Run all stages at the same time, each on another micro-batch.
+    """A strategy that runs all stages at the same time, each on another micro-batch.
 
     Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0: each
         a `Stage`, a block id, or a list of block ids.
@@ -177,12 +177,12 @@ class PipelinedExecution(ExecutionStrategy):
 
     @property
     def _is_default(self) -> bool:
-        """Whether this is `PipelinedExecution()`, in whose place the marks of `poptorch.annotate` may name another."""
+        """Return whether this is `PipelinedExecution()`, which `annotate` and `split` may replace."""
         return self._mode == "pipelined" and self._auto is AutoStage.SameAsIpu
 
     def orSharded(self) -> Self:
-        """Run the stages one after another, as `ShardedExecution` does, where a call has too few micro-batches to
-        fill the pipeline, instead of refusing. The results are the same. (Pando.)"""
+        """Run the stages one after another, as `ShardedExecution` does, if a call has too few micro-batches
+        to fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self
 
@@ -200,13 +200,13 @@ class PipelinedExecution(ExecutionStrategy):
 
 
 class ShardedExecution(PipelinedExecution):
-    """Run one stage at a time: a micro-batch passes all stages before the next micro-batch starts."""
+    """A strategy that runs one stage at a time: a micro-batch passes all stages before the next starts."""
 
     _mode = "sharded"
 
 
 class _PhasedExecution(ExecutionStrategy):
-    """Run phases one after another, with tensors in host memory between them."""
+    """A strategy that runs phases one after another; on an IPU, tensors are in host memory between phases."""
 
     _mode = "phased"
     _serial: bool
@@ -248,7 +248,7 @@ class _PhasedExecution(ExecutionStrategy):
 
 
 class SerialPhasedExecution(_PhasedExecution):
-    """Run each phase on all ipus, one phase after another."""
+    """A strategy that runs each phase on all ipus, one phase after another."""
 
     _serial = True
 
@@ -260,7 +260,7 @@ class SerialPhasedExecution(_PhasedExecution):
 
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """Run even phases on even ipus and odd phases on odd ipus, so that transfers overlap with computation."""
+    """A strategy that runs even phases on even ipus and odd ones on odd ipus, to overlap transfers."""
 
     _serial = False
 
