@@ -72,7 +72,7 @@ def getNumInstances() -> int:
 
 
 def getInstanceIndex() -> int:
-    """Return the number of this process among those that train together."""
+    """Return the index of this process among those that train together."""
     return _read().instance
 
 
@@ -87,7 +87,10 @@ def getReplicaIndexOffset() -> int:
 
 
 def getDeviceId(ipus_per_replica: int = 0) -> int:
-    """Return the id of the first device of this instance on its host."""
+    """Return the id of this instance's first device on its host.
+
+    Args: ipus_per_replica: number of ipus; 0: as declared at launch
+    """
     launch = _read()
     return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
 
@@ -119,7 +122,7 @@ def synchronize() -> None:
     """Wait until all instances have called this.
 
     Raises:
-        poptorch.Error: another instance is at another place in the program, has failed, or is gone
+        poptorch.Error: another instance has called another collective, has failed, or is gone
     """
     from . import collectives  # loads torch
 
@@ -127,7 +130,7 @@ def synchronize() -> None:
 
 
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` on these instances and return its value; the others return None at once.
+    """Call `fn` on these instances and return its value; all other instances return None at once.
 
     Inside `fn`, `synchronize` and `popdist.collectives` involve only these instances.
     """

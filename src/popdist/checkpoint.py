@@ -1,4 +1,4 @@
-"""Checkpoints of a training that any number of instances restores, written in the background.
+"""Checkpoints of a training, written in the background. Any number of instances can restore them.
 
     checkpoint = popdist.Checkpoint.every(calls=20)
     for batch in popdist.resumable(loader, checkpoint, trainer, epochs=3, schedule=scheduler):
@@ -32,12 +32,12 @@ _AT_EXIT = 60  # seconds that the end of a program waits for a checkpoint under 
 
 
 class Checkpoint:
-    """Saves a training every few calls, and restores the newest checkpoint that is complete and undamaged.
+    """The checkpoints of a training: saves one every few calls, restores the newest undamaged one.
 
     Args:
         directory: of all checkpoints, the same in all instances; with several hosts on a shared file system
-        every:     calls from one checkpoint to the next; 0: only `save()` writes one
-        keep:      number of the newest checkpoints that stay
+        every:     calls from one checkpoint to the next; 0: only `save()` writes checkpoints
+        keep:      number of checkpoints to keep; older ones are removed
     """
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2) -> None:
@@ -55,17 +55,17 @@ class Checkpoint:
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
-        """Return a checkpoint of every `calls` calls; by default in the folder of `poprun --checkpoint-dir`."""
+        """Return a `Checkpoint` that saves every `calls` calls, by default in poprun's --checkpoint-dir."""
         return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
-        """Restore the newest good checkpoint, and set what later ones contain. Call it once, before training.
+        """Restore the newest undamaged checkpoint, and set what `save` saves. Call it once, before training.
 
         Args:
             model:  a training executor, compiled or not
             loader: a `poptorch.DataLoader`, or None
             others: objects with `state_dict` and `load_state_dict`, such as schedulers, equal in all instances
-        Returns: the calls that were made before; 0 without a checkpoint
+        Returns: the number of calls before the checkpoint; 0 if no checkpoint was found
         Raises:
             Error: the checkpoint is of another model, or several instances have not called `popdist.init()`
         """
@@ -91,7 +91,8 @@ class Checkpoint:
     def save(self) -> None:
         """Begin to write a checkpoint from a copy of the state.
 
-        A checkpoint that can't be written is a warning, here or at the next one; the training and older ones go on.
+        If it can't be written, this call or the next one warns; the training goes on, and older checkpoints
+        stay.
         """
         if self._model is None:
             raise poptorch.Error(
@@ -107,7 +108,7 @@ class Checkpoint:
         self._saved_call = self.calls
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the checkpoint under way is complete; warn if it could not be written."""
+        """Wait until the current checkpoint is complete; warn if it isn't after `seconds`, or has failed."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -124,7 +125,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: shares of weights and of optimizer state, and the rest."""
+        """Return the contents of this instance's file: its share of weights and optimizer state, and more."""
         training = training_state(self._model)
         grouped, is_shared = self._grouped(), training.pop("shares_state")
         shares = {}
@@ -143,15 +144,15 @@ class Checkpoint:
         }
 
     def _grouped(self) -> set[str]:
-        """Return the parameters that have different values in different instances."""
+        """Return the names of the parameters that have different values in different instances."""
         return set(getattr(self._model, "per_replica_params", {}))
 
     def _load(self, folder: Path) -> None:
-        """Load this instance's share of a checkpoint of any number of instances."""
+        """Load a checkpoint, which any number of instances has saved, into this instance."""
         count, saved = files.read(folder)
         each = count // len(saved)
         here = self._model._options.replication_factor
-        # The saved replicas in the place of this instance's, and the file with the first of them.
+        # For each replica of this instance the saved replica; and the file that holds the first of these.
         replicas = [(self._launch.instance * here + i) % count for i in range(here)]
         own = saved[replicas[0] // each]
         whole = {
@@ -180,13 +181,13 @@ class Checkpoint:
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
 ) -> Iterator[Any]:
-    """Yield the batches of `epochs` epochs that are left after the newest checkpoint, and save on the way.
+    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save on the way.
 
-    All instances make one call of the executor for each batch. The state after the last call is saved, too, so that a
-    program that is started again after its end yields no batch.
+    All instances must make one call of the executor for each batch. The state after the last call is saved,
+    too, so that a program that is started again after its end yields no batch.
 
     Args:
-        loader, executor, others: as of `Checkpoint.restore`, which this calls
+        loader, executor, others: as in `Checkpoint.restore`
     """
     checkpoint.restore(executor, loader, **others)
     state_of: Callable[[], dict[str, Any]] = loader.state_dict  # pyright: ignore[reportAttributeAccessIssue]
@@ -200,6 +201,6 @@ def resumable(
 
 
 def _gathered(texts: list[str]) -> list[str]:
-    """Return the texts of all instances, in their order."""
+    """Return the texts of all instances, in the order of the instances."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]

@@ -3,11 +3,12 @@
     call-120/                       complete: renamed when all files were in it and on the disk
         manifest.json               replicas, and each file's size and checksum
         instance-0.pt ...
-    call-130.5f3a9c01.unfinished/   being written, by the run of this number
+    call-130.5f3a9c01.unfinished/   being written, by the run with this random id
         instance-0.pt  instance-0.done  instance-1.pt  instance-2.failed ...
 
-Each instance writes its file and then `done`, or `failed` with the reason; instance 0 waits for these of all, and then
-renames the folder, or removes it. So an instance that dies can only lose the checkpoint under way.
+Each instance writes its file and then `done`, or `failed` with the reason. Instance 0 waits until all
+instances have done this, and then renames or removes the folder. So an instance that dies can only lose the
+current checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where an instance writes its file of a checkpoint."""
+    """The folder of a checkpoint, and the instance that writes a file of it."""
 
     directory: Path
     calls: int
@@ -83,14 +84,14 @@ class Writing(threading.Thread):
         except Exception as error:
             if isinstance(error, OSError):
                 error = OSError(error.errno, error.strerror, str(self.place.directory))
-            with contextlib.suppress(OSError):  # on a full disk, in the space of the file
+            with contextlib.suppress(OSError):  # on a full disk, this takes the space of the partial file
                 part.write_text(f"instance {self.place.instance}: {error}")
             with contextlib.suppress(OSError):
                 part.rename(folder / f"{name}.failed")
             raise error from None
 
     def _complete(self) -> None:
-        """Rename the folder when the files of all instances are in it, and remove older checkpoints."""
+        """Rename the folder when it has all instances' files (or remove it), and remove older checkpoints."""
         folder = self.place.unfinished
         try:
             sums = self._sums_of_all(folder)
@@ -113,7 +114,7 @@ class Writing(threading.Thread):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sums_of_all(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums by file. Raises: RuntimeError, if an instance could not write its file in time."""
+        """Return sizes and checksums by file. Raises: RuntimeError, if an instance's file is missing."""
         sums: dict[str, Any] = {}
         failures: list[str] = []
         until = time.monotonic() + _PATIENCE
@@ -145,7 +146,7 @@ def call_of(checkpoint: Path) -> int:
 
 
 def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """Return the faults of a checkpoint's files; each of several readers checks a share of the files."""
+    """Return the faults of a checkpoint's files (of `readers`, each checks a share); empty: undamaged."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
@@ -161,20 +162,20 @@ def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
 
 
 def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of replicas of a checkpoint without faults, and its files by instance."""
+    """Return the number of replicas of an undamaged checkpoint, and its files' contents by instance."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """A file that computes its checksum as it is written, and keeps the error that torch.save hides."""
+    """A file that computes its checksum while it is written, and keeps the error that torch.save hides."""
 
     sum = 0
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write data, and add them to the checksum."""
+        """Write data, add them to the checksum, and return their size."""
         self.sum = zlib.crc32(data, self.sum)
         try:
             return super().write(data)
@@ -206,7 +207,7 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+    """Write a small file atomically: under another name, which is then changed."""
     temporary = path.with_name(f".{path.name}")
     with open(temporary, "w") as file:
         file.write(text)
@@ -216,7 +217,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write a folder's new names to the disk."""
+    """Flush the names in a folder to the disk, after files were created or renamed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -156,7 +156,7 @@ def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor]
 
 
 def _group() -> ProcessGroup | None:
-    """Return the process group of the instances that take part; None, if this is the only one."""
+    """Return the process group of the instances that take part; None, if this is the only instance."""
     size = read().instances
     if size == 1:
         return None

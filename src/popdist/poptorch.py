@@ -12,7 +12,7 @@ __all__ = ["Options"]
 
 
 def _refuse(name: str) -> NoReturn:
-    """Raise the error of a call that contradicts poprun."""
+    """Raise a RuntimeError about a call that contradicts poprun."""
     raise RuntimeError(
         f"Cannot call `{name}` with popdist.poptorch.Options\n"
         "  why: poprun decides how many replicas there are and where they run\n"
@@ -21,7 +21,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _FixedDistributed(Distributed):
-    # With any arguments: the call itself is refused.
+    # These methods raise with any arguments.
     def disable(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("Distributed.disable")
 
@@ -33,12 +33,12 @@ class _FixedDistributed(Distributed):
 
 
 class Options(poptorch.Options):
-    """Options of one instance among several.
+    """The options of one instance, with the launcher's numbers of replicas and processes.
 
     Args:
         ipus_per_replica: ipus that the model uses; by default poprun's --ipus-per-replica
     Raises:
-        RuntimeError: it differs from poprun's
+        RuntimeError: `ipus_per_replica` differs from poprun's
     """
 
     _ipus_per_replica: int
@@ -61,7 +61,7 @@ class Options(poptorch.Options):
 
     @property
     def ipus_per_replica(self) -> int:
-        """The number of ipus that the model uses."""
+        """Return the number of ipus that a replica of the model uses."""
         return self._ipus_per_replica
 
     def replicationFactor(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`popdist.init`: connects the instances that know one address, within a time limit."""
+"""`popdist.init`: connects all instances through a store at one address, within a time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE_AT_EXIT = 2.0  # seconds
 
 
 def meet(launch: Launch) -> None:
-    """Connect to the other instances, once.
+    """Connect to the other instances, unless torch.distributed is initialized already.
 
     Raises:
         Error: no address is set, it is in use, or an instance is missing after the time limit
@@ -49,7 +49,7 @@ def meet(launch: Launch) -> None:
 
 
 def _leave() -> None:
-    """Let peers know that this process ends, and end its threads."""
+    """Notify the peers that this process ends, and end its threads; if they don't end, close the store."""
     process_group.leave()
     if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
         for store in _stores:
@@ -59,7 +59,7 @@ def _leave() -> None:
 
 
 def _address() -> tuple[str, int]:
-    """Return the address and the port at which the instances meet."""
+    """Return the address and port of the store. Raises: Error, if the environment does not have them."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
@@ -79,7 +79,7 @@ def _address() -> tuple[str, int]:
 
 
 def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Wait until all instances have come to the store, and return it."""
+    """Wait until all instances use the store, initialize torch.distributed with it, and return the store."""
     until = time.monotonic() + seconds
     store = _store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")
@@ -94,7 +94,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
             )
         if (
             looks % 50 == 0 and launch.instance not in missing
-        ):  # about every second, so that poprun kills a peer
+        ):  # about once per second, so that poprun can kill a peer that hangs
             news = {"for": missing[0], "what": "popdist.init()", "count": looks}
             store.set(f"pando/waits/{launch.instance}", json.dumps(news))
         looks += 1
@@ -102,7 +102,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
     store.set(f"pando/waits/{launch.instance}", "")
     interface = _interface(address)
     if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # its default: where the host's name is
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("torch", store),
@@ -113,7 +113,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return the store at the address: of poprun, of torchrun, or of instance 0."""
+    """Return a connection to the store of poprun, torchrun or instance 0, which begins to serve it here."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launch.instance == 0 and not of_torchrun and STORE not in os.environ
     secret = os.environ.get(SECRET, "")

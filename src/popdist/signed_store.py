@@ -42,11 +42,11 @@ _WARNING = (
 
 
 class StoreError(RuntimeError):
-    """The server is gone, or it does not know the secret."""
+    """An error: the server is gone or has another secret, or a key was not set in time."""
 
 
 class _Channel:
-    """Signed messages over a socket."""
+    """A connected socket that sends and receives signed JSON messages."""
 
     def __init__(self, connected: socket.socket, secret: str, is_server: bool) -> None:
         self._socket = connected
@@ -64,12 +64,12 @@ class _Channel:
         self._counts = [0, 0]
 
     def send(self, message: Any) -> None:
-        """Send a message that JSON can hold."""
+        """Send a JSON-serializable message."""
         body = json.dumps(message).encode()
         self._socket.sendall(struct.pack("!I", len(body)) + self._signed(0, body) + body)
 
     def receive(self, largest: int | None = None) -> Any:
-        """Return the next message; raises OSError if it is forged, too large, or the other end is gone."""
+        """Return the next message. Raises: OSError, if it is forged, too large, or the other end is gone."""
         (size,) = struct.unpack("!I", self._read(4))
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
@@ -79,13 +79,13 @@ class _Channel:
         return json.loads(body)
 
     def _signed(self, direction: int, body: bytes) -> bytes:
-        """Return the signature of the next message that is sent (0) or received (1)."""
+        """Return the signature of the next message to send (direction 0) or receive (1), and count it."""
         number = struct.pack("!Q", self._counts[direction])
         self._counts[direction] += 1
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _read(self, size: int) -> bytes:
-        """Return so many bytes; raises ConnectionError, if the other end is gone."""
+        """Return the next `size` bytes. Raises: ConnectionError, if the other end is gone."""
         data = bytearray()
         while len(data) < size:
             part = self._socket.recv(min(size - len(data), 1 << 16))
@@ -96,13 +96,13 @@ class _Channel:
 
 
 class Server:
-    """Serves a store in threads of this process until `close`.
+    """A store that threads of this process serve until `close`.
 
     Args:
         host:    the name or address to listen on
         port:    0: any free port
-        secret:  which callers have to know
-        is_open: other hosts connect, so that a name which means loopback here means `own_address`, too
+        secret:  the secret that callers must know; "": every caller is served
+        is_open: whether other hosts connect; then a `host` that is loopback here means `own_address`, too
     Raises:
         OSError: the address is not one of this host, or in use
     """
@@ -138,7 +138,7 @@ class Server:
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer the messages of a caller, until its connection is closed or a message is forged."""
+        """Answer a caller's messages until its connection ends or a message is forged; then drop its keys."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
@@ -157,7 +157,10 @@ class Server:
 
 
 def _answer(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
-    """Return the answer to a message. Args: held: keys that vanish with the caller's connection"""
+    """Carry out a message on `values`, and return the answer.
+
+    Args: held: the keys that end with the caller's connection; "hold" adds a key
+    """
     match message:
         case "get", keys:
             return [values.get(key) for key in keys]
@@ -185,7 +188,7 @@ def _answer(values: dict[str, str], held: set[str], message: Sequence[Any]) -> A
 
 
 class SignedStore(dist.Store):
-    """A connection to a `Server`, as torch.distributed takes it.
+    """A connection to a `Server`, with the interface of a torch.distributed store.
 
     Args:
         patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
@@ -211,17 +214,17 @@ class SignedStore(dist.Store):
             ) from None
 
     def close(self) -> None:
-        """Close the connection: keys that it holds vanish."""
+        """Close the connection; the server removes the keys that it holds."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key that vanishes with this connection; False: another connection holds it."""
+        """Set a key that is removed with this connection; return False if it was set by another one."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
-        """Return the values of these keys now, None for those that are not there."""
+        """Return the current values of these keys; None for each key that is not set."""
         return self._call("get", list(keys))
 
     def find(self, prefix: str) -> dict[str, str]:
@@ -269,12 +272,12 @@ class SignedStore(dist.Store):
 
 
 def _text(value: str | bytes) -> str:
-    """Return bytes as a string of characters with the same codes."""
+    """Return a text for JSON with a character for each byte, of the same code (latin-1)."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
 def _connected(host: str, port: int, patience: float) -> socket.socket:
-    """Return a connection; raises StoreError, if there is none after so many seconds."""
+    """Return a connected socket. Raises: StoreError, if no server accepts within `patience` seconds."""
     until = time.monotonic() + patience
     while True:
         try:
