@@ -34,17 +34,17 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 
 class FetcherError(DataError, AssertionError):
-    """The worker failed or was terminated. (Programs written for PopTorch catch an AssertionError.)"""
+    """The error of a worker that failed or was terminated; an AssertionError too, as in PopTorch."""
 
 
 class AsynchronousDataAccessor:
-    """Iterates over `dataset` in a worker process, which loads up to `buffer_size` batches ahead.
+    """An iterable over a dataset that a worker process loads, up to `buffer_size` batches ahead.
 
     A batch is a view of shared memory and valid until the next batch has been taken: clone the tensors to keep them.
     Tuples arrive as lists. A batch with other shapes or dtypes than the first one is pickled, which is slower.
 
     Args:
-        buffer_size: batches in shared memory; at least two, as the latest one is still in use
+        buffer_size: number of batches in shared memory; 1 counts as 2, as the latest one is still in use
         miss_sleep_time_in_ms: checked, without effect: a waiting process sleeps until a message arrives
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         early_preload: load `buffer_size` batches before the first `iter()`
@@ -66,7 +66,7 @@ class AsynchronousDataAccessor:
         self._length = _length(dataset, rebatched_size)
         slots = max(2, buffer_size)
         granted = slots if early_preload else 1
-        self._kept_back = list(range(granted, slots))  # sent to the worker at the first iter()
+        self._kept_back = list(range(granted, slots))  # slots sent to the worker at the first next()
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
         keep_tail = getattr(dataset, "_keeps_tail", False)
         settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, keep_tail)
@@ -82,7 +82,7 @@ class AsynchronousDataAccessor:
         ready = self._receive("AsynchronousDataAccessor worker thread failed to start")
         assert isinstance(ready, Ready)
         self._ring = ready.ring
-        # Pickled state of a poptorch.DataLoader after the latest batch, and the part that is equal in an epoch.
+        # Pickled state of a poptorch.DataLoader after the latest batch, and its part that is fixed per epoch.
         self._state, self._begun = ready.state, None
         self._skeleton = _with_lists(pickle.loads(ready.skeleton))
 
@@ -121,7 +121,7 @@ class AsynchronousDataAccessor:
                 raise StopIteration
 
     def _loader_state(self) -> dict[str, Any]:
-        """Return the state of the worker's loader after the latest batch taken here. Raises DataError if not known."""
+        """Return the loader's state after the latest batch from `next()`. Raises: DataError, if not known"""
         if self._state is None:
             raise DataError(
                 "after a break the order of the new epoch is known with its first batch\n"
@@ -201,9 +201,12 @@ class AsynchronousDataAccessor:
 
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Return the batches in an epoch; None if not known. (A reference to the dataset could keep its loader alive.)"""
+    """Return the number of batches in an epoch; None if not known.
+
+    Called once at the beginning, since a reference to the dataset could keep its loader alive.
+    """
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
-        rows = length_of(dataset)  # assuming one row a batch
+        rows = length_of(dataset)  # assuming one row per batch
     elif dataset.drop_last:
         batches = length_of(dataset)
         rows = None if batches is None else batches * dataset.batch_size
@@ -256,11 +259,11 @@ _GRACE = 3.0  # seconds a worker gets to end its own workers
 
 @dataclass(frozen=True)
 class _Parcel:
-    """Returns the dataset in the worker, after setting up the worker like this process.
+    """A callable for the worker: sets up the worker like this process, and returns the dataset.
 
     Args:
         dataset:      an iterable
-        start_method: of this process: processes of the dataset's own loader start as they would here
+        start_method: of this process, used there for the processes of the dataset's own loader
     """
 
     dataset: Any
@@ -284,7 +287,10 @@ def _opened(content: bytes) -> Iterable[Any]:
 def _start(
     dataset: Any, strategy: SharingStrategy, settings: WorkerSettings
 ) -> tuple[BaseProcess, Connection]:
-    """Start a worker process that loads `dataset`. Returns it, and this process's end of the connection."""
+    """Start a worker process that loads `dataset`. Returns it, and this process's end of the connection.
+
+    Raises: DataError, if the dataset can't be pickled, or the worker imports a script that makes a loader
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
         raise DataError(
             f"an asynchronous loader is made while its own worker process starts\n  fix: {_GUARD}"
@@ -333,7 +339,7 @@ def _stop(process: BaseProcess, connection: Connection) -> None:
 
 
 def _cause_of_death(process: BaseProcess) -> str:
-    """Return why a process ended that no longer answers, with what usually helps."""
+    """Return the reason why a worker process has ended, and a fix."""
     process.join(_GRACE)
     code = process.exitcode
     if code is None or code >= 0:

@@ -1,4 +1,4 @@
-"""The rows of a dataset that each of several processes reads, equally many in each.
+"""The division of a dataset's rows among processes.
 
 By replica (`Options.Distributed.rowsByReplica`): each global batch is divided among the replicas of all processes.
 Otherwise as in PopTorch: each process has a contiguous share of the order.
@@ -21,7 +21,7 @@ from poptorch.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The block of (permuted) positions that one process reads."""
+    """A contiguous range of indices, into the order of the rows, that one process reads."""
 
     start: int
     size: int
@@ -31,10 +31,12 @@ class Share:
 def share_of(
     rows: int, batch: int, processes: int, process: int, drop_last: bool, is_equal: bool = False
 ) -> Share:
-    """Return a process's contiguous block: whole batches with `drop_last`, otherwise all rows as evenly as possible.
+    """Return a process's share: whole batches with `drop_last`, otherwise all rows as evenly as possible.
 
     Args:
-        is_equal: no process has a row more: the last block continues with the first rows
+        rows:     number of rows of the dataset
+        batch:    rows of a combined batch
+        is_equal: without `drop_last` all shares are of equal size: the last one continues with the first rows
     Raises:
         DataError: there isn't a whole batch for each process
     """
@@ -63,7 +65,7 @@ def partition_of(
     others: Mapping[str, Any],
     generator: torch.Generator | None = None,
 ) -> Sampler[int] | None:
-    """Return the sampler of this process's rows; None if torch's sampler is to read all of them.
+    """Return a sampler of the rows of this process; None if torch's sampler is to read all rows.
 
     Args:
         others:    the user's samplers, by the name of the loader's argument; None if not given
@@ -76,7 +78,7 @@ def partition_of(
     distributed, counts = options.Distributed, options._counts()
     by_replica = distributed.rows_by_replica
     if distributed.numProcesses == 1:
-        # The order of one process, too, comes from the options' seed: it is the same for any number of processes.
+        # The options' seed orders the rows of a single process, too: any number has the same order.
         is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
         has_sampler = any(value is not None for value in others.values())
         if not is_seeded or has_sampler or micro_batch is None or isinstance(dataset, IterableDataset):
@@ -122,12 +124,13 @@ def partition_of(
 
 
 class ProcessSampler(Sampler[int]):
-    """The rows of one process, of an order that is the same in all processes, and new in each epoch if seeded.
+    """A sampler of the rows of one process. The order of all rows is the same in all processes; if seeded, it
+    is shuffled anew in each epoch.
 
     Args:
-        places_of: returns the process's places in the order; beyond `rows` the order begins again
-        leftovers: rows that no process reads. If seeded, the places begin after as many rows in the first epoch and at
-            their own in the second, so that two epochs reach every row
+        places_of: returns the process's indices into the order, which are taken modulo `rows`
+        leftovers: the number of rows that no process reads. If seeded, it is added to the indices in each odd
+            epoch (the first, the third, ...), so that two epochs reach every index
     """
 
     def __init__(
@@ -148,17 +151,17 @@ class ProcessSampler(Sampler[int]):
 
 
 def _places_of_replicas(dealt: int, width: int, processes: int, process: int) -> torch.Tensor:
-    """Return the places of the rows that the replicas of a process read.
+    """Return the indices, into the order of the rows, that the replicas of a process read.
 
-    The order is cut into pieces of `width` rows, which the replicas of a process read at once. Of each `processes`
-    pieces, process p reads piece p. So a replica's rows in an update are the same for any number of processes.
+    The order is split into groups of `width` rows; the replicas of one process read a group at once. Groups
+    are assigned to processes in turn: a replica's rows in an update are the same for any number of processes.
 
-    Args: dealt: rows of the order that are read; the rest is the incomplete last batch
+    Args: dealt: the number of indices to divide among the processes
     """
     places = torch.arange(dealt)
     whole = dealt - dealt % (width * processes)
     rest = dealt - whole
     pieces = places // width
-    if rest and rest % processes == 0:  # the pieces of the last round are shorter
+    if rest and rest % processes == 0:  # the last groups, one for each process, are shorter
         pieces[whole:] = torch.arange(rest) // (rest // processes)
     return places[pieces % processes == process]

@@ -34,12 +34,12 @@ _loaded = WeakTensorKeyDictionary()
 
 
 def loaded_for(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the counts and the rows of a micro-batch that a loader has made a tensor for; None where not known."""
+    """Return the batch factors and micro-batch rows for which a loader made a tensor; None if unknown."""
     return _loaded.get(tensor) or (None, None)
 
 
 class DataLoader(torch.utils.data.DataLoader):
-    """Yields combined batches: `batch_size` rows for each micro-batch of a call, in the order they are read.
+    """A loader of combined batches: `batch_size` rows per micro-batch of a call, in the order they are read.
 
     The combined size C is batch_size × device iterations × gradient accumulation × input groups (replicas,
     unless they are grouped). With `batch_size=None` the dataset itself yields complete combined batches.
@@ -132,7 +132,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """Rows of a combined batch; None if not known."""
+        """Return the rows of a combined batch; None if not known."""
         return self._combined_batch_size
 
     @property
@@ -145,10 +145,10 @@ class DataLoader(torch.utils.data.DataLoader):
             self._accessor.terminate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader: a loader of the same dataset and arguments that loads it yields the same rows
-        next, also in later epochs.
+        """Return the state of the loader. A loader of the same dataset and arguments that loads it yields the
+        same rows from there on, also in later epochs.
 
-        `"epoch"` counts the epochs that have ended, `"position"` the batches of the present one that were handed out.
+        `"epoch"` counts the epochs that have ended, `"position"` the batches yielded in the current epoch.
         Random numbers that a dataset draws in processes of `num_workers` are not part of the state.
 
         Raises:
@@ -157,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` with the next `iter()`.
+        """Load a `state_dict()`: the next `iter()` goes on from it.
 
         In mode Sync this also sets the global random generators of torch, numpy and Python. The number of processes
         and the size of calls may differ from the saved ones if rows belong to replicas
@@ -197,7 +197,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return Resumable(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, which loads in its own process."""
+        """Return the attributes of a copy or pickle, which has no worker process."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
 
     def _save_arguments(self, arguments: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self.__dict__["__dataset"] = arguments["dataset"]
 
     def _rows_of_a_call(self) -> int | None:
-        """Return the rows of one call of all processes, or of a share's own process; None if not known."""
+        """Return the rows of a call in all processes (in this one, if each has a share); None: not known."""
         if self._combined_batch_size is None:
             return None
         return self._combined_batch_size * (1 if self._shares > 1 else self.options.Distributed.numProcesses)
@@ -266,7 +266,7 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
 
 
 def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the same batches; record the counts of each and its micro-batch size, and the wait for it in profiles."""
+    """Yield the batches; record for `loaded_for` what each is made for, and in profiles the wait for it."""
     while True:
         start = time.perf_counter_ns()
         try:
@@ -282,7 +282,7 @@ def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -
 
 
 def _capped(num_workers: int, dataset: Any) -> int:
-    """Return the number of workers, at most one a core; unchanged for an iterable dataset, which depends on it."""
+    """Return the number of workers, at most one per core; for an iterable dataset `num_workers` itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_workers <= cores or isinstance(dataset, IterableDataset):
         return num_workers
@@ -301,7 +301,7 @@ def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None
 
 
 def _warn_of_tail(parts: int | None, whole: int, unit: str) -> None:
-    """Report the size of the last batch if it is, or may be, incomplete (drop_last=False)."""
+    """Warn if the last batch is, or may be, incomplete; `parts`: size of an epoch, `whole`: of a batch."""
     if parts is None or parts % whole:
         size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
         logger.warning(

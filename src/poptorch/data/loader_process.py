@@ -8,8 +8,8 @@
                                ◄───────────────   Restart: begin an epoch; what is in flight is stale
     Failed(reason)             ───────────────►   and the process ends
 
-A slot belongs to the side that received its number last, so no lock is needed. A generation is the number of restarts
-before a message was sent: by it the consumer recognizes messages from before its last restart.
+A slot belongs to the side that received its number last, so no lock is needed. The generation of a message is
+the number of restarts before it was sent: the consumer discards messages from before its last restart.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker process loads.
+    """The settings of a worker process.
 
     Args:
-        slots:      slots of the ring
-        granted:    slots that may be filled before the consumer's first `iter()`
+        slots:      number of slots of the ring
+        granted:    number of slots that are filled before the consumer takes the first batch
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         rebatched_size: rows of a batch, if the dataset's batches are to be regrouped
         keep_tail:  whether regrouping keeps a smaller last batch
@@ -99,20 +99,20 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Slots for batches of the same shapes. They are one storage, so sharing the ring takes one file descriptor."""
+    """Slots for batches of equal shapes in shared memory: one storage, so it takes one file descriptor."""
 
     memory: Tensor  # uint8 [slots, bytes of a slot]
     templates: tuple[Tensor, ...]  # meta tensors with the shapes and dtypes of a batch
 
     @classmethod
     def like(cls, tensors: Sequence[Tensor], slots: int) -> Ring:
-        """Return slots for batches with the shapes and dtypes of `tensors`."""
+        """Return a ring for batches with the shapes and dtypes of `tensors`."""
         templates = tuple(_on_meta(tensors))
         size = max(sum(map(_padded, templates)), 1)
         return cls(torch.empty(slots, size, dtype=torch.uint8).share_memory_(), templates)
 
     def views(self, slot: int) -> list[Tensor]:
-        """Return the tensors in a slot."""
+        """Return the tensors of the batch in a slot, as views."""
         views, start = [], 0
         for template in self.templates:
             part = self.memory[slot, start : start + template.nbytes]
@@ -125,7 +125,7 @@ class Ring:
         return [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in self.templates]
 
     def fill(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Copy a batch that fits into a slot."""
+        """Copy a batch into a slot, whose shapes and dtypes it must have."""
         with torch.no_grad():
             for view, tensor in zip(self.views(slot), tensors, strict=True):
                 view.copy_(tensor)
@@ -147,7 +147,7 @@ class _ConsumerGone(Exception):
 
 
 class _StatePickler(pickle.Pickler):
-    """Pickles tensors as bytes: each batch comes with a state, and torch's way costs more than small batches."""
+    """A pickler of tensors as bytes. Each batch comes with a state, for which torch's way takes too long."""
 
     def reducer_override(self, value: Any) -> Any:
         return (
@@ -173,7 +173,7 @@ def serve(
     load: Callable[[], Iterable[Any]],
     settings: WorkerSettings,
 ) -> None:
-    """Run the worker process.
+    """Run the worker process, until the consumer is gone.
 
     Args:
         consumer_end: the consumer's connection, if this process has inherited it by a fork
@@ -212,7 +212,7 @@ class _Feeder:
         self.batches: Iterator[Any] | None = None  # the rest of the present epoch
         self.generation = 0
         self.wanted: dict[str, Any] | None = None  # state to begin the next epoch from
-        self.begun: dict[int, Any] = {}  # generators at the beginning of the latest epochs
+        self.begun: dict[int, Any] = {}  # by epoch, the generators' states at its beginning
         self.position = 0  # of this epoch's next batch
         self.running = True
         self.free: deque[int] = deque(range(settings.granted))
@@ -221,7 +221,7 @@ class _Feeder:
         self.watched = [connection, consumer.sentinel]
 
     def run(self) -> None:
-        """Load until the consumer is gone."""
+        """Load until _ConsumerGone is raised. Raises: DataError, if the dataset is empty"""
         state = self.state()
         self.batches = self.epoch()
         first = next(self.batches, _END)
@@ -245,7 +245,7 @@ class _Feeder:
                 self.send(EpochEnd(self.generation, self.running, self.state()))
 
     def epoch(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on in the one of the wanted state."""
+        """Return the batches of the next epoch, or the rest of the epoch in `wanted`."""
         size, head = self.settings.rebatched_size, 0
         self.position, self.is_first = 0, True
         if self.wanted is not None:
@@ -260,7 +260,7 @@ class _Feeder:
         return rebatched(batches, size, keep_tail=self.settings.keep_tail, head=head)
 
     def state(self, **instead: Any) -> bytes | None:
-        """Return the pickled state of the dataset if it is a `poptorch.DataLoader`, else None."""
+        """Return the pickled state of a `poptorch.DataLoader`, updated by `instead`; else None."""
         if not hasattr(self.dataset, "_progress"):
             return None
         return _pickled({**self.dataset.state_dict(), **instead})
@@ -269,7 +269,7 @@ class _Feeder:
         return pickle.dumps(with_tensors(batch, _on_meta(tensors_of(batch))))
 
     def feed(self, batch: Any) -> None:
-        """Copy a batch into a free slot and send the slot."""
+        """Copy a batch into a free slot and send the slot's number; a batch that doesn't fit is pickled."""
         slot, tensors = self.free.popleft(), tensors_of(batch)
         fits = self.ring.fits(tensors)
         if fits:

@@ -1,8 +1,8 @@
 """The state of a loader within its epochs, from which another process goes on with the same rows.
 
-The rows of an epoch depend on random numbers that are drawn when it begins. So a state holds the random generators as
-they were then, and as they are now. To go on, the epoch is begun with the first; the rows that were handed out are
-skipped without being loaded; then the generators are set to the second.
+The rows of an epoch depend on random numbers that are drawn when it begins. So a state has the states of the
+generators at the beginning of the epoch ("begun") and at present ("now"). To resume, the epoch begins with
+the first; the rows that were yielded are skipped without being loaded; then the second is set.
 """
 
 import random
@@ -22,7 +22,7 @@ LoaderState = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """Return the states of the global generators of torch, numpy and Python, for `torch.load(weights_only=True)`."""
+    """Return the states of the global random generators, in types for `torch.load(weights_only=True)`."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -33,7 +33,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the global generators to the result of `random_state`."""
+    """Set the global generators of torch, numpy and Python to a result of `random_state`."""
     torch.set_rng_state(state["torch"])
     numpys = state["numpy"]
     numpy.random.set_state(
@@ -44,7 +44,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 class Progress:
-    """Counts the epochs that a loader has ended, and the batches of the present one that were handed out."""
+    """The number of epochs that a loader has ended, and of batches that its current epoch has yielded."""
 
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0
@@ -53,18 +53,18 @@ class Progress:
         self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # for the next use of `Resumable`
 
     def state(self, loader: Any) -> LoaderState:
-        """Return the state of a loader: the loaded one if no epoch was begun since."""
+        """Return the state of a loader. It is the loaded state until the next epoch begins."""
         if self.wanted is not None:
             return self.wanted
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
 
     def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
-        """Yield the batches of the next epoch, or of the rest of the wanted one.
+        """Return an iterator over the batches of the next epoch, or over the rest of the epoch in `wanted`.
 
         Args:
-            batches_of: begins an epoch
-            parts:      elements of the sampler for each batch
+            batches_of: begins an epoch, and returns its batches
+            parts:      the number of elements of the sampler per batch
         """
         wanted, self.wanted = self.wanted, None
         if wanted is None:
@@ -94,7 +94,7 @@ class Progress:
 
 
 class Resumable:
-    """A sampler that skips the part of an epoch that was handed out already, if `progress` has been resumed."""
+    """A sampler that skips the elements yielded before the state that was loaded into `progress`."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -103,7 +103,7 @@ class Resumable:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, so that nothing is drawn by the first of torch's two calls in the first epoch of its workers.
+        # A generator: torch calls this twice in the first epoch of workers, and the first must draw nothing.
         iterate, self.progress.iterate = self.progress.iterate, iter
         yield from iterate(self.sampler)
 
@@ -118,8 +118,8 @@ def _after_skip(
     """Yield the elements after the first `count`. (A generator: new workers of torch draw a seed before it starts.)
 
     Args:
-        random: state to set after the skipped elements, and after `ahead` more, if any
-        begin:  sets the generators to their state at the beginning of the epoch, if they have changed since
+        random: state of the generators, to be set after the skipped elements and `ahead` more; None: not set
+        begin:  sets the generators to their state at the beginning of the epoch; None: they still have it
     """
     if begin is not None:
         begin()
@@ -134,7 +134,7 @@ def _after_skip(
 
 
 def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
-    """Return the state with the position counted in batches of this loader.
+    """Check a loaded state, and return it with the position counted in batches of this loader.
 
     Raises:
         DataError: the value is not a loader's state, or rows would be lost or read twice

@@ -11,7 +11,7 @@ from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
 def concatenated(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all. Raises DataError if anything but the tensors differs."""
+    """Return one batch with the rows of all batches. Raises: DataError, if more than their tensors differs"""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -33,7 +33,7 @@ def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]
 
 
 def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
-    """Yield the same rows in batches of `size`, without the first `head`; a smaller last one only with `keep_tail`."""
+    """Yield the rows after the first `head` in batches of `size`; `keep_tail`: the last may be smaller."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
