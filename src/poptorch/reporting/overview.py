@@ -22,7 +22,7 @@ class Overview:
     """A compiled model as text.
 
     `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
-    when), None for bytes that a loaded executable does not know; `pieces`: (name, ipu, source).
+    when), where bytes are None if a loaded executable lacks them; `pieces`: (name, ipu, source).
     """
 
     title: str
@@ -84,7 +84,7 @@ def overview(executable: Executable) -> Overview:
 
 
 def _schedules(plan: Plan, settings: Settings) -> str:
-    """The order in which this machine runs a step, and that of separate devices."""
+    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices."""
     here, apart = drawn(plan, cores(settings.device)), drawn(plan)
     kind = counted(cores(settings.device), "core") + " of this machine"
     found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"

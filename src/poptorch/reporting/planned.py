@@ -1,4 +1,4 @@
-"""A plan as a profile, before anything has run: no times, and the memory that it needs at the most."""
+"""Profiles of plans that have not run: no times, but the peak memory of each ipu."""
 
 import os
 from dataclasses import replace
@@ -52,7 +52,7 @@ def plan_tables(described: Description, settings: Settings) -> profile.Profile:
 
 
 def planned(plan: Plan, settings: Settings, graph: Graph) -> profile.Profile:
-    """Return a plan's tables, and the memory that it needs at the most where each ipu is a device of its own."""
+    """Return the profile of a plan that has not run, with each ipu's peak memory as a separate device."""
     found, ipus = plan_tables(Description(plan, graph), settings), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -71,8 +71,10 @@ def planned(plan: Plan, settings: Settings, graph: Graph) -> profile.Profile:
 
 
 def _waiting(plan: Plan, found: profile.Profile) -> dict[int, int]:
-    """Return for each ipu the most bytes that wait for it, if a core needs as long for an action as its FLOPs or bytes
-    take at the rates of a core."""
+    """Return for each ipu the most bytes that were sent to it and not received yet, in a simulated step.
+
+    An operation takes the time of its FLOPs or its bytes at a core's rates, the longer of the two.
+    """
     spent: dict[tuple[str, int], float] = {}
     for row in found.operations:
         group = found.pieces[row.piece].phase, found.pieces[row.piece].stage
@@ -102,20 +104,20 @@ def _waiting(plan: Plan, found: profile.Profile) -> dict[int, int]:
 
 
 def _received(found: profile.Profile, ipu: int) -> list[tuple[profile.Part, profile.Part]]:
-    """Return each value that an ipu receives, as its receive and its send."""
+    """Return the receive and the send instruction of each value that an ipu receives."""
     sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
     received = {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}
     return [(part, sent[part.channel]) for part in received]
 
 
 def _between(found: profile.Profile, ipu: int) -> int:
-    """Return the most bytes that other ipus can have sent to an ipu before it receives them."""
+    """Return an upper bound, for any timing, of the bytes that were sent to an ipu and not received yet."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
     total = 0
     for part, sender in _received(found, ipu):
         count = 1
         if sender.phase and found.facts["mode"] == "pipelined":
-            # A stage begins so many micro-batches before it ends the first of them.
+            # The number of micro-batches that a stage begins before it ends the first one.
             ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
             count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
         total += count * part.bytes
@@ -123,7 +125,7 @@ def _between(found: profile.Profile, ipu: int) -> int:
 
 
 def _memory(plan: Plan, settings: Settings, ipu: int) -> profile.Memory:
-    """Return what an ipu of replica 0 keeps from step to step."""
+    """Return the bytes that an ipu of replica 0 keeps between steps."""
     optimizer = settings.optimizer
     weights = others = gradients = states = 0
     kept = set(plan.held(ipu))

@@ -1,7 +1,7 @@
 """Profiles of executors: measured times with the tables of the plan, written when an executor releases its devices.
 
-Into `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page `report.html` over all
-that lie side by side. Profiles that are still open when the program ends are written then.
+The files are `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page of all
+profiles there, `<directory>/report.html`. Profiles that are open when the program ends are written then.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from ..options.freeze_options import resolved
 from ..version import __version__
 from .planned import plan_tables
 
-_SAVE_EVERY = 60.0  # seconds, while a program runs; and at the most one part in `_SHARE` of its time
+_SAVE_EVERY = 60.0  # seconds; saving takes at most 1 / `_SHARE` of the program's time
 _SHARE = 100
 _live: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
-    """Collects what a profile needs, and saves it.
+    """The collector of the data of a profile, which it saves.
 
     Args:
-        path: of the profile
+        path:   of the profile
+        number: of the plan, from 1
     """
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
@@ -71,7 +72,7 @@ class Reporter:
         self._engine = self._graph = None
 
     def called(self) -> None:
-        """Note that a call has ended: save once a minute, so that a program that is killed leaves a profile, too."""
+        """Save after a call, at most once per minute, so that a killed program leaves a profile, too."""
         if time.perf_counter() >= self._save_next:
             began = time.perf_counter()
             self.save()
@@ -79,7 +80,7 @@ class Reporter:
             self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page. A file that can't be written is a warning: the run goes on."""
+        """Write the profile and the page, in instance 0. A file that can't be written is a warning."""
         engine = self._engine
         if engine is None or engine.settings.counts.instance != 0:
             return
@@ -150,7 +151,7 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
 
 
 def reporter_for(executor: Any, options: Options, directory: Path | None, number: int) -> Reporter | None:
-    """Return a reporter. It saves when the executor is garbage-collected, too.
+    """Return the reporter of a plan. It saves when the executor is garbage-collected, too.
 
     Args:
         directory: of the first plan's profile; None: no profile is asked for
@@ -183,7 +184,7 @@ def _save_and_end(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Record the time inside the `with` as an event of the host."""
+    """Record the duration of the body as an event of the host; nothing without a reporter."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
@@ -194,7 +195,7 @@ def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return the steps in order of their start; of the last one that failed, the instructions that ran."""
+    """Return the recorded steps of each ipu, in order; of a failed step only the instructions that ran."""
     steps = [(place, times) for place, kept in recorder.kept.items() for times in kept]
     steps += [(place, times) for place, times in recorder.broken.items() if any(times.ends[:1])]
     found = [_track(recorder, place, times) for place, times in steps]
@@ -202,7 +203,10 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
 
 
 def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.Track:
-    """Return the instructions of a step of one ipu that have ended."""
+    """Return the times of one ipu in a step, up to the first instruction that has not ended.
+
+    Args: place: (replica, ipu)
+    """
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
@@ -269,7 +273,7 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
 
 
 def _flat(options: Options) -> dict[str, str]:
-    """Return every option's value by its name."""
+    """Return the value of each option, as text, by its name."""
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     found = {name: str(value) for part in parts for name, value in part.items()}
     return {**found, "execution_strategy": type(options._execution_strategy).__name__}
