@@ -19,7 +19,7 @@ from .ignored_variables import log_recorded as _log_recorded
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
-    """Where each name is: its module, and its name there (None: it is the module); and `__all__`."""
+    """Return the module of each name and its name there (None: it is the module itself), and `__all__`."""
     where: dict[str, tuple[str, str | None]] = {}
     public: list[str] = []
     for statement in _ast.parse(_Path(__file__).with_suffix(".pyi").read_text("utf-8")).body:
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 class _Operations(_torch._ops._OpNamespace):
-    """`torch.ops.poptorch`: its operations are registered when one is first asked for."""
+    """The namespace `torch.ops.poptorch`, whose operations are registered when one is first read."""
 
     def __getattr__(self, op_name: str) -> _Any:
         _importlib.import_module(".ops", __name__)
@@ -63,7 +63,7 @@ if _PLAN_WISH in _os.environ:
     _importlib.import_module(".planning", __name__).build_without_values()
 _find_aliases()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-    # Torch has called no entry points. Pando's registers the ipus with Lightning.
+    # Torch did not call the entry points of packages; Pando's entry point registers the ipus with Lightning.
     from importlib.metadata import entry_points as _entry_points
 
     for _entry_point in _entry_points(group="torch.backends", name="pando"):

@@ -5,11 +5,11 @@ from typing import Any
 
 from .executor import marked_model
 
-_owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of models that are unwrapped
+_owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # executors of unwrapped models
 
 
 def unwrapModelIfNecessary(model: Any) -> None:
-    """Unwrap a model that is wrapped for training, with its newest weights; other models stay as they are."""
+    """Copy the newest weights to a model that is wrapped for training, and unwrap it; ignore other models."""
     owner = marked_model.owner_of(model)
     if owner is not None:
         owner.copyWeightsToHostIfNeeded()
@@ -18,7 +18,7 @@ def unwrapModelIfNecessary(model: Any) -> None:
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
-    """Undo `unwrapModelIfNecessary`."""
+    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, unless its executor is gone."""
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:

@@ -1,4 +1,4 @@
-"""PopTorch's own path to the executor's class; programs import it from here for type checks."""
+"""The module of the executor's class in PopTorch, from which programs import it for type checks."""
 
 from .executor.executor import PoplarExecutor
 

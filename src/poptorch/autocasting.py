@@ -17,7 +17,7 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
-    """The precision of operations, by the names of torch's functions. The others follow torch.autocast to float16.
+    """The types to which operands of functions are cast. Other functions follow torch.autocast to float16.
 
     Args:
         fp16, fp32:      operations whose operands are cast to float16, to float32
@@ -54,7 +54,7 @@ _policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # No
 
 @contextlib.contextmanager
 def following(policy: Policy | None) -> Iterator[None]:
-    """Set the policy of `autocast` while a model is captured."""
+    """Set the policy of `autocast` while a model is captured; with None `autocast` has no effect."""
     token = _policy.set(policy)
     try:
         yield
@@ -91,7 +91,7 @@ def _devices() -> list[str]:
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
-    """A context manager and decorator: matrix products and convolutions inside run in float16.
+    """Context manager and decorator whose products and convolutions run in float16, or as the policy says.
 
     with poptorch.autocast():
         x = self.layer(x)

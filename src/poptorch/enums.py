@@ -1,4 +1,4 @@
-"""The public enums. Saved options hold their integers."""
+"""The public enums. Saved options hold the integers of their members."""
 
 import enum
 from typing import Any
@@ -10,7 +10,7 @@ def by_name(kind: type[enum.Enum], value: Any) -> Any:
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """When a mean over gradient accumulation and replicas is divided: at each step of the sum, or after it."""
+    """When gradients are divided for their mean: at each step of the sum (Running) or after it (Post)."""
 
     Running = 0
     Post = 1
@@ -18,7 +18,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Where batches are loaded: in the caller, in another process, or in several whose batches are regrouped."""
+    """Where batches are loaded: in the caller's process, in another, or in several with batches regrouped."""
 
     Sync = 0
     Async = 1
@@ -48,7 +48,8 @@ AnchorMode = OutputMode  # the name in programs for PopTorch 2.4 and earlier
 
 
 class ConnectionType(enum.IntEnum):
-    """When the program takes a device: when the model is compiled, at the first call, or never (compile only)."""
+    """When a device is attached: at compilation (Always, OnDemand), or never (compile only). After
+    `loadExecutable` Always attaches it at once, OnDemand at the first call."""
 
     Always = 0
     OnDemand = 1
@@ -56,7 +57,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class HalfFloatCastingBehavior(enum.IntEnum):
-    """Deprecated, without effect: operands of mixed precision follow PyTorch's own promotion."""
+    """Values of a deprecated option that has no effect: operands of two types follow PyTorch's promotion."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -72,7 +73,7 @@ class ReductionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """Which ipus wait for each other at the end of a step."""
+    """Which ipus wait for each other at the end of a step. Without effect here."""
 
     Full = 0
     SinglePipeline = 1
@@ -80,7 +81,7 @@ class SyncPattern(enum.IntEnum):
 
 
 class Liveness(enum.IntEnum):
-    """How long the tensors of a phase stay on the device."""
+    """How long the tensors of a phase stay on the device. Without effect here."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -89,21 +90,21 @@ class Liveness(enum.IntEnum):
 
 
 class AutoStage(enum.IntEnum):
-    """The stage of a block that no stage names: its ipu's number, or the next free one."""
+    """The rule for the stage of a block: the number of its ipu, or a new stage for each block id."""
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class MultiConvPlanType(enum.IntEnum):
-    """How the convolutions of a MultiConv share the device."""
+    """How the convolutions of a MultiConv share the device. Without effect here."""
 
     Parallel = 0
     Serial = 1
 
 
 class CommGroupType(enum.IntEnum):
-    """Which replicas form a group: neighbours (Consecutive), every n-th (Orthogonal), all, or none."""
+    """Which replicas form a group: neighbours (Consecutive), every n-th (Orthogonal), all, or each alone."""
 
     All = 0
     Consecutive = 1
@@ -112,7 +113,7 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """The replicas from which a per-replica weight is copied to the host."""
+    """The replicas from which a per-replica weight is copied to the host: the first of each group, or all."""
 
     OnePerGroup = 0
     AllReplicas = 2  # 1 was never used
@@ -128,7 +129,7 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class OverlapMode(enum.Enum):
-    """The loop with which the transfer of an input or output overlaps."""
+    """The loop whose computation the transfer of an input or output may overlap. Without effect here."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"

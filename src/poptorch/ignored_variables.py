@@ -1,4 +1,4 @@
-"""The original's environment variables that have no effect here. The log names those that are set.
+"""PopTorch's environment variables that have no effect here. The log lists the variables that are set.
 
 Variables with an effect are read elsewhere: POPTORCH_LOG_LEVEL and POPTORCH_LOG_DEST in `logs.py`,
 POPTORCH_CACHE_DIR and POPTORCH_DEFAULT_OPTIONS in `options/options.py`, POPLAR_ENGINE_OPTIONS in
@@ -25,7 +25,7 @@ RECORDED = {
 
 
 def log_recorded(environment: Mapping[str, str] = os.environ) -> None:
-    """Log, at INFO, each of these variables that is set."""
+    """Log, at INFO, each variable in `RECORDED` that is set."""
     for name, why in RECORDED.items():
         if name in environment:
             logger.info("%s=%s has no effect: %s", name, environment[name], why)

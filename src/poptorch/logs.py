@@ -27,7 +27,7 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class Repeats(logging.Filter):
-    """A filter that drops a line after it was logged several times in a row, and says so once."""
+    """A filter that drops lines repeated more than `limit` times in a row, after one line with a note."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Repeats(logging.Filter):
         self._line, self._count = ("", ""), 0
 
     def restart(self, limit: int) -> None:
-        """Reset the count, and drop lines after `limit` repetitions."""
+        """Set the limit, and count repetitions from 0 again."""
         self.limit, self._count = limit, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -54,7 +54,7 @@ repeats = Repeats()
 
 
 class _Formatter(logging.Formatter):
-    """`[07:12:00.123] [poptorch::python] [warning] text`"""
+    """The format of a line: `[07:12:00.123] [poptorch::python] [warning] text`."""
 
     def __init__(self) -> None:
         super().__init__("[%(asctime)s.%(msecs)03d] [%(name)s] [%(word)s] %(message)s", "%H:%M:%S")
@@ -65,9 +65,9 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardStream(logging.StreamHandler):
-    """A handler that looks its stream up for each line, so that a redirected stderr works.
+    """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works.
 
-    If the root logger writes to the terminal, the line is left to it, so that it appears once.
+    It drops lines that the root logger writes to the terminal, so that they appear once.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,9 +91,9 @@ def _program_writes_to_terminal() -> bool:
 
 
 def setLogLevel(level: int | str) -> None:
-    """Write lines of this level and above: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF, or such a name.
+    """Set the lowest level that is logged: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF, or such a name.
 
-    Raises: ValueError, for any other integer or name.
+    Raises: ValueError for any other integer or name.
     """
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS:
@@ -106,7 +106,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Send the log to `destination`. An unknown level is reported and WARN used: imports should not fail."""
+    """Write the log to stderr, stdout or a file. An unknown level becomes WARN, with a warning."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -126,12 +126,12 @@ def configure(level: str, destination: str) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 stage", "2 stages" or "2 batches"."""
+    """Return a number with its noun in singular or plural: "1 stage", "2 stages", "2 batches"."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first five names, and how many more there are."""
+    """Return the first five names, and the number of other names, as text."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

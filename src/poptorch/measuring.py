@@ -1,6 +1,6 @@
-"""Measure what this machine takes for a model that has no weights yet: with made-up values, and without its data.
+"""Measure a model's times on this machine, with generated weights and inputs.
 
-A small model runs short steps on the engine. Of a large one every operation runs alone, once for all with its shapes.
+A small model runs short steps on the engine. The operations of a large model run alone; equal ones run once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from popengine.update.group_update import init_state, update
 from .compiling.executable import Executable
 from .compiling.tune import calls_user_code
 
-# Bytes of state, FLOPs of a micro-batch: the engine runs such a model within a second or two.
+# Bytes of state, FLOPs of a micro-batch: the engine runs steps of a smaller model within a second or two.
 _SMALL = 2**29, 5e10
-_SECONDS = 1.5  # after which no other round begins
+_SECONDS = 1.5  # no round begins after this time
 _ROUNDS = 9
-_SOME = 1 << 22  # elements whose update is measured in place of more
+_SOME = 1 << 22  # elements of the update that is measured, at most
 
 
 def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
-    """Return seconds on this machine: "steps", rows of (micro-batches of all replicas, seconds of a step); or "pieces"
-    (of a micro-batch on one core), "updates" (of each ipu), and "sharing" (threads, and their least and most speed-up).
+    """Return measured times: "steps" of a small model, or "pieces", "updates" and "sharing" of a large one.
+
+    steps    rows (micro-batches of all replicas, seconds of a step)
+    pieces   seconds of each piece, for one micro-batch on one core
+    updates  seconds of each ipu's weight update on one core
+    sharing  rows (threads, their least and their largest speed-up)
 
     Args:
-        flops: of a micro-batch
+        flops: FLOPs of one micro-batch
     """
     graph = found.graph
     assert graph is not None
@@ -61,7 +65,7 @@ def _made_up(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
 
 
 def _steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Return the seconds of a short step and of a longer one; of the step itself, if it is short."""
+    """Return rows (micro-batches, seconds) of two shortened steps, or of the whole step if it is short."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
@@ -87,7 +91,7 @@ def _steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return the median time of a few rounds, after one that warms up."""
+    """Return the median seconds of `work` in a few rounds, after one warm-up round."""
     work()
     began, found = time.perf_counter(), list[float]()
     while len(found) < _ROUNDS and (not found or time.perf_counter() - began < _SECONDS):
@@ -112,7 +116,7 @@ class _SingleOperation:
         ] + [0] * (line.draw is not None)
 
     def several(self, count: int) -> float:
-        """Run it so often. Returns: seconds"""
+        """Run the operation `count` times, and return the seconds."""
         start = time.perf_counter()
         with torch.inference_mode():
             for _ in range(count):
@@ -162,7 +166,8 @@ def _without_names(argument: Any) -> Any:
 
 
 def _updates(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Return the seconds in which one core updates the weights of each ipu: of many those of a part, scaled."""
+    """Return the seconds in which one core updates the weights of each ipu, scaled up from an update of at
+    most _SOME elements."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:

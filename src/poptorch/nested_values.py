@@ -1,4 +1,4 @@
-"""Nested values: which containers hold tensors, and in what order they are walked.
+"""Nested values: which containers can hold tensors, and the order in which their parts are visited.
 
 Tuples, lists, dictionaries, their subclasses, dataclasses and the types registered with `registerCustomArgParser`
 are walked to any depth; everything else that is not a tensor is a constant. Dictionaries are walked in the
@@ -28,7 +28,7 @@ from popengine.errors import Error
 
 
 class ICustomArgParser(ABC):
-    """The interface of a parser for your own type: find its tensors, and rebuild it with others."""
+    """The interface of a parser for a user's type: it finds the tensors, and rebuilds values with others."""
 
     @abstractmethod
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
@@ -43,7 +43,10 @@ _parsers: dict[type, ICustomArgParser] = {}  # by exact type; written by registe
 
 
 def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None) -> None:
-    """Let values of exactly `arg_type` hold tensors in inputs, outputs and batches; None forgets the type."""
+    """Register a parser: values of exactly `arg_type` may then hold tensors in inputs, outputs and batches.
+
+    None removes the parser. Raises Error if `arg_parser` is no ICustomArgParser.
+    """
     if arg_parser is None:
         _parsers.pop(arg_type, None)
         return
@@ -82,7 +85,7 @@ class Spec:
 
 
 class Constant:
-    """A value that is compared by its contents, also if its own `==` returns an array or compares identities."""
+    """A value that is compared by its contents, even if its `==` returns an array or compares identities."""
 
     __slots__ = ("value",)
 
@@ -110,7 +113,7 @@ def paths_of(value: Any, name: str) -> list[str]:
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
-    """Return a copy of `value` with the next of `replacements` in place of each of `tensors_of(value)`.
+    """Return a copy of `value` with the next replacement in place of each tensor, in walking order.
 
     Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
     """

@@ -1,4 +1,4 @@
-"""Plans of a model on machines that are not there: what popvision estimates from, and `poptorch.plan`.
+"""Profiles of models that have not run, from which popvision and `poptorch.plan` estimate for other machines.
 
 A plan needs the shapes of weights and not their values. While `popvision plan` runs a program, new parameters are fake
 tensors; `poptorch.plan` and `describe` take models whose parameters are on the meta device.
@@ -31,7 +31,7 @@ _BASE = 600 << 20  # bytes of Python, torch and the program's other libraries
 
 
 class _WithoutValues(FakeTensorMode):
-    """Fake tensors of which each number reads as zero, so that loops in initializers end."""
+    """A fake tensor mode in which reading a number returns zero, so that loops in initializers end."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -40,8 +40,8 @@ class _WithoutValues(FakeTensorMode):
 
 
 def build_without_values() -> None:
-    """Make every parameter that this process creates from now on a fake tensor, which has no memory, unless `popvision
-    plan` has found that the program needs values."""
+    """Make every parameter that this process creates from now on a fake tensor, which has no memory. Do
+    nothing if `popvision plan` has found that the program needs values."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     if "values" in json.loads(os.environ.get(PLAN_WISH, "{}")):
         return
@@ -54,7 +54,7 @@ def build_without_values() -> None:
                 data = torch.empty_strided(data.size(), data.stride(), dtype=data.dtype)  # type: ignore[union-attr]
         return make(cls, data, requires_grad)
 
-    def convert(one: Any, other: Any) -> None:  # of module.half() and the like
+    def convert(one: Any, other: Any) -> None:  # called by module.half() and similar methods
         if isinstance(one, FakeTensor):
             one.data = other
         else:
@@ -65,7 +65,7 @@ def build_without_values() -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this machine has free: at most what the control group of this process may use."""
+    """Return the free bytes of this machine, limited by the control group of this process."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
     for limit, used in (
@@ -79,9 +79,9 @@ def available_memory() -> int:
 
 
 def exit_if_only_planning(planned: Callable[[Sequence[str]], Mapping[str, Profile]]) -> None:
-    """Write the profiles of a plan and exit, if `popvision plan` runs this program.
+    """Write the profiles of a plan and exit, if `popvision plan` runs this program; else do nothing.
 
-    Args: planned: returns `profiles` of these kinds
+    Args: planned: returns `profiles(...)` for given kinds
     """
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
@@ -97,18 +97,18 @@ def profiles(
     location: Mapping[str, Any],
     kinds: Sequence[str],
 ) -> dict[str, Profile]:
-    """Return what is known of a model before it runs.
+    """Return the profiles of a model that has not run, by kind.
 
     Args:
-        compiled: with these settings
-        location: the user's settings of where the optimizer's state is
-        kinds:    "apart": for machines where each ipu is a device of its own; "here": with this machine's times
+        compiled: returns the executable for given settings
+        location: the user's location settings of the optimizer state
+        kinds:    "apart": for machines whose ipus are separate devices; "here": with this machine's times
     """
     from .reporting.planned import planned
 
     found = {}
     for kind in kinds:
-        # On other devices neighbouring stages of an ipu are one, and attention is products and a softmax.
+        # On separate devices neighbouring stages of an ipu are one, and attention is products and a softmax.
         apart = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
         with _half_attention() if kind == "apart" else contextlib.nullcontext():
             executable = compiled(apart if kind == "apart" else settings)
@@ -136,7 +136,7 @@ def profiles(
 
 @contextlib.contextmanager
 def _half_attention() -> Iterator[None]:
-    """Capture attention of half precision without casts to float32."""
+    """Capture attention in half precision without casts to float32."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:

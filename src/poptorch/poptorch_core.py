@@ -1,4 +1,4 @@
-"""The original's compiled core: its errors, and names of its insides, which can be imported and refuse to be called."""
+"""Names of PopTorch's compiled core: its errors, and internal functions, which raise Error when called."""
 
 from typing import Any, NoReturn
 
@@ -8,11 +8,11 @@ __all__ = ["Error", "RecoverableError", "UnrecoverableError", "createPoptorchErr
 
 
 def createPoptorchError(msg: str) -> Error:
-    """An error as the library raises it."""
+    """Return an Error with this message."""
     return Error(msg)
 
 
-attributes_lists: list[dict[str, Any]] = []  # custom operations keep their attributes themselves
+attributes_lists: list[dict[str, Any]] = []  # stays empty: custom operations keep their own attributes
 
 
 def accessAttributes(attribute_id_str: str) -> NoReturn:

@@ -2,10 +2,10 @@
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Return True: any number of logical ipus is available."""
+    """Return True, since any number of logical ipus is available; False for a negative number."""
     return num_ipus >= 0
 
 
 def ipuHardwareVersion() -> int:
-    """Return the generation of ipus, 2. Programs choose memory sizes by it."""
+    """Return 2, the hardware version of the ipus. Programs choose memory sizes by it."""
     return 2

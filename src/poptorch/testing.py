@@ -1,4 +1,4 @@
-"""For tests of models: compare outputs, and compare an update in a layout with plain PyTorch's."""
+"""Compare outputs, and compare a weight update with plain PyTorch's: functions for tests of models."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ __all__ = ["Comparison", "allclose", "compare"]
 
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether two outputs have the same structure of tuples and lists, and close values."""
+    """Return whether two outputs have the same tuples and lists, and close values, where NaN equals NaN."""
     if isinstance(ref_outputs, Tensor) and isinstance(test_outputs, Tensor):
         if ref_outputs.shape != test_outputs.shape:
             return False
@@ -44,8 +44,8 @@ class Comparison:
     Args:
         title:      what was compared
         conclusion: the likely cause of the differences
-        loss:       "equal", or how the loss differs
-        rows:       each parameter's name, and for its gradient and its new value "equal", "none" or how they differ
+        loss:       "equal", or a description of the difference
+        rows:       each parameter's name, and "equal", "none" or a description for its gradient and new value
     """
 
     title: str
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the loss, all gradients and all new weights are equal to the last bit."""
+        """Return whether the loss, all gradients and all new weights are equal to the last bit."""
         verdicts = {self.loss, *(verdict for _, *row in self.rows for verdict in row)}
         return verdicts <= {"equal", "none"}
 
@@ -76,7 +76,7 @@ def compare(
     *,
     update: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
 ) -> Comparison:
-    """Run one weight update in this layout and in plain PyTorch, each on a copy of the model, and compare. (Pando.)
+    """Compare one weight update with these options to plain PyTorch's, each on a copy of the model. (Pando.)
 
     Plain PyTorch runs the micro-batches one after another, adds their gradients and divides them by the number of
     micro-batches and replicas. Random numbers are not the same: set dropout to 0.
@@ -86,8 +86,8 @@ def compare(
     Args:
         batch:     a combined batch, as for a call: a tensor, a tuple or list of arguments, or a dictionary of them
         optimizer: for this model; by default SGD with lr 0.01
-        update:    a loop of another library in place of the executor: called with a copy of the model, the optimizer of
-                   the copy and the rows of one update; returns the loss, and leaves gradients in `.grad`
+        update:    an update by another library, in place of the executor: called with a copy of the model, of
+                   the optimizer, and the rows of one update; returns the loss, leaves gradients in `.grad`
     Raises:
         Error: the model can't be compiled, or returns no loss
     """
@@ -117,7 +117,7 @@ def compare(
 
 
 class _UpdateResult(NamedTuple):
-    """What an update computes: losses, gradients and new weights by name."""
+    """The results of an update: losses, gradients by name, and new weights by name."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
@@ -125,20 +125,20 @@ class _UpdateResult(NamedTuple):
 
 
 def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
-    """Return the update that a model has had."""
+    """Return the result of an update of this model, which has its gradients and new weights."""
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
 
 
 def _called(model: Callable[..., Any], batch: Any) -> Any:
-    """Return what a model returns for a batch."""
+    """Call a model with a batch of arguments, and return its outputs."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)
 
 
 def _place_of_loss(outputs: Any) -> int:
-    """Return the place of the loss among the tensors that forward returned: "loss", or else the first scalar."""
+    """Return the index of the loss among forward's output tensors: of "loss", else of the first scalar."""
     named = loss_field(outputs)
     for place, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
@@ -149,9 +149,9 @@ def _place_of_loss(outputs: Any) -> int:
 def _plain_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
 ) -> tuple[int, _UpdateResult]:
-    """Run an update in plain PyTorch; return the loss's place among the outputs, too.
+    """Run an update in plain PyTorch. Return the index of the loss among the outputs, and the result.
 
-    Gradients of the micro-batches of a replica are added in turn, then those of replicas in pairs.
+    Gradients of a replica's micro-batches are added one after another, then those of the replicas in pairs.
     """
     place, losses = 0, {}
     sums: list[dict[str, Tensor]] = []
@@ -179,7 +179,8 @@ def _plain_update(
 def _update_here(
     model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, place: int
 ) -> tuple[str, _UpdateResult]:
-    """Run an update by an executor, and another one by SGD, whose first momentum is the gradient."""
+    """Return the title of an executor's plan, and its update. A second update, by SGD, yields the
+    gradients."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
     losses = tensors_of(_called(executor, batch))[place].flatten()
@@ -196,7 +197,7 @@ def _update_here(
 
 
 def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
-    """Return "equal", or in a few words how a tensor differs from plain PyTorch's."""
+    """Return "equal", or a short description of a tensor's difference from plain PyTorch's."""
     if found is None or plain is None:
         return "none" if found is plain else "missing" if found is None else "plain has none"
     if torch.equal(found, plain):
@@ -222,7 +223,7 @@ def _times(factor: float) -> str:
 
 
 def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
-    """Return the likely cause of the differences."""
+    """Return the likely cause of the differences, or "all equal"."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
     verdicts = {gradient for _, gradient in differing}

@@ -1,3 +1,3 @@
-"""The version: of the PopTorch interface that this package follows, and whose it is."""
+"""The version of the PopTorch interface that this package implements, with the suffix "+pando"."""
 
 __version__ = "3.4.0+pando"

@@ -137,7 +137,7 @@ def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Place the layers of the one stack with sum(counts) layers, else of all. Raises Error if none fits."""
+    """Return the placed layers of the stack with sum(counts) layers, or of all. Raises Error if none fits."""
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _layers(model)
     if len(layers) != sum(counts):
@@ -156,7 +156,7 @@ def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
 
 
 def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed:
-    """Place each module that a key names, by the most specific of its keys. Raises Error for unused keys."""
+    """Return the placed modules, each by its most specific key. Raises Error if keys clash or are unused."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[nn.Module, tuple[int, str | type]] = {}
     for key in marks:

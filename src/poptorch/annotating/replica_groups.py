@@ -34,7 +34,7 @@ def _checked(name: str, given: Any) -> Grouping:
 
 
 def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
-    """Return the groups of so many replicas. Raises Error if a group's size does not divide their number."""
+    """Return the group of each replica. Raises Error if the groups' size does not divide `replicas`."""
     kind, size, retrieval = grouping
     if kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (size < 1 or replicas % size):
         raise Error(
