@@ -1,4 +1,4 @@
 """Profiles made visible: figures (`analysis`), text, a page in the browser, comparisons, traces for other tools.
 
-Reads `popengine.profile` and nothing else of the engine, so that no torch is loaded.
+Imports only those modules of popengine that don't load torch.
 """

@@ -9,9 +9,9 @@ from .changes import Change, promised
 from .times import is_cut_off, whole_steps
 from .units import cores_in_words, size
 
-_WORTH = 1.05  # least speedup of an option that was measured at compilation
-_UNEVEN = 1.2  # least cost of the slowest stage, in average stages
-_FREE = 0.95  # least share of the computations' time with a core on a machine that is called free
+_WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
+_UNEVEN = 1.2  # other stages are advised if the slowest one costs at least so many times the average
+_FREE = 0.95  # a machine is called free if computations had a core for this share of their time
 _CAUSES = {
     "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
     "pipeline": "The stages work one after another",
@@ -20,7 +20,7 @@ _CAUSES = {
 
 
 def sentences(profile: Profile, figures: Figures) -> list[str]:
-    """Return the advice, the gravest first; empty if there is nothing to say."""
+    """Return the sentences of advice, the most serious first; an empty list if there are none."""
     found = [
         _too_large(figures),
         _failed(profile),
@@ -35,7 +35,7 @@ def sentences(profile: Profile, figures: Figures) -> list[str]:
 
 
 def machine_sentence(figures: Figures) -> str:
-    """Return how busy the machine was, and which figures that touches; empty if it was not measured."""
+    """Return sentences about how busy the machine was, and which figures this affects; "" if not measured."""
     share = figures.core_share
     if share is None:
         return ""
@@ -47,7 +47,7 @@ def machine_sentence(figures: Figures) -> str:
 
 
 def stages_sentence(figures: Figures) -> str:
-    """Return how equal the stages are."""
+    """Return a sentence that compares the slowest stage with the average; with one stage, about its times."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
@@ -68,9 +68,9 @@ def _failed(profile: Profile) -> str:
 
 
 def _change(change: Change, figures: Figures) -> str:
-    """Return what a change gives, on which machine, and what else it changes."""
+    """Return sentences about the speedup of a change on each machine, and about its other effects."""
     machines = {"on separate devices": change.apart, figures.here_is: change.here}
-    # None: no such host, or how well its cores share was not measured.
+    # None: there is no such host, or the speed of its cores at the same time was not measured.
     gains = {where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None}
     sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
     unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
@@ -91,7 +91,7 @@ def _uneven(profile: Profile, figures: Figures) -> str:
 
 
 def _hints(profile: Profile) -> list[str]:
-    """Return the options that made the sample micro-batch faster when the model was compiled."""
+    """Return a sentence for each option that made a micro-batch faster when the model was compiled."""
     return [
         f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine, measured"
         " when the model was compiled. Results then differ in their last bits."

@@ -15,10 +15,11 @@ from .units import cores_in_words
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures. Shares are fractions; times are seconds, or ns in values of `times`.
+    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in values of `times`.
 
-    A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a recorder the
-    host's cores share all ipus. `step_apart` and `step_here` are a step's virtual time on both, with measured costs.
+    A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a
+    recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times of a step
+    in these two cases, with measured costs.
     """
 
     samples_per_call: int
@@ -39,11 +40,11 @@ class Figures:
     usages: list[times.Usage]
     stages: list[times.StageTime]
     slowest: int | None
-    unevenness: float  # what the slowest stage costs, in average stages
+    unevenness: float  # cost of the slowest stage, divided by the average stage's
     spread: float  # of equal computations, see `times.spread`
     changes: list[Change]
     needs: list[memory.Need]
-    wanted: int  # bytes, to be held against the capacity
+    wanted: int  # bytes, to be compared with the capacity
     capacity: int | None
     capacity_of: str
     fits: bool | None
@@ -51,7 +52,7 @@ class Figures:
     copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the page, with the sums that are properties."""
+        """Return plain values for the page, with the properties `always` and `total` of needs and stages."""
         data = asdict(self)
         data["needs"] = [{**asdict(need), "always": need.always, "total": need.total} for need in self.needs]
         data["stages"] = [{**asdict(stage), "total": stage.total} for stage in self.stages]
@@ -108,20 +109,20 @@ def figures(profile: Profile) -> Figures:
 
 
 def samples_per_call(profile: Profile) -> int:
-    """Return the rows of a call, of all instances."""
+    """Return the number of rows in a call, over all instances."""
     counts = profile.counts
     per_step = counts.get("micro_batch_size", 1) * counts.get("accumulation", 1) * counts.get("groups", 1)
     return per_step * counts.get("iterations", 1) * counts.get("instances", 1)
 
 
 def _rate(profile: Profile, between: bool) -> float | None:
-    """Return samples a second while calls run, or with the time between them; None: no call was recorded."""
+    """Return samples per second within calls, or (`between`) with the time between them; None: no calls."""
     facts, calls = profile.facts, profile.calls
     count, ns = facts.get("calls", 0), facts.get("ns_in_calls", 0)
     if not calls or not count:
         return None
     first, last = calls[0], calls[-1]
-    if count > 1:  # the first call pays for cold memory
+    if count > 1:  # without the first call, which is slower: memory is cold
         count, ns = count - 1, ns - (first.end - first.start)
     if between:
         ns = last.end - (first.end if len(calls) > 1 else first.start)
@@ -129,15 +130,15 @@ def _rate(profile: Profile, between: bool) -> float | None:
 
 
 def _step_seconds(profile: Profile) -> float | None:
-    """Return the seconds of a step; None: no step was recorded."""
+    """Return the mean seconds of a step; None, if no step was recorded."""
     steps, ns, calls = profile.facts.get("steps", 0), profile.facts.get("ns_in_calls", 0), profile.calls
-    if len(calls) > 1 and steps > calls[0].steps:  # the first call pays for cold memory
+    if len(calls) > 1 and steps > calls[0].steps:  # without the first call, which is slower
         steps, ns = steps - calls[0].steps, ns - (calls[0].end - calls[0].start)
     return ns / steps / 1e9 if steps else None
 
 
 def host_times(profile: Profile) -> dict[str, float]:
-    """Return the host's seconds: in calls, between them, and by the kind of its events."""
+    """Return the host's seconds: "in calls", "between calls", and by the kind of the host's events."""
     found: dict[str, float] = defaultdict(float)
     calls = profile.calls
     found["in calls"] = profile.facts.get("ns_in_calls", 0) / 1e9
@@ -150,7 +151,7 @@ def host_times(profile: Profile) -> dict[str, float]:
 
 
 def copies(events: list[Event]) -> dict[str, dict[str, float]]:
-    """Return a step's ns and bytes of what moves data: inputs, values between ipus and outputs."""
+    """Return ns and bytes per step, by kind, of the instructions that move data: load, send and store."""
     steps = len({(event.call, event.step) for event in events}) or 1
     found: dict[str, dict[str, float]] = {}
     for event in events:
@@ -164,8 +165,8 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
     """Return sums of operations by phase and `by`: "block", "module", "where" (a line of the program) or "kind".
 
-    Sums are over all micro-batches of a step, and `calls` is their number. `stage` and `ipu` are -1 in rows that have
-    several; equal names of blocks in two stages have a row each.
+    Sums are over all micro-batches of a step, and `calls` is the number of micro-batches. `stage` and `ipu`
+    are -1 in rows of several stages or ipus. A block name that occurs in two stages has a row for each stage.
     """
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:

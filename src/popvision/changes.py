@@ -11,16 +11,16 @@ from popengine.profile import Profile
 from . import memory, virtual
 from .virtual import StepModel
 
-_LEAST = 0.05  # gain; two measurements of one program differ by as much
+_LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
 _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and how many times as fast rows would be computed with it.
+    """A change of a program, and the simulated speedup per row of data.
 
-    `apart`: on separate devices, `here`: on this host's cores (None: not known). `also`: what else it changes.
-    `setting`: the change for programs: `{"accumulation": 8}`, `{"pipelined": True}`, `{"replicas": 2}` ...
+    `apart`: speedup on separate devices; `here`: on this host's cores (None: unknown). `also`: other effects.
+    `setting`: the change as data: `{"accumulation": 8}`, `{"pipelined": True}`, `{"replicas": 2}` ...
     """
 
     kind: str
@@ -36,13 +36,13 @@ class Change:
 
 
 def promised(speedup: float | None, spread: float) -> float | None:
-    """Return the part of a simulated speedup that is promised; None if that is below 5 % or the measured spread."""
+    """Return the part of a simulated speedup that is promised; None, if it is below 5 % or the spread."""
     sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
     return sure if sure > 1 + max(_LEAST, spread) else None
 
 
 def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
-    """Return the changes that would give more than the measured spread, the best first; of each kind the best one."""
+    """Return the changes with a speedup beyond the measured spread, one per kind at most, the best first."""
     if not sum(step.costs):
         return []
     facts = profile.facts
@@ -66,7 +66,7 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
 
 
 def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the smallest number of micro-batches a step that gives nearly the most."""
+    """Return the change (or none) to the fewest micro-batches per step with 70 % of the largest gain."""
     found = []
     for factor in (2, 4, 8, 16):
         count = factor * step.micro_batches
@@ -83,7 +83,7 @@ def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[
 
 
 def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return a pipeline for stages that work in turns."""
+    """Return the change from sharded stages to a pipeline; nothing, if a pipeline is impossible."""
     stages = len(step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
     is_in_order = list(step.ipus) == sorted(step.ipus)
@@ -95,7 +95,7 @@ def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) 
 
 
 def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
-    """Return replicas for cores that a single replica leaves idle."""
+    """Return the change to more replicas, for idle cores; nothing, if cores or memory are too few."""
     factor = cores // step.replicas
     limit, _, is_shared = memory.capacity(profile)
     is_too_large = limit and is_shared and factor * memory.wanted(profile, memory.needs(profile)) > limit

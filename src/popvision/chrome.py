@@ -35,12 +35,12 @@ def chrome_trace(profiles: list[Profile]) -> str:
 
 
 def _row(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
-    """Return a row of the format, at a time in ns."""
+    """Return an event of the Chrome format, at a time in ns; `phase` is the format's type of event."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
 def _slice(event: Event, process: int) -> dict[str, Any]:
-    """Return an instruction; `forward 2.5` is that of stage 2 and micro-batch 5."""
+    """Return the slice of an instruction; `forward 2.5` is the forward of stage 2 for micro-batch 5."""
     kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
     place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
@@ -75,7 +75,7 @@ def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
 
 
 def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield the operations of the detailed step's computations, each as long as its share of the average run."""
+    """Yield the detailed step's operations; they divide a computation's time as in the average run."""
     inside: dict[tuple[str, int], list[Operation]] = {}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -94,7 +94,7 @@ def _operations(profile: Profile, events: list[Event], process: int) -> Iterator
 
 
 def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the bytes held in all steps that were kept; in the detailed step within computations, too."""
+    """Yield a counter of the bytes held in recorded steps; in the detailed step inside computations, too."""
     for track in profile.tracks:
         if track.replica == 0:
             for ns, size in memory.curve(profile, track):
@@ -102,7 +102,7 @@ def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield calls and what the host did, and a counter: how long a step took in each call that was kept."""
+    """Yield the calls and the host's events, and a counter of the time per step in each call."""
     yield _name("process_name", process, 0, f"{profile.name}, host")
     yield _name("thread_name", process, 0, "calls")
     rows = [("call", call.start, call.end) for call in profile.calls]
@@ -115,5 +115,5 @@ def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    """Return the row that names a process or a thread."""
+    """Return the event that names a process or a thread."""
     return _row("M", kind, process, thread, 0, args={"name": text})

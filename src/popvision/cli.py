@@ -28,7 +28,7 @@ popvision REPORT                        open the report in a browser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program and return its exit code: 1 if a profile can't be read."""
+    """Run the program and return its exit code: 1, if a profile or machine can't be read; else 0."""
     given = sys.argv[1:] if arguments is None else arguments
     commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
@@ -82,8 +82,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _plan_flags_first(given: list[str]) -> list[str]:
-    """Return the arguments with those of `plan` before the program. Behind its name `--on` and `--json` are plan's, and
-    so are `--replicas` and `--accumulation` with several numbers; all others are the program's own."""
+    """Return the arguments with the options of `plan` before the program. After the program's name these are
+    `--on`, `--json`, and `--replicas` and `--accumulation` with several numbers."""
     rest, own, behind = given[1:], [], []
     while rest:
         word = rest.pop(0)

@@ -15,8 +15,8 @@ from .units import rate, seconds, share, size, table
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both runs. `spread`: the share by which it differs between equal runs. `better` names the better
-    run, or none if they differ by less than that, or by less than 1 %."""
+    """One figure of both runs. `spread`: the share by which the figure differs between equal runs. `better`:
+    the better run; "" if the difference is below `spread` or 1 %."""
 
     name: str
     first: float | None
@@ -51,7 +51,7 @@ class Row:
 
 
 def compare(first: Profile, second: Profile) -> list[Row]:
-    """Return the figures that at least one of two runs has."""
+    """Return a row for each figure of two runs, also if only one run has the stage or block."""
     a, b = figures(first), figures(second)
     of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
 
@@ -93,7 +93,7 @@ def compare(first: Profile, second: Profile) -> list[Row]:
 
 
 def _block_times(profile: Profile, found: Figures) -> dict[tuple[str, str], float]:
-    """Return the seconds of a micro-batch by block and phase."""
+    """Return the seconds per micro-batch, by (block, phase)."""
     times: dict[tuple[str, str], float] = {}
     for row in grouped_rows(on_the_stages_clock(profile, found.stages), "block"):
         key = row["block"], "forward" if row["phase"] == "F" else "backward"

@@ -1,8 +1,8 @@
 """Roofline costs: the seconds of each operation, stage and update of a plan on a machine where each ipu is a chip.
 
-An operation takes the time of its FLOPs or of its bytes at the share of the chip's rates that operations of its kind
-reach. A product also moves the faces of each tile's block of multiplications: a cube, the shape that moves the least
-(Irony, Toledo and Tiskin, 2004).
+The time of an operation is its number of FLOPs (or of bytes, if it has none), divided by the chip's rate
+times the efficiency of its kind. A product also exchanges data: each tile computes a cube of multiplications,
+and exchanges the cube's faces. A cube needs the least data (Irony, Toledo and Tiskin, 2004).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FREE = re.compile(
     r"getitem|view|_unsafe_view|t|transpose|permute|expand|(un)?squeeze|slice|select|split.*|unbind|detach|alias|empty.*"
     r"|as_strided|recomputation_checkpoint|scalar_tensor|begin_.*|end_.*|set_.*|nop|lift_fresh.*"
 )
-_KINDS = {  # the first that matches
+_KINDS = {  # the first match counts
     "convolution": re.compile(r".*convolution.*|.*conv\dd.*"),
     "matmul": re.compile(r"b?addb?mm|b?mm|.*linear|mv|dot|.*attention.*|.*rnn.*|.*lstm.*"),
     "normalization": re.compile(r".*norm.*|.*softmax.*"),
@@ -32,13 +32,13 @@ CATEGORIES = ("compute", "memory bandwidth", "exchange", "links", "host input")
 
 
 def add(total: Spent, more: Mapping[str, float], times: float = 1.0) -> None:
-    """Add seconds by category, so many times."""
+    """Add `more`, seconds by category, to `total` in place, multiplied by `times`."""
     for category, value in more.items():
         total[category] += times * value
 
 
 def kind_of(operation: Operation) -> str | None:
-    """Return the kind of an operation; None: it only names or views values."""
+    """Return the kind of an operation; None for one without a cost, such as a view."""
     name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
     if _FREE.fullmatch(name):
         return None
@@ -46,7 +46,7 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the seconds of an operation by category."""
+    """Return the estimated seconds of one call of an operation on a machine, by category (`CATEGORIES`)."""
     kind, found = kind_of(operation), Spent(float)
     if kind is None:
         return found
@@ -63,7 +63,10 @@ def operation_seconds(operation: Operation, machine: Machine) -> Spent:
 
 
 def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) -> float:
-    """Return the seconds of summing `size` bytes of each replica: a ring within each rack, then one over racks."""
+    """Return the seconds of an all-reduce of `size` bytes: a ring within each rack, then one over racks.
+
+    Args: ipus: ipus per replica, which decide how many replicas are in a rack
+    """
     inside = min(replicas, max(1, machine.rack // ipus))
     total = 0.0
     for members, rate in (
@@ -78,13 +81,13 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of a plan by category: of each phase of each stage's micro-batch, and of each ipu's update."""
+    """The seconds of a plan by category: by (phase, stage) for one micro-batch, and by ipu for an update."""
 
     phases: dict[tuple[str, int], Spent]
     updates: dict[int, Spent]
 
     def step(self, profile: Profile, micro_batches: int) -> StepModel:
-        """Return the step of one replica for virtual time, in ns."""
+        """Return a model of one replica's step for the simulation in virtual time, with costs in ns."""
 
         def row(phase: str) -> tuple[float, ...]:
             return tuple(1e9 * sum(self.phases[phase, stage].values()) for stage in range(len(profile.ipus)))
@@ -100,7 +103,7 @@ class Costs:
         )
 
     def of_ipu(self, profile: Profile, ipu: int, micro_batches: int) -> Spent:
-        """Return what an ipu does in a step."""
+        """Return the seconds that an ipu spends in a step, by category: all micro-batches and the update."""
         found = Spent(float, self.updates.get(ipu, {}))
         for (_, stage), spent in self.phases.items():
             if profile.ipus[stage] == ipu:
@@ -109,7 +112,7 @@ class Costs:
 
 
 def costs_on(profile: Profile, machine: Machine, replicas: int) -> Costs:
-    """Return what a plan's stages and updates cost, with so many replicas."""
+    """Return the costs of a plan's stages and updates on a machine, with `replicas` replicas."""
     phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -122,18 +125,18 @@ def costs_on(profile: Profile, machine: Machine, replicas: int) -> Costs:
 
 
 def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:
-    """Return the seconds of an instruction that moves data."""
+    """Return the seconds of an instruction that moves data, by category; empty for other instructions."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.share("links"))}
     if kind == "load":
-        return {"host input": size / machine.streaming}  # the host has put the rows there before
+        return {"host input": size / machine.streaming}  # the host has copied the rows there before
     if kind == "accumulate":
         return {"memory bandwidth": 3 * size / (machine.local * machine.share("elementwise"))}
     return {}
 
 
 def _updates(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
-    """Yield each ipu with the seconds of its update: all-reduce, optimizer state from other memory, and the rule."""
+    """Yield each ipu with the seconds of its update: all-reduce, off-chip optimizer state, update rule."""
     facts = profile.facts
     share = replicas if facts.get("shards_optimizer") else 1
     for row in profile.memory:

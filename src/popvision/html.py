@@ -28,10 +28,10 @@ SCRIPTS = [  # in this order
 
 
 def profiles_at(path: Path) -> list[Path]:
-    """Return the profiles at a path, training first: the path is a profile, a folder with one, or a folder of such.
+    """Return the profiles' paths, training first. `path` is a profile, its folder, or the folder above.
 
     Raises:
-        ProfileError: there is none
+        ProfileError: there is no profile
     """
     if path.is_file():
         return [path]
@@ -60,7 +60,7 @@ def write_report(directory: Path) -> Path:
 
 
 def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
-    """Return the HTML of a page over these entries."""
+    """Return the HTML of a page about profiles (see `entry`), and about comparisons of two of them."""
     viewer = files("popvision") / "viewer"
     data = json.dumps(
         {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
@@ -73,7 +73,7 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
         "{{script}}": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
         "{{data}}": data,
     }
-    # In one pass, since the text of a part may contain a mark.
+    # Replace all marks in one pass, since the text of a part may contain a mark.
     return re.sub(
         "|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], (viewer / "index.html").read_text()
     )
@@ -91,7 +91,7 @@ def entry(path: Path, label: str = "") -> dict[str, Any]:
 
 
 def page_data(profile: Profile) -> dict[str, Any]:
-    """Return a profile, its figures and its curves, as plain values."""
+    """Return a profile, its figures, and its memory curves as plain values."""
     found = figures(profile)
     profile = on_the_stages_clock(profile, found.stages)
     return {
@@ -127,7 +127,7 @@ def write_comparison(first: Path, second: Path, target: Path) -> Path:
 
 
 def pairs_to_compare(first: Path, second: Path) -> list[tuple[Path, Path]]:
-    """Return the pairs of profiles of the same kind, training or inference."""
+    """Return pairs of profiles of the same kind, training or inference. Raises: ProfileError, if none."""
     kinds = [
         {load(path).training: path for path in reversed(profiles_at(place))} for place in (first, second)
     ]

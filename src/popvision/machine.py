@@ -13,14 +13,15 @@ FOLDER = files("popvision") / "machines"
 
 
 class MachineError(ValueError):
-    """A machine that is not known, or a file that does not describe one."""
+    """An error: a machine is unknown, or its file is incomplete."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of chips with memory of their own ("apart": each ipu of a model is a chip), or this one ("here").
+    """A machine of chips with their own memory, one chip per ipu (kind "apart"), or this host ("here").
 
-    Rates are those of a chip, in bytes or FLOPs a second; `launch` (of an operation) and `message` are seconds.
+    Rates are those of one chip, in bytes or FLOPs per second. `launch` (of an operation) and `message` are
+    seconds.
     """
 
     name: str
@@ -44,22 +45,22 @@ class Machine:
     efficiency: Mapping[str, float] | None = None
 
     def share(self, kind: str) -> float:
-        """Return the share of a rate that operations of a kind reach."""
+        """Return the share of a rate that operations of a kind reach; 1, if the machine does not name it."""
         return (self.efficiency or {}).get(kind, 1.0)
 
 
 def machines(names: str | Sequence[str]) -> list[Machine]:
-    """Return the machines of names or paths of TOML files, in one text with commas, or in a list.
+    """Return the machines with these names or TOML files, given as a list, or as one text with commas.
 
     Raises:
-        MachineError: a machine is not known, or its file is not whole
+        MachineError: a machine is not known, or its file is incomplete
     """
     parts = names.split(",") if isinstance(names, str) else names
     return [machine(str(name).strip()) for name in parts]
 
 
 def machine(name: str) -> Machine:
-    """Return the machine of a name or of a TOML file. Raises: MachineError, see `machines`."""
+    """Return the machine with a name, or in a TOML file. Raises: MachineError, as `machines`."""
     data = _read(name)
     kind = data.get("kind", "apart")
     title = Path(name).stem if name.endswith(".toml") else name
@@ -94,7 +95,7 @@ def machine(name: str) -> Machine:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """Return the constants of a machine's file over those of the one that it extends."""
+    """Return the constants of a machine's file, merged over those of the machine that it extends."""
     found = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not found.is_file():
         known = sorted(

@@ -14,7 +14,8 @@ MOST_POINTS = 20_000  # of one curve
 
 @dataclass(frozen=True)
 class Need:
-    """The most bytes of one ipu. `always` is held all the time; `between`: values sent to it and not received yet."""
+    """The most bytes that one ipu holds. `between`: values that were sent to it and are not received yet;
+    `always`: the bytes that it holds during the whole step."""
 
     ipu: int
     weights: int
@@ -34,7 +35,7 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return what each ipu of replica 0 needs."""
+    """Return the memory need of each ipu of replica 0."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     waiting = between(profile)
     found = []
@@ -54,21 +55,21 @@ def capacity(profile: Profile) -> tuple[int | None, str, bool]:
 
 
 def wanted(profile: Profile, needs: Sequence[Need]) -> int:
-    """Return the bytes to be held against the capacity: of all ipus of all replicas if they share it, else of the
-    fullest ipu."""
+    """Return the bytes to compare with the capacity: of all ipus of all replicas if they share it, else of
+    the ipu that needs most."""
     if capacity(profile)[2]:
         return profile.counts.get("replicas", 1) * sum(need.total for need in needs)
     return max((need.total for need in needs), default=0)
 
 
 def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
-    """Return whether the profile's ipus fit into the capacity; None: not known."""
+    """Return whether the profile's ipus fit into the capacity; None, if it or their need is unknown."""
     limit = capacity(profile)[0]
     return wanted(profile, needs) <= limit if limit and needs else None
 
 
 def detailed(profile: Profile) -> dict[int, Track]:
-    """Return the tracks of the step in which single operations were measured, by ipu."""
+    """Return, by ipu, the track of the step in which single operations were measured."""
     return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
 
 
@@ -78,7 +79,7 @@ def is_detailed(profile: Profile, row: Track | Event) -> bool:
 
 
 def held(tensors: list[Tensor], instructions: int) -> list[int]:
-    """Return the bytes held after each instruction."""
+    """Return the bytes that tensors hold after each of a number of instructions."""
     change = [0] * (instructions + 1)
     for row in tensors:
         change[min(row.born, instructions)] += row.bytes
@@ -88,9 +89,9 @@ def held(tensors: list[Tensor], instructions: int) -> list[int]:
 
 
 def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
-    """Return points (ns since the profile's origin, bytes held for micro-batches) of a step, after each instruction:
-    every step holds the same tensors at the same instructions. In the detailed step there are points within pieces
-    after each operation, too, at the times of the piece's average run."""
+    """Return points (ns since the profile's origin, bytes held for micro-batches), one after each instruction
+    of a step. All steps hold the same tensors at the same instruction. The detailed step also has points
+    after each operation in a piece, at the times of the piece's average run."""
     program = profile.programs[track.ipu]
     after = held([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
     inside = _inside(profile) if is_detailed(profile, track) and len(after) < MOST_POINTS // 4 else {}
@@ -109,7 +110,7 @@ def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
 
 
 def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
-    """Return for each piece (share of its time, bytes alive in it) after each operation."""
+    """Return, by piece, (share of the piece's time, bytes alive in it) after each of its operations."""
     rows = defaultdict(list)
     for operation in profile.operations:
         rows[operation.piece].append(operation)
@@ -122,7 +123,7 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
 
 
 def between(profile: Profile) -> dict[int, int]:
-    """Return for each ipu the most bytes that other ipus had sent and that it had not received yet."""
+    """Return, by ipu, the largest number of bytes that were sent to it but not received yet."""
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}
     for track in detailed(profile).values():

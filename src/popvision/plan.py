@@ -30,15 +30,15 @@ _HEAD = [
 
 
 def total(kinds: Mapping[str, int | None]) -> int:
-    """Return the bytes of all kinds that are known."""
+    """Return the sum of bytes over kinds; an unknown number (None) counts as 0."""
     return sum(count or 0 for count in kinds.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a program would do on a machine.
+    """The estimated time and memory of a program on a machine.
 
-    `memory`: of each ipu the bytes by kind; `problems`: why the program would fail there; empty: it fits.
+    `memory`: bytes by ipu and kind; `problems`: why the program would fail there; empty: it fits.
     """
 
     machine: Machine
@@ -71,7 +71,7 @@ class Estimate:
         }
 
     def in_words(self) -> list[str]:
-        """Return the cells of `Estimates.table`."""
+        """Return this estimate's cells in `Estimates.table`."""
         return [
             self.machine.name,
             str(self.replicas),
@@ -87,7 +87,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of one program: for each machine those of its choices of replicas and accumulation, the best first."""
+    """Estimates of one program: for each machine, those of all choices of replicas and accumulation.
+
+    The best choice for a machine comes first.
+    """
 
     profiles: Mapping[str, Profile]
     estimates: tuple[Estimate, ...]
@@ -99,7 +102,7 @@ class Estimates:
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> Estimates:
-        """Return the estimates for each of these numbers of replicas and accumulations; by default the program's."""
+        """Return an estimate for each pair of replicas and accumulation; by default the program's numbers."""
         found = []
         for machine in machines:
             profile = profiles[machine.kind]
@@ -122,7 +125,7 @@ class Estimates:
 
     @cached_property
     def drawn(self) -> tuple[Machine, Profile, Costs]:
-        """The first machine of chips, or a Bow Pod; the profile of a step there; and its costs."""
+        """Return the machine to draw (the first one of chips, else a Bow Pod), its profile, and its costs."""
         machine = next(
             (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
         )
@@ -130,7 +133,7 @@ class Estimates:
         return machine, profile, costs_on(profile, machine, profile.counts.get("replicas", 1))
 
     def advice(self) -> list[str]:
-        """Return sentences: what bounds a step on the machine that is drawn, and what would make it faster."""
+        """Return sentences about what bounds a step on the machine of `drawn`, and what makes it faster."""
         machine, profile, costs = self.drawn
         micro_batches = profile.facts["schedule_micro_batches"]
         loads = {ipu: sum(costs.of_ipu(profile, ipu, micro_batches).values()) for ipu in profile.devices}
@@ -146,7 +149,7 @@ class Estimates:
         ]
 
     def table(self) -> list[list[str]]:
-        """Return the names of columns, and the estimates in words."""
+        """Return a row of column names, and a row of cells for each estimate."""
         return [_HEAD, *(one.in_words() for one in self.estimates)]
 
     def __str__(self) -> str:
@@ -156,18 +159,19 @@ class Estimates:
 
 
 def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
-    """Run a program until its first model is compiled, and return what plans for machines of these kinds read.
+    """Run a program until its first model is compiled, and return a profile for each kind of machine.
 
-    The program trains nothing, and its weights take no memory; one that fails without values runs again with them.
+    The program trains nothing. Its weights have no values, and take no memory; if it fails, it runs again
+    with values.
 
     Raises:
-        ProfileError: the program ended before that; its own output stands above
+        ProfileError: the program ended before it compiled a model
     """
     code = 0
     for more in ({}, {"values": True}):
         with tempfile.TemporaryDirectory() as folder:
             wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
-            # To the standard error: the standard output is for the plan, which another program may read.
+            # Its output goes to standard error, since another program may read the plan on standard output.
             code = subprocess.run(
                 [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
             ).returncode
@@ -188,7 +192,7 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
 
 
 def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
-    """Return what a plan does on a machine, with so many replicas and micro-batches of each."""
+    """Return the estimate of a plan on a machine; `micro_batches`: of each replica in a step."""
     if machine.kind == "here":
         return _here(profile, machine, replicas, micro_batches)
     costs = costs_on(profile, machine, replicas)
@@ -213,7 +217,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
         if facts.get("optimizer_off_chip"):
             kinds["optimizer"] = 0
         kinds["code"] = round(machine.code)
-        # However long values wait for it.
+        # The most that can wait, whatever the order of the ipus' instructions in time.
         most = facts["between_most"][number] if "between_most" in facts else kinds["between"]
         needed = total({**kinds, "between": most})
         if needed > machine.memory:
@@ -225,14 +229,14 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
 
 
 def _items(profile: Profile, replicas: int, micro_batches: int) -> int:
-    """Return the rows of a step, of all instances."""
+    """Return the number of rows in a step, over all instances."""
     counts = profile.counts
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
     return counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
 
 
 def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
-    """Return the bytes of each ipu by kind; None: only a kernel knows."""
+    """Return the bytes of each ipu by kind; None for a number that only a kernel knows."""
     facts, unknown = profile.facts, [None] * len(profile.memory)
     found = {}
     for number, row in enumerate(profile.memory):
@@ -243,7 +247,7 @@ def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
 
 
 def _unknown(memory: Mapping[int, Mapping[str, int | None]]) -> list[str]:
-    """Return the problem that memory of a size that is not known makes."""
+    """Return a list of one problem, if a number of bytes is unknown (None); else an empty list."""
     is_unknown = any(None in kinds.values() for kinds in memory.values())
     return ["a kernel needs memory of a size that only it knows"] if is_unknown else []
 
@@ -255,7 +259,7 @@ def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int)
     facts, measured = profile.facts, profile.facts["measured"]
     cores = facts.get("threads", 1)
     spent = Spent(float)
-    for operation in profile.operations:  # which of both a core needs more time for
+    for operation in profile.operations:  # to see which of both takes more of a core's time
         spent["compute"] += operation.flops / CORE_FLOPS
         spent["memory bandwidth"] += operation.bytes / CORE_BYTES
     if "steps" in measured:
@@ -267,12 +271,12 @@ def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int)
         bubble = max(0.0, 1 - step.work * replicas / 1e9 / (taken * cores))
     memory = memory_of(profile)
     state = sum(kinds["weights"] + kinds["optimizer"] for kinds in memory.values())
-    # Depth first, up to twice as many micro-batches wait as on devices of their own.
+    # In depth-first order up to twice as many micro-batches wait as on separate devices.
     each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) for kinds in memory.values())
     each += sum(facts.get("between_most") or [0])
     rows = sum(part.bytes for part in profile.parts if part.kind == "load") * micro_batches
-    each += 2 * rows * profile.counts.get("iterations", 1)  # the loader has the next call's
-    # The host's module has its weights, and the program its libraries.
+    each += 2 * rows * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
+    # The host's module has a copy of the weights; `base`: memory of the process and its libraries.
     wanted = state + sum(kinds["weights"] for kinds in memory.values()) + replicas * each + facts["base"]
     problems = _unknown(memory)
     if wanted > facts["available"]:
@@ -282,7 +286,10 @@ def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int)
 
 
 def _line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step by the line through two that were measured; of one, in proportion."""
+    """Return the seconds of a step, by the line through two measurements; with one, in proportion to it.
+
+    Args: rows: one or two pairs (micro-batches, seconds)
+    """
     (first, taken), *more = rows
     if not more:
         return taken * micro_batches / first

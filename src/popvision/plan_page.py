@@ -63,7 +63,7 @@ def page(plan: Any) -> str:
 
 
 def timeline(profile: Profile, costs: Costs) -> str:
-    """Return the picture (SVG) of one step, with a row for each ipu."""
+    """Return an SVG picture of one step, with a row for each ipu; of a long step only the beginning."""
     phases = costs.step(profile, 1).phases
     most, micro_batches = max(1, _DRAWN // len(phases)), profile.facts["schedule_micro_batches"]
     step = costs.step(profile, min(micro_batches, most))
@@ -91,7 +91,7 @@ def timeline(profile: Profile, costs: Costs) -> str:
 
 
 def _table(rows: Iterable[Iterable[Any]]) -> str:
-    """Return a table, of which the first row is the head."""
+    """Return an HTML table; its first row has the names of the columns."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"
 

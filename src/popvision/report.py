@@ -25,7 +25,7 @@ class Report:
     >>> pandas.DataFrame(report.trace())
 
     Args:
-        folder: a folder with profiles, or one profile.pop; read anew at each use
+        folder: a folder with profiles, or one profile.pop; it is read again at each use
     Raises:
         ValueError: (at use) there is no profile, or one can't be read
     """
@@ -37,7 +37,7 @@ class Report:
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return a row for each profile, with all figures that are one value; `advice` is a list of sentences."""
+        """Return a dictionary per profile: its figures that are single values, and sentences of `advice`."""
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
@@ -46,7 +46,7 @@ class Report:
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return a row for each recorded instruction; `start`, `end` and `cost` (computation alone) in ns."""
+        """Return a dictionary per recorded instruction; `start`, `end` and `cost` (computation) are in ns."""
         return [
             {"profile": label, **event._asdict(), "cost": event.cost}
             for label, profile in self._profiles().items()
@@ -57,7 +57,7 @@ class Report:
         return "\n".join(summary(profile) for profile in self._profiles().values())
 
     def _repr_html_(self) -> str:
-        """Return the whole page in a frame of its own."""
+        """Return the whole page in an iframe."""
         text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
@@ -98,7 +98,7 @@ def _speed(profile: Profile, found: Figures) -> list[str]:
 
 
 def _stages(found: Figures) -> str:
-    """Return a table of what each stage costs; empty without stages."""
+    """Return a table of each stage's costs; "" without stages."""
     rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
@@ -108,7 +108,7 @@ def _stages(found: Figures) -> str:
 
 
 def _memory(found: Figures) -> str:
-    """Return a table of what each ipu needs; empty if nothing was measured."""
+    """Return a table of each ipu's memory; "" if nothing was measured."""
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
         kept = need.weights + need.buffers, need.gradients, need.optimizer

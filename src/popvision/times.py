@@ -1,7 +1,7 @@
 """Times: the steps that count, what ipus did in them, and what each stage's computation costs on one clock.
 
-A cost is the time that a thread computed, so that other programs do not count. The clock's own time is that of spans
-(throughput, the bubble, the trace).
+A cost is the time that a thread computed, so that other programs do not count. Spans (throughput, the bubble,
+the trace) are in the clock's time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .virtual import StepModel
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of whole steps, without the first two if there are more: in those caches are cold, and the
-    recorder measures single operations."""
+    """Return the events of whole steps, without the first two steps if there are more. In the first two,
+    caches are cold, and the recorder measures single operations."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
-    wanted = set(warm) or seen  # of a step that was cut off only the beginning was kept: see `is_cut_off`
+    wanted = set(warm) or seen  # if there are no whole steps, the beginnings: see `is_cut_off`
     return [event for event in profile.events() if (event.call, event.step) in wanted]
 
 
 def whole_steps(profile: Profile) -> list[tuple[int, int]]:
-    """Return (call, step) of the steps of which every instruction was kept, on all ipus."""
+    """Return (call, step) of each step of which all instructions on all ipus were kept."""
     places = defaultdict(set)
     for track in profile.tracks:
         if 2 * len(track.durations) == len(profile.programs[track.ipu]):
@@ -49,7 +49,7 @@ def is_cut_off(profile: Profile) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """How one ipu spent the steps, in ns."""
+    """The ns that one ipu spent in each activity, over all steps."""
 
     ipu: int
     replica: int
@@ -61,8 +61,8 @@ class Usage:
 
 
 def usages(events: list[Event]) -> list[Usage]:
-    """Return what each ipu did within the steps. A step begins with its first computation on any ipu, and ends with
-    the last instruction that is not a wait."""
+    """Return the time that each ipu spent in each activity. A step begins with its first computation on any
+    ipu, and ends with the last instruction that is not a wait."""
     steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind != "receive":
@@ -85,7 +85,10 @@ def usages(events: list[Event]) -> list[Usage]:
 
 
 def ideal_bubble(profile: Profile) -> float | None:
-    """Return the idle share of the schedule if every action took one tick: (p-1)/(m+p-1) for a pipeline."""
+    """Return the idle share of the schedule if each action takes one tick; None if the schedule is unknown.
+
+    For a pipeline of p stages and m micro-batches it is (p-1)/(m+p-1).
+    """
     length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
     if not length or not actions:
         return None
@@ -93,15 +96,15 @@ def ideal_bubble(profile: Profile) -> float | None:
 
 
 def measured_bubble(usages: list[Usage]) -> float | None:
-    """Return the share of the ipus' time in which they waited."""
+    """Return the share of the ipus' time in which they waited; None without events."""
     waiting = sum(use.waiting for use in usages)
     busy = sum(use.forward + use.backward + use.update + use.moving for use in usages)
     return waiting / (waiting + busy) if busy else None
 
 
 def core_share(events: list[Event]) -> float | None:
-    """Return the share of the computations' time in which their thread computed; None if that was not measured. The
-    rest are waits: mostly for a core that another program has, or for Python's lock."""
+    """Return the share of the computations' time in which their thread computed; None if not measured. The
+    rest are waits: mostly for a core that another program uses, or for Python's lock."""
     computing = [event for event in events if event.computed]
     spans = sum(event.end - event.start for event in computing)
     return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
@@ -112,7 +115,7 @@ def core_share(events: list[Event]) -> float | None:
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one micro-batch costs in a stage, in ns; `around` is what surrounds the computation."""
+    """The cost of one micro-batch in a stage, in ns; `around`: loads, sends, sums and the like."""
 
     stage: int
     ipu: int
@@ -128,12 +131,12 @@ class StageTime:
 
     @property
     def stretch(self) -> float:
-        """The factor that spreads `around` over both phases."""
+        """Return the factor that adds `around` to both phases in proportion."""
         return 1 + self.around / (self.forward + self.backward or 1.0)
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """Return what each stage costs for one micro-batch. A step's update is shared among the stages of an ipu."""
+    """Return each stage's cost of one micro-batch. The cost of an ipu's update is divided by its stages."""
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
@@ -155,8 +158,8 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
 
 
 def on_the_stages_clock(profile: Profile, stages: Sequence[StageTime]) -> Profile:
-    """Return the profile with operations that add up to their stages: single operations were measured in one step, and
-    a stage's cost comes from all steps, so an operation gets its share of the stage's cost."""
+    """Return the profile with operations scaled so that they add up to their stage's cost. Single operations
+    were measured in one step, and a stage's cost comes from all steps."""
     ns, calls = defaultdict(int), defaultdict(int)
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
@@ -171,7 +174,7 @@ def on_the_stages_clock(profile: Profile, stages: Sequence[StageTime]) -> Profil
 
 
 def spread(events: list[Event]) -> float:
-    """Return how far apart the costs of equal computations are, see `spread_of`; of all pieces the median."""
+    """Return the median over pieces of the spread (see `spread_of`) of one piece's costs."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in events:
         if event.kind == "compute":
@@ -188,8 +191,9 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def _cost(events: Sequence[Event]) -> float:
-    """Return the ns that an instruction with these runs costs: the median over steps of each step's mean, because the
-    first micro-batch of every step finds colder caches. At least its fastest run, which may wait by itself."""
+    """Return the cost in ns of an instruction with these runs: the median over steps of each step's mean,
+    because caches are colder for the first micro-batch of each step. It is at least the length of the fastest
+    run, since an instruction may wait by itself."""
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
@@ -197,7 +201,7 @@ def _cost(events: Sequence[Event]) -> float:
 
 
 def _of_steps(values: Iterable[tuple[Event, float]]) -> float:
-    """Return the median of the steps' means."""
+    """Return the median over steps of the mean of each step's values."""
     steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event, value in values:
         steps[event.call, event.step].append(value)
@@ -209,8 +213,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
-    """Yield each event as if it alone had been computed. Cores that compute at the same time take longer, by a factor
-    that was measured (`sharing`): they share memory and Python's lock."""
+    """Yield each event with the time that it would have taken alone. Cores that compute at the same time are
+    slower, by a measured factor (`sharing`), because they share memory and Python's lock."""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
@@ -219,7 +223,7 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
         [0],
         [0],
         [0],
-    )  # until each time the sum of the cores' time in computations; cores from then on
+    )  # at each time, the cores' computing time before it (`areas`), and the cores that compute then (`busy`)
     for time, change in changes:
         areas.append(areas[-1] + busy[-1] * (time - times[-1]))
         times.append(time)
@@ -242,7 +246,7 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
 
 
 def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
-    """Return the measured step for virtual time."""
+    """Return the model of a step for the simulation in virtual time, with measured costs."""
     updates: dict[int, float] = defaultdict(float)
     for time in times:
         updates[time.ipu] += time.update
@@ -262,8 +266,8 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
 
 
 def _between(events: list[Event]) -> float:
-    """Return the ns between two tasks of a core that has the next one at once. A single core always has; of several
-    cores a quarter of the gaps are shorter, and the others hold waits."""
+    """Return the ns between two tasks of a core if the next task is ready. With one core this is the typical
+    gap; with several, the lower quartile of the gaps, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         cores[event.core].append(event)
@@ -281,13 +285,13 @@ def _between(events: list[Event]) -> float:
 
 
 def _fixed(profile: Profile) -> float:
-    """Return the ns of a call outside its steps, divided by its steps."""
+    """Return the ns of a call outside its steps, per step."""
     spans: dict[tuple[int, int], list[int]] = defaultdict(list)
     for track in profile.tracks:
         end = max((end for _, end in track.spans()), default=track.start)
         spans[track.call, track.step] += [track.start, end]
     found = []
-    for call in profile.calls[1:]:  # the first one pays for cold memory
+    for call in profile.calls[1:]:  # without the first call, in which memory is cold
         own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
         if call.steps and len(own) == call.steps:
             found.append((call.end - call.start - sum(own)) / call.steps)

@@ -8,7 +8,7 @@ from popengine.profile import Profile
 
 
 def size(count: float | None) -> str:
-    """Return bytes with their unit."""
+    """Return a number of bytes with a unit, such as "1.5 MiB"; "–" for None."""
     if count is None:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -19,7 +19,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with their unit."""
+    """Return seconds with a unit, such as "2.5 ms"; "–" for None."""
     if value is None:
         return "–"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
@@ -29,12 +29,12 @@ def seconds(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Return samples a second."""
+    """Return samples per second as a text; "–" for None."""
     return "–" if value is None else f"{value:,.0f} samples/s"
 
 
 def share(value: float | None) -> str:
-    """Return a fraction in percent."""
+    """Return a fraction in percent, such as "12.5%"; "–" for None."""
     return "–" if value is None else f"{value:.1%}"
 
 
@@ -45,7 +45,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def kind_of_run(profile: Profile) -> str:
-    """Return the mode of a run or a plan, and its numbers of stages, ipus and replicas."""
+    """Return a text with the mode of a run or plan, and its numbers of stages, ipus and replicas."""
     kind = "training" if profile.training else "inference"
     stages, ipus = len(profile.stages), len(profile.devices)
     replicas = profile.counts.get("replicas", 1)
@@ -55,7 +55,7 @@ def kind_of_run(profile: Profile) -> str:
 
 
 def cores_in_words(profile: Profile) -> str:
-    """Return the cores that run all ipus without a recorder, and the verb: "2 cores share", "1 of 2 cores runs"."""
+    """Return how many cores run all ipus without a recorder, with a verb: "2 cores share"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"

@@ -1,4 +1,4 @@
-"""A step in virtual time: how long it takes if its tasks cost what was measured, on one of two machines.
+"""A step in virtual time: a simulation of how long it takes with measured costs, on one of two machines.
 
     apart    separate devices: each ipu does one thing at a time, in the order of the schedule
     here     a host: its cores share all ipus, and take the earliest micro-batch that can go on
@@ -15,19 +15,20 @@ from itertools import product
 from popengine.order import ORDERS, Action, After, length, timeline
 from popengine.virtual_time import Timeline
 
-WORTH_SHARING = 1e5  # ns of an average task; shorter ones are all run by one core, as the driver does
-_DOUBTFUL = 1.4  # factor around that in which the driver may do either
-_MOST_TASKS = 6_000  # of a longer step two shorter ones are simulated, and their lengths extrapolated
+WORTH_SHARING = 1e5  # ns of an average task; if tasks are shorter, the engine runs all of them on one core
+_DOUBTFUL = 1.4  # factor around WORTH_SHARING within which the engine may use one core or several
+_MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step computes, and what that costs in ns: `forward` and `backward` of each stage's micro-batch,
-    `updates` of each ipu; on a host also `between` two tasks of a core, and `fixed`, a step's share of its call.
+    """The computations of a step and their costs in ns: `forward` and `backward` of one micro-batch by stage,
+    and `updates` by ipu. On a host also `between`: the time between two tasks of a core, and `fixed`: a
+    step's share of the call's time outside steps.
 
-    `keeps_order`: separate devices run the programs of a recorded step. `ordered`: stages that take micro-batches in
-    their order on any machine. `sharing`: number of cores -> how many times as much they compute at the same time as a
-    single core, at the least and at the most."""
+    `keeps_order`: whether separate devices run the programs of a recorded step. `ordered`: stages that take
+    micro-batches in their order on any machine. `sharing`: by number of cores, the smallest and the largest
+    speed of these cores together, relative to one core."""
 
     ipus: tuple[int, ...]  # of each stage
     forward: tuple[float, ...]
@@ -44,32 +45,32 @@ class StepModel:
 
     @property
     def phases(self) -> list[tuple[str, int]]:
-        """(phase, stage) of the computations of a micro-batch, in order."""
+        """Return (phase, stage) of each computation of a micro-batch, in order."""
         stages = range(len(self.ipus))
         return [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
 
     @property
     def costs(self) -> list[float]:
-        """The ns of each of `phases`."""
+        """Return the ns of each of `phases`."""
         return [(self.forward if phase == "F" else self.backward)[stage] for phase, stage in self.phases]
 
     @property
     def work(self) -> float:
-        """The ns of all computations of a replica."""
+        """Return the ns of all computations of a replica in a step."""
         return self.micro_batches * sum(self.costs) + sum(self.updates.values())
 
     @property
     def tasks(self) -> list[int]:
-        """The driver's tasks for each of `phases`: adding a backward's gradients to their sums is a task of its own."""
+        """Return the number of tasks for each of `phases`: a backward has a second one, its gradient sum."""
         return [1 + (phase == "B") for phase, _ in self.phases]
 
     @property
     def mean(self) -> float:
-        """The ns of an average task."""
+        """Return the ns of an average task."""
         return self.work / (sum(self.tasks) * self.micro_batches + len(set(self.ipus)))
 
     def bubble(self, length: float) -> float:
-        """Return the share of the ipus' time in which they wait, in a step of so many ns on separate devices."""
+        """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
         return 1 - self.work / (length * len(set(self.ipus))) if length else 0.0
 
 
@@ -79,14 +80,15 @@ def apart(step: StepModel) -> float:
 
 
 def here(step: StepModel, cores: int) -> float | None:
-    """Return the ns on a host whose cores share all ipus of all replicas; None if their speed was not measured."""
+    """Return the ns of a step on a host whose cores share all ipus; None if the cores were not measured."""
     found = [_on_cores(step, cores if step.mean > WORTH_SHARING else 1, end) for end in (0, 1)]
     return None if None in found else sum(filter(None, found)) / 2
 
 
 def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
-    """Return the least factor by which another step computes a row faster. The driver may share tasks or leave them to
-    a single core, and the speed of shared cores was measured with a spread."""
+    """Return the smallest speedup per row of `other` against `step`; None if the cores were not measured. It
+    is the minimum over several cases: the engine may use one core or all, and their measured speed has a
+    spread."""
     found = []
     for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
         before, after = (
@@ -110,7 +112,7 @@ def _on_cores(step: StepModel, cores: int, end: int) -> float | None:
 
 
 def _stretched(found: Timeline, speed: Sequence[float]) -> float:
-    """Return the length if n cores that compute at the same time are speed[n - 1] times as fast as a single one."""
+    """Return the length of a timeline if n cores together are speed[n - 1] times as fast as one core."""
     changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
     length, busy, before = 0.0, 0, 0.0
     for time, change in changes:
@@ -130,8 +132,8 @@ def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
 
 
 def _actions(step: StepModel) -> list[Action]:
-    """Return the phases as rows of a table: each waits for the one before, and where its stage is ordered for the same
-    phase of the micro-batch before."""
+    """Return the phases as rows of a table. Each row waits for the previous row; a forward of an ordered
+    stage also waits for the same row of the previous micro-batch."""
     found = []
     for row, (phase, stage) in enumerate(step.phases):
         after = [After(row - 1)] if row else []
@@ -142,7 +144,7 @@ def _actions(step: StepModel) -> list[Action]:
 
 
 def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
-    """Simulate a step on separate devices. Returns: as `timeline`; the action is a place in `step.phases`."""
+    """Simulate a step on separate devices. Returns: as `timeline`; an action is an index of `step.phases`."""
     return timeline(
         _actions(step),
         step.micro_batches,
@@ -154,7 +156,7 @@ def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
 
 
 def _here(step: StepModel, cores: int) -> Timeline:
-    """Simulate a step on cores that share all ipus of all replicas; these hold their weights once."""
+    """Simulate a step on cores that share all ipus of all replicas. The replicas have one copy of weights."""
     costs = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
     updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
     order = ORDERS[step.mode][1]
