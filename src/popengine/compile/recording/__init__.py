@@ -1,1 +1,1 @@
-"""What capture writes down: operations, weights that come another way, losses, known values."""
+"""The recording of a forward: operations, stand-ins of weights, losses, values that are known meanwhile."""

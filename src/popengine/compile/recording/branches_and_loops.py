@@ -1,7 +1,7 @@
-"""Sub-graphs: the bodies of branches and loops, traced while the forward around them is.
+"""Sub-graphs: the bodies of branches and loops, traced while the surrounding forward is traced.
 
-A body is recorded into a graph of its own. Tensors of the forward around it that it uses become inputs
-too. Its in-place changes are not seen outside.
+A body is recorded into a graph of its own. Tensors of the surrounding forward that it uses become inputs,
+too. Its in-place changes have no effect outside.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .current_capture import Capture, paused
 from .functional import drop_what_does_nothing, functionalized
 from .graph_recorder import Recorder, is_write, like
 
-_BODY = -1  # stands where a piece has its stage, so that a failing line is looked for in the piece around
+_BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
 
 
 class _BodyRecorder(Recorder):
-    """A tensor that the body has not made comes from the forward around it."""
+    """The recorder of a body: a tensor that the body has not made becomes an input from the forward."""
 
     def node(self, value: Tensor) -> fx.Node:
         known = self._node_of.get(id(value))
@@ -36,7 +36,7 @@ def trace(
 ) -> tuple[Body, list[Tensor]]:
     """Trace a body on tensors like `inputs`.
 
-    Returns: the body, and the tensors of the forward around it that it takes behind its inputs
+    Returns: the body, and the tensors of the surrounding forward that it takes after its inputs
     """
     block = capture.block
     with paused() as fake, fake:

@@ -1,7 +1,7 @@
-"""The contexts in which a forward is captured: Ctrl-C held back, torch's modes taken off, the running module known.
+"""The contexts of a capture: they delay Ctrl-C, remove modes that were left on, and track the running module.
 
-Ctrl-C is held back because an exception that comes where C++ calls a mode's Python ends the process, and one that comes
-while a mode is left keeps the mode on: all that torch computes later would be recorded.
+Ctrl-C is delayed because an exception that is raised where C++ calls a mode's Python ends the process; one
+raised while a mode exits leaves the mode on, which would record all later operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("poptorch::python")
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back while the body runs, and have its handler called afterwards."""
+    """Delay SIGINT while the body runs, and call its handler afterwards; in the main thread only."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # handlers run in the main thread
@@ -47,7 +47,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_left() -> Iterator[None]:
-    """Take off, in the end, torch's modes that the body has left on."""
+    """Remove the torch modes that the body has left on, after the body has run."""
     functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
     try:
         yield
@@ -56,15 +56,15 @@ def modes_left() -> Iterator[None]:
             torch._C._pop_torch_function_stack()
         for mode in _get_current_dispatch_mode_stack():
             if not any(mode is before for before in modes):
-                _pop_mode(getattr(mode, "_mode_key", None))  # torch's own modes have a place each
+                _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
 
 
 @contextlib.contextmanager
 def module_paths(module: nn.Module, capture: Capture) -> Iterator[None]:
-    """Keep `capture.module`, the name of the module that runs.
+    """Set `capture.module` to the name of the running module while the body runs.
 
-    Not by hooks: some modules take another way where they have hooks, and torch passes over those of a module that
-    fails while it is compiling.
+    Hooks would not do: some modules take another path if they have hooks, and while torch is compiling, it
+    skips the hooks of a module that raises.
     """
     names = {child: name for name, child in module.named_modules()}
     own = nn.Module.__call__
@@ -85,16 +85,16 @@ def module_paths(module: nn.Module, capture: Capture) -> Iterator[None]:
         nn.Module.__call__ = own
 
 
-# What `traced` replaces is one for the process: threads that compile take turns.
+# `traced` replaces state of the whole process: threads that capture take turns.
 _CAPTURING = threading.RLock()
 _TORCH = str(Path(torch.__file__).parent)
 
 
 def _is_asked_by_torch(reported: set[str]) -> bool:
-    """Return whether a layer of torch's calls `is_compiling`, in a thread that captures; log each layer once.
+    """Return whether a torch layer calls `is_compiling` in a thread that captures; log each layer once.
 
-    Torch's layers must branch on no data. For the model's code nothing compiles it: so it takes the branches of plain
-    PyTorch.
+    Torch's layers must not branch on data. The model's own code gets False, and so takes the branches of
+    plain PyTorch.
     """
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(_TORCH):
@@ -107,7 +107,7 @@ def _is_asked_by_torch(reported: set[str]) -> bool:
 
 
 def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch.compile's modules and functions run as they are written."""
+    """Return a context in which torch.compile's modules and functions run uncompiled; warn of modules."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
     if dynamo is None:
         return contextlib.nullcontext()
@@ -119,10 +119,10 @@ def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def traced(training: bool, device: str) -> Iterator[None]:
-    """Run the body as a capture's: torch's layers branch on no data, autograd is in one thread and quiet.
+    """Set torch's global state for a capture: layers don't branch on data, autograd has one thread, no GC.
 
-    For an accelerator without oneDNN and with attention as products and a softmax: a recurrent layer and attention are
-    else one operation each that only CPUs have.
+    For an accelerator, oneDNN is off and attention is recorded as products and a softmax: otherwise a
+    recurrent layer and attention would be one operation each that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
         is_compiling, collects, reported = torch.compiler.is_compiling, gc.isenabled(), set[str]()
@@ -132,10 +132,10 @@ def traced(training: bool, device: str) -> Iterator[None]:
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
         contexts.enter_context(
             torch.autograd.set_detect_anomaly(False)
-        )  # it looks for NaN: there are no values
+        )  # it looks for NaN: fake tensors have no values
         contexts.enter_context(torch.set_grad_enabled(training))
         torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch(reported)
-        gc.disable()  # what it finalizes (executors that write their weights back) would be recorded
+        gc.disable()  # finalizers (of executors that write their weights back) would be recorded
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The capture that is under way: what is known while a forward runs, and what the user's code says of it meanwhile."""
+"""The capture in progress: the open block and module, the losses, and the annotations of the user's code."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .known_values import CaptureRecorder, value_of
 aten = torch.ops.aten
 active: ContextVar[Capture | None] = ContextVar("capture", default=None)
 _SEEDS = (1 << 63) - 1
-ENDED = -1  # the index of "no block": behind the end of a `with Block(...)`
+ENDED = -1  # the index of "no block": after the end of a `with Block(...)`
 
 
 def current() -> Capture | None:
-    """Return the capture that the calling code runs in, or None."""
+    """Return the capture in which the calling code runs, or None."""
     return active.get()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[Any]:
-    """Run the body unrecorded, also while a capture is on. The context's value is the capture's fake mode, or None."""
+    """Run the body unrecorded. The context's value is the fake mode of the capture, or None without one."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
         yield fake
@@ -40,7 +40,7 @@ def paused() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[Any]:
-    """As `paused`, and no capture is current: for code of the user's that isn't a part of the graph."""
+    """Run the body as `paused` does, with `current()` None: for user code that is not part of the graph."""
     token = active.set(None)
     try:
         with paused() as fake, torch._C.DisableTorchFunction():
@@ -50,13 +50,13 @@ def hidden() -> Iterator[Any]:
 
 
 def is_traced(value: Tensor) -> bool:
-    """Return whether a capture made this tensor."""
+    """Return whether a tensor is a fake tensor, such as a capture makes."""
     return isinstance(value, FakeTensor)
 
 
 @dataclass
 class Group:
-    """Convolutions that belong together, and the properties set for them."""
+    """The properties that the user has set for a group of convolutions (`MultiConv`), and their number."""
 
     properties: dict[str, Any]
     convolutions: int = 0
@@ -64,25 +64,25 @@ class Group:
 
 @dataclass
 class Capture:
-    """What is known while a forward runs: which block is open, and which tensors are losses."""
+    """The state of a capture: the open block and module, the losses, the annotations of the user's code."""
 
     training: bool
     members: list[tuple[str, Tensor]]  # the user's own parameters and buffers
-    adopt: InitVar[Callable[[Any], Any]]  # from a tensor of the module to what stands in for it
+    adopt: InitVar[Callable[[Any], Any]]  # returns the stand-in of a tensor of the module
     recorder: CaptureRecorder = field(init=False)
     visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
     phase: str = "F"
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
     is_marked: bool = False  # the user has marked a loss
-    chosen: tuple[Tensor, str] | None = None  # trained in place of the marked ones
+    chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
     # For the host, after each call: see `poptorch.annotating.notes`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
-    # Every autograd node has a number that grows as forward runs. With the number that followed each operation
-    # its place is kept: so a backward node finds its block, line and module.
+    # Autograd numbers its nodes in the order of the forward. For each operation: the number after its node's,
+    # and its block, line and module. So the number of a backward node leads to these.
     places: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    module: str = ""  # the one that runs, as `named_modules` names it
-    # What scopes in the user's code say about the operations inside; recorded in the nodes of the forward.
+    module: str = ""  # the running module's name, as in `named_modules`
+    # Annotations by scopes in the user's code (names, attributes, groups), recorded in the forward's nodes.
     scopes: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     group: Group | None = None
@@ -91,39 +91,39 @@ class Capture:
         self.recorder = CaptureRecorder(self.describe, adopt)
 
     def adopted(self, value: Tensor) -> Tensor:
-        """Return what stands in for a tensor of the module; anything else as it is."""
+        """Return the stand-in of a tensor of the module; any other tensor unchanged."""
         return self.recorder.adopted(value)
 
     def value_of(self, value: Tensor) -> Tensor | None:
-        """Return a copy of a tensor's value, if it is computed from constants alone."""
+        """Return a copy of a tensor's value if it is computed from constants alone, else None."""
         known = value_of(self.recorder, value)
         with torch._C.DisableTorchFunction(), paused():
             return None if known is None else known.clone()
 
     def enter(self, name: str, ipu: int | None) -> None:
-        """Open a block: what runs from now on belongs to it."""
+        """Open a block, to which the following operations belong."""
         self.block = len(self.visits)
         self.visits.append(Visit(name, ipu, user_line()))
 
     def leave(self) -> None:
-        """End the open block: what runs before the next one belongs to none."""
+        """Close the open block. An operation before the next `enter` is an error."""
         self.block = ENDED
 
     def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:
-        """Note a loss: of torch's loss functions, or (`is_explicit`) what the user has marked."""
+        """Add a loss: the result of a torch loss function, or (`is_explicit`) one that the user marked."""
         self.losses.append((value, user_line()))
         self.is_marked = self.is_marked or is_explicit
 
     def choose_loss(self, value: Tensor, where: str) -> None:
-        """Train this loss in place of those that the forward marks."""
+        """Train this loss in place of those that the forward marks; `where` is its origin, for errors."""
         self.chosen = value, where
 
     def describe(self, func: Any) -> dict[str, Any]:
-        """Return the meta of a node for an operation that is about to run."""
+        """Return the meta of an operation's node, just before the operation runs."""
         meta = self._place(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # Nothing is drawn while tracing, but torch's generator is moved on as if. A checkpoint that puts its
-            # state back, to compute something again, so gets the same number: the same random numbers.
+            # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores
+            # its state, to recompute, gets the same number here, and the same random numbers later.
             meta["numbers"] = torch.initial_seed()
             torch.default_generator.manual_seed(meta["numbers"] + 1 & _SEEDS)
         return meta

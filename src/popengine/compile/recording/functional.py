@@ -1,4 +1,4 @@
-"""From what was recorded to a functional graph: nothing in place, nothing idle, draws numbered."""
+"""From the record to a functional graph: no operations in place, no dead code, random draws numbered."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...ir import Graph, Key, Result, Slot, Visit
 from .graph_recorder import PLACE, Recorder, is_write, like, memory_of
 
 aten = torch.ops.aten
-# Of a node's meta, when it's replayed.
+# The entries of a node's meta that a replay copies.
 _KEPT = (*PLACE, "scope", "attributes", "group", "numbers")
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
-    """Replace writes into a value that no other value shares its memory with, by operations that make a new value.
+    """Replace in-place operations on values that share memory with no other value by out-of-place ones.
 
-    Dropout makes such writes. A graph without any others need not be replayed, which takes as long as the capture.
+    Dropout has such operations. A graph without others needs no replay, which takes as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -42,7 +42,7 @@ def replace_simple_writes(graph: fx.Graph) -> None:
             continue
         target: Any = node.target
         defaults = [a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only]
-        given = (*node.args, *defaults)  # the other operation may have no defaults
+        given = (*node.args, *defaults)  # the out-of-place operation may have no defaults
         args, kwargs = fx.node.map_arg((given, node.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
         old = node.meta["val"]
         with old.fake_mode, torch.no_grad():
@@ -58,7 +58,7 @@ def replace_simple_writes(graph: fx.Graph) -> None:
 
 @functools.cache
 def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """Return the operation that computes what this one writes into its first operand, if there is one."""
+    """Return the out-of-place overload of an in-place operation (add for add_), or None if there is none."""
     schema = operation._schema
     types = [(str(argument.type), argument.kwarg_only) for argument in schema.arguments]
     packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
@@ -84,11 +84,11 @@ def replayed(
     run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
 ) -> Recorder:
-    """Return a recorder with the operations that run when a graph is run on new fake tensors.
+    """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
-        run:    runs a node, in place of its operation
-        around: changes the function from the graph's inputs to its outputs
+        run:    computes a node's result from its operands' values; by default it runs the node's operation
+        around: transforms the function from the graph's inputs to its outputs before it is called
     """
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
@@ -117,12 +117,12 @@ def replayed(
 
 
 def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
-    """Return the same graph without operations in place: replayed through torch's functionalization."""
+    """Return a recorder of the graph without in-place operations, replayed by torch's functionalization."""
     return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
 
 
 def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return a functional graph with what `run` does in place of each node's operation."""
+    """Return a functional graph in which the operations that `run` calls replace each node's operation."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_what_does_nothing(code)
     nodes: Any = code.output_node().args[0]
@@ -131,7 +131,7 @@ def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], 
 
 
 def drop_what_does_nothing(graph: fx.Graph) -> None:
-    """Removes aliases and what no result needs, and numbers the draws of random numbers."""
+    """Remove aliases and dead code from a graph in place, and number its draws of random numbers."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _NOTHING_DONE:
             node.replace_all_uses_with(node.args[0])
@@ -144,13 +144,13 @@ def drop_what_does_nothing(graph: fx.Graph) -> None:
     draws: dict[Any, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _draws(node):
-            # Recomputing a part of the forward draws the numbers that it drew first: see `Capture.describe`.
+            # A recomputed operation has the number of its first run: see `Capture.describe`.
             node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether an operation takes random numbers. Those with dropout inside don't where its chance is 0."""
+    """Return whether an operation draws random numbers; False if it has a dropout argument of 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -167,11 +167,13 @@ def as_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """Return the recorded graph as the value that the passes take.
+    """Return the recorded graph as a functional `Graph`, the value that the passes read.
 
     Args:
-        results: kind, key and node of the graph's results but for what is changed in place
-        trained: the parameters that an optimizer updates
+        results: (kind, key, node) of the outputs and gradients; new values of buffers and inputs are added
+        trained: the names of the parameters that an optimizer updates
+    Raises:
+        CaptureError: the forward changes a trained parameter, or a tensor that is no state, in place
     """
     graph, constants = recorder.graph, recorder.constants
     graph.output(tuple(node for _, _, node in results))
@@ -210,12 +212,15 @@ def as_graph(
 
 
 def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
-    """Return the value that a constant had at the capture: what is not the forward's own may be written to later."""
+    """Return a constant's value: a copy, unless forward made the tensor, since the program may change it."""
     return constants[key] if key in fresh else constants[key].detach().clone().resolve_conj().resolve_neg()
 
 
 def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
-    """Return the role of the new value of a parameter, buffer or input that forward writes into."""
+    """Return the result kind of a placeholder that forward writes into: "buffer", "input" or None (constant).
+
+    A frozen parameter becomes a buffer. Raises: CaptureError, if a trained parameter is written.
+    """
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter":
         if key in trained:
@@ -230,7 +235,7 @@ def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | 
 
 
 def _check_lost(written: dict[fx.Node, fx.Node]) -> None:
-    """Refuse state that is kept in a constant. One that is only written over is no state."""
+    """Raise CaptureError if forward writes into a constant that it also reads: the value would be lost."""
     for node, value in written.items():
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
         if node.meta["role"] == "constant" and read:

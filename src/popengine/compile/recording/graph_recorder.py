@@ -1,6 +1,6 @@
-"""Records the tensor operations of Python code as nodes of an fx graph.
+"""Record the tensor operations of Python code as nodes of an fx graph.
 
-A dispatch mode sees every operation below autograd, once, in the order in which it runs: forward and
+A dispatch mode receives every operation below autograd, once, in the order in which it runs: forward and
 backward alike. So a model's forward runs exactly once to be captured.
 """
 
@@ -25,7 +25,7 @@ from ...errors import CaptureError
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
 
-# Operations that update running statistics in place without saying so in their schema.
+# Operations whose schema hides that they update running statistics in place, and those that declare it.
 _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
 
 _OURS = tuple(
@@ -39,7 +39,7 @@ _OURS = tuple(
 
 
 def user_line() -> str:
-    """Return `file:line` of the innermost frame that is neither torch's nor ours."""
+    """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _is_ours(frame.f_code.co_filename):
@@ -49,7 +49,7 @@ def user_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame behind an error that is neither torch's nor ours."""
+    """Return `file:line` of an error's innermost frame outside of torch and Pando, else `user_line()`."""
     frames = traceback.extract_tb(error.__traceback__)
     return next(
         (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line()
@@ -64,7 +64,7 @@ def _is_ours(file: str) -> bool:
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Return nested arguments with `change` applied to each leaf.
 
-    A `torch.Size` is a leaf: torch's tree_map makes a tuple of it, which `Tensor.new` takes as data.
+    A `torch.Size` is a leaf: torch's tree_map would make it a tuple, which `Tensor.new` reads as data.
     """
     return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
 
@@ -80,7 +80,7 @@ def like(value: Tensor) -> Tensor:
 
 
 def check_dense(value: Tensor, what: str) -> None:
-    """Raises CaptureError, if a tensor, which is `what`, is sparse."""
+    """Raise CaptureError if a tensor is sparse; `what` names the tensor in the message."""
     if value.layout is not torch.strided:
         raise CaptureError(
             f"{what} is a sparse tensor of shape {tuple(value.shape)}\n"
@@ -102,7 +102,10 @@ def is_write(node: fx.Node) -> bool:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Return what is equal for values that share memory. Of an operation with several results: that of the first."""
+    """Return the identity of a value's storage, equal for values that share memory; None if unknown.
+
+    For an operation with several results: that of the first.
+    """
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
@@ -118,7 +121,7 @@ def _like_grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a tensor like the result of `aten._grouped_mm`: its shape function in torch takes bfloat16 only."""
+    """Return an empty tensor like `aten._grouped_mm`'s result: torch's shape function takes bfloat16 only."""
     dtype = out_dtype or a.dtype
     size = [a.size(-2), b.size(-1)]
     if a.dim() == b.dim():
@@ -128,7 +131,7 @@ def _like_grouped_mm(
 
 
 class Recorder(TorchDispatchMode):
-    """Appends a node to `graph` for each operation that runs under it; `describe` gives the node's meta."""
+    """A dispatch mode that appends a node to `graph` for each operation; `describe` returns its meta."""
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps __torch_dispatch__ and loads all of torch._dynamo, a second of it
+        return False  # else torch wraps __torch_dispatch__ and imports torch._dynamo, which takes a second
 
     def placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -158,7 +161,10 @@ class Recorder(TorchDispatchMode):
         return id(value) in self._node_of
 
     def node(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor; one that the graph has not made becomes a constant."""
+        """Return the node of a tensor; a real tensor that the graph has not made becomes a constant.
+
+        Raises: CaptureError, if the tensor is fake, and no recorded operation has made it.
+        """
         known = self._node_of.get(id(value))
         if known is None and isinstance(value, FakeTensor):
             raise CaptureError(
@@ -171,7 +177,7 @@ class Recorder(TorchDispatchMode):
         return known if known is not None else self.stranger(value, "constant")
 
     def stranger(self, value: Tensor, role: str) -> fx.Node:
-        """Return a placeholder for a tensor from outside."""
+        """Add a placeholder for a tensor that no recorded operation has made, and return it."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
@@ -179,20 +185,20 @@ class Recorder(TorchDispatchMode):
             return self.placeholder(name, value, role=role, key=name)
 
     def constant(self, real: Tensor) -> Tensor:
-        """Return a fake tensor for a real one that the code has made."""
+        """Add a constant to the graph: a real tensor that forward has made. Return its fake tensor."""
         node = self.stranger(real, "constant")
         self.fresh.add(node.meta["key"])
         return self.replaced(node, like(real))
 
     def replaced(self, node: fx.Node, value: Tensor) -> Tensor:
-        """Make `value` the tensor of a placeholder, and return it."""
+        """Make `value` the fake tensor of a placeholder, and return `value`."""
         node.meta["val"] = value
         self.bind(value, node)
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.returns and not func._schema.is_mutable:  # an order to the compiler, no operation
+        if not func._schema.returns and not func._schema.is_mutable:  # a hint to the compiler, no operation
             return func(*args, **kwargs)
         if func in _SAID_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
             func = _SAID_IN_PLACE[func]

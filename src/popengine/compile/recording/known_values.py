@@ -1,7 +1,7 @@
-"""What is known while a forward is captured: the values of what it computes from constants alone.
+"""Constant folding during a capture: the values of tensors that the forward computes from constants alone.
 
-A value is computed where the forward reads it: by `.item()`, a boolean mask or a shape that depends on a value. Then
-the recorded operations are run on the real constants.
+A value is computed where the forward reads it, by `.item()`, a boolean mask or a shape that depends on a
+value: then the recorded operations run on the real constants.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .graph_recorder import (
 
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
-# What torch says where a value is missing.
+# The errors that torch raises where a value is missing.
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
-    """The recorder of a forward: reading a value returns it, where it is known.
+    """The recorder of a forward: reading a tensor's value returns it, if it is known.
 
-    Args: adopted: what to use instead of a tensor that comes from outside (see `standins.py`)
+    Args: adopted: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
     """
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any]) -> None:
@@ -52,7 +52,7 @@ class CaptureRecorder(Recorder):
         self._saved: dict[int, list[list[Tensor]]] = {}  # by memory, what autograd saved for its backward
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which backward reads the values that autograd saved, even if they are overwritten."""
+        """Return a context in which autograd's saved values are kept for backward, even if overwritten."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -63,7 +63,7 @@ class CaptureRecorder(Recorder):
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
     def _keep_saved(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Copy what autograd saved of the memory that an operation is about to write into."""
+        """Copy the tensors that autograd saved from memory that an operation is about to overwrite."""
         for value in tensors_in(written(func, args, kwargs)):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
@@ -99,11 +99,11 @@ class CaptureRecorder(Recorder):
                 return self._from_constants(func, args, kwargs, error)
 
     def _from_outside(self, value: Any) -> Any:
-        """Return what the graph has in place of a real tensor: a stand-in, a view of one, or a constant."""
+        """Return the fake tensor for a real one: a stand-in, a view of one, or a constant; else `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.adopted(value)
-        # Without dimensions it may be a number, and torch promotes numbers and tensors differently.
+        # A tensor without dimensions may be a number, and torch promotes numbers and tensors differently.
         if found is value and value.dim():
             if id(value) not in self._constant_of:
                 self._constant_of[id(value)] = self.replaced(self.node(value), like(value))
@@ -122,7 +122,7 @@ class CaptureRecorder(Recorder):
         return self._now(func, args, kwargs)
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operation's result on real values. Dense tensors in it are constants of the graph."""
+        """Run an operation on real values, and return its result; dense tensors become constants."""
         with _disable_current_modes():
             result = func(*args, **kwargs)
 
@@ -140,7 +140,7 @@ class CaptureRecorder(Recorder):
         return known
 
     def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """Return a boolean mask as what it selects, which has a shape."""
+        """Return the indices, with each boolean mask replaced by index tensors of its True elements."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -153,7 +153,7 @@ class CaptureRecorder(Recorder):
 
 
 def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
-    """Return the real value of a tensor that was made under `recorder`; None if it depends on what isn't constant."""
+    """Return the value of a tensor made under `recorder`; None if it depends on more than constants."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         needed = _behind(recorder, recorder.node(value))
         if needed is None:
@@ -171,7 +171,7 @@ def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
 
 
 def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
-    """Return all that a node's value comes from, writes into its memory included; None if that isn't constant."""
+    """Return all nodes that a node depends on, also by writes into memory; None if one isn't constant."""
     needed: set[fx.Node] = set()
     stack, memory = [node], set()
     writes = [node for node in recorder.graph.nodes if is_write(node)]

@@ -1,6 +1,6 @@
-"""Leftovers: tensors of a capture that its forward put where they outlive it.
+"""Leftovers: fake tensors that the forward has stored where they outlive the capture.
 
-They have no values: a list of losses or a metric that holds one could not be computed with after the call.
+They have no values: code that reads one after the call, from a list of losses or a metric, would fail.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _CLOSED = (
     types.CodeType,
     types.FrameType,
 )
-_MOST = 300_000  # objects that a search looks at
+_MOST = 300_000  # objects that a search visits at most
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A fake tensor: where it is, as one would write it, and how to put another value there."""
+    """A stored fake tensor: its path (as "model.losses[0]"), and a function that replaces it there."""
 
     path: str
     value: Tensor
@@ -48,8 +48,8 @@ class Leftover:
 
 
 def left_behind(value: Any, path: str = "model") -> list[Leftover]:
-    """Return the fake tensors that a module, its parts and their functions, or any value can reach: in attributes,
-    containers, objects, generators, and the variables around a function. Parameters and buffers are left out."""
+    """Return the fake tensors that are reachable from a value, such as a module: through attributes,
+    containers, objects, generators, and the outer variables of functions; not parameters and buffers."""
     found: list[Leftover] = []
     seen: set[int] = set()
     stack: list[tuple[Any, str, Callable[[Any], None]]] = [(value, path, _nowhere)]
@@ -68,8 +68,8 @@ def _nowhere(value: Any) -> None:
 
 
 def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what a value holds, the path of each, and a function that replaces it. A part that can't be replaced by
-    itself is replaced with the value."""
+    """Yield (item, path, function that replaces the item) for each item that a value holds. An item that
+    can't be replaced alone is replaced together with the value."""
     if isinstance(value, (dict, list, deque)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from [(item, f"{path}[{key!r}]", partial(value.__setitem__, key)) for key, item in items]
@@ -93,7 +93,7 @@ def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple
 
 
 def _around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a function that lie outside of it: of functions around it, and global ones."""
+    """Yield (name, value) of a function's outer variables: of enclosing functions, and plain globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not bound yet
             yield name, cell.cell_contents
@@ -103,7 +103,7 @@ def _around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the global names of a function, and of those that are written within it."""
+    """Yield the names of globals and attributes that a function's code uses, with its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -111,15 +111,18 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class Attributes:
-    """The plain attributes of a module and its parts, as they were before a forward ran."""
+    """A snapshot of the plain attributes of a module and its submodules, made before a forward runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = [(child, dict(vars(child))) for child in module.modules()]
 
     def put_back(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Restore the attributes that the forward only writes: those that it has made, tensors that it has replaced
-        without reading them (as weight normalization does), and, with a warning, None and containers."""
+        """Undo the forward's assignments of fake tensors: delete new attributes, and restore replaced ones.
+
+        Restored are tensors, if `was_read` is False for them (as in weight normalization), and, with a warning,
+        None and containers.
+        """
         undone = []
         for child, before in self._before:
             for name, value in list(vars(child).items()):
@@ -141,7 +144,7 @@ class Attributes:
             )
 
     def check(self, others: Sequence[tuple[Any, str]] = ()) -> None:
-        """Raises CaptureError, where a tensor is left behind in the module, or in `others`, which have a path each."""
+        """Raise CaptureError if fake tensors are left in the module, or in `others`: (value, path) pairs."""
         places = [(self._module, "model"), *others]
         paths = sorted({leftover.path for place in places for leftover in left_behind(*place)})
         if paths:

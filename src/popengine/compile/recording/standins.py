@@ -1,7 +1,7 @@
 """Stand-ins: the fake tensors that a forward finds in place of its module's parameters and buffers.
 
-They stand in the module's attributes. A weight that the forward reaches in another way, through a list, a closure or a
-view made earlier, is recognised by its identity or its memory, and replaced where it is used (`adoption`).
+They are set as the module's attributes. A weight that the forward reaches in another way, through a list, a
+closure or an earlier view, is recognised by identity or memory, and replaced where it is used (`adoption`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .graph_recorder import like, map_leaves, user_line
 
 
 class _Member(NamedTuple):
-    """A parameter or buffer of the module: the user's tensor, and what stands in for it."""
+    """A parameter or buffer of the module: its canonical name, the user's tensor, and its stand-in."""
 
     name: str
     real: Tensor
@@ -50,22 +50,22 @@ class StandIns:
             memory = _memory(member.real)
             if memory is not None:
                 self._by_memory.setdefault(memory, []).append(member)
-        self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the real one, so that it lives
-        self.hooks: list[tuple[Any, str]] = []  # of parameters, with what they are called in an error
-        # What requires a gradient, and is no parameter; with the user's line.
+        self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
+        self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
+        # Tensors that require a gradient and are no parameters, each with the user's line.
         self.orphans: list[tuple[Tensor, str]] = []
         if training:
             self._take_hooks()
 
     def members(self) -> list[tuple[str, Tensor]]:
-        """Return the user's own tensors, by name."""
+        """Return (canonical name, user's tensor) of all parameters and buffers."""
         return [(member.name, member.real) for member in self._members]
 
     def _take_hooks(self) -> None:
-        """Have the hooks of the user's parameters change the gradients of their stand-ins.
+        """Register the gradient hooks of the user's parameters on their stand-ins.
 
         Raises:
-            CaptureError: a hook is called after a gradient was added to `.grad`, which a compiled model has not got
+            CaptureError: a parameter has a post-accumulate hook; a compiled model has no `.grad` for it
         """
         for name, real, fake in self._members:
             if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
@@ -79,11 +79,11 @@ class StandIns:
                 self.hooks.append((hook, f"a hook of {name}"))
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the parameters that require a gradient."""
+        """Return the stand-ins of parameters that require a gradient, by canonical name."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def of(self, value: Any) -> Any:
-        """Return what stands in for a tensor of the module, or for a view of one; anything else as it is."""
+        """Return the stand-in of a tensor of the module, or of a view of one; any other value unchanged."""
         member = self._by_id.get(id(value))
         if member is not None:
             return member.fake
@@ -95,18 +95,24 @@ class StandIns:
         return self._views[key][1]
 
     def of_operand(self, value: Any) -> Any:
-        """As `of`, for an operand of what runs below autograd, which can't be given another one any more."""
+        """Return the stand-in of an operand below autograd, as `of` does.
+
+        Also note tensors that require a gradient but are no parameters: autograd has already seen them.
+        """
         real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         if real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))
         return self.of(value)
 
     def has_met(self, value: Tensor) -> bool:
-        """Return whether `of` was called with this tensor."""
+        """Return whether `of` was called with this tensor; False for a parameter or buffer itself."""
         return any((id(value), enabled) in self._views for enabled in (True, False))
 
     def _view(self, value: Tensor) -> Tensor:
-        """Return the view of a stand-in for a view of a member; `value` itself, if it shares no member's memory."""
+        """Return a stand-in's view for a view of a member; `value` itself if it shares no member's memory.
+
+        Raises: CaptureError, if it shares memory with several members, or is not a view of one.
+        """
         sharing = self._by_memory.get(_memory(value) or 0, [])
         touched = [member for member in sharing if _overlap(member.real, value)]
         if not touched:
@@ -124,7 +130,7 @@ class StandIns:
                 " memory can't follow them, unless it is a view of one of them\n"
                 "  fix: make the tensor in forward, from the parameters: `torch.cat([p.flatten() for p in ...])`"
             )
-        # A leaf over a member's memory is another parameter, in no module: one of the orphans.
+        # A leaf in a member's memory is another parameter, of no module: it is added to the orphans.
         with (
             torch._C.DisableTorchFunction(),
             torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad and not value.is_leaf),
@@ -142,7 +148,10 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the stand-ins into the module while the body runs; then the user's tensors are put back."""
+        """Put the stand-ins into the module while the body runs; then put the user's tensors back.
+
+        Raises: CaptureError, if the body has removed or reassigned a parameter or buffer.
+        """
         shelves = [
             (child, attribute, dict(getattr(child, attribute)))
             for child in self._module.modules()
@@ -190,7 +199,7 @@ class StandIns:
     # ---- afterwards --------------------------------------------------------------------------------------
 
     def check_shared(self, changed: set[str]) -> None:
-        """Raises CaptureError, where two members have the same memory, and one of them is changed."""
+        """Raise CaptureError if two members overlap in memory, and one of them is in `changed` (names)."""
         for sharing in self._by_memory.values():
             for one, other in combinations(sharing, 2):
                 if {one.name, other.name} & changed and _overlap(one.real, other.real):
@@ -203,7 +212,7 @@ class StandIns:
 
 
 def _check_members(module: nn.Module, training: bool, needs_values: bool) -> None:
-    """Raises CaptureError, where a parameter or buffer has no shape, no values, or can't be given a new value."""
+    """Raise CaptureError if a parameter or buffer is lazy, sparse, without values, or can't be written."""
     problems = (
         (
             nn.parameter.is_lazy,
@@ -244,7 +253,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 
 def _memory(value: Tensor) -> int | None:
-    """Return what is equal for tensors in the same memory; None if a tensor has none, or that is not known."""
+    """Return the identity of a tensor's storage, equal for tensors that share it; None if none or unknown."""
     with torch._C.DisableTorchFunction():
         if value.layout is not torch.strided or value.is_meta or not value.numel():
             return None
@@ -255,7 +264,7 @@ def _memory(value: Tensor) -> int | None:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    """Return the first byte of its memory that a tensor may touch, and the one behind the last."""
+    """Return the byte range [begin, end) of its storage that a tensor may touch."""
     with torch._C.DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
         first, size = value.storage_offset(), value.element_size()
@@ -269,7 +278,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def adoption(stand_ins: StandIns) -> Iterator[None]:
-    """Replace the module's tensors by their stand-ins in what torch's functions, and autograd Functions, are given."""
+    """Replace the module's tensors by stand-ins in arguments of torch functions and autograd Functions."""
     own, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +307,7 @@ class _Adoption(TorchFunctionMode):
 
 
 def _write(target: Tensor, value: Tensor) -> None:
-    """Write into the tensor's memory, as `target.data = value` does for all references to the tensor."""
+    """Carry out `target.data = value` as a copy. Raises: CaptureError, if shape or dtype differ."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(
             f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"

@@ -1,4 +1,4 @@
-"""Gives errors that torch raises while a forward is captured the user's line, a reason and a fix."""
+"""Convert errors that torch raises during a capture: add the user's line, a reason and a fix."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...errors import CaptureError, Error
 from .graph_recorder import line_of
 from .known_values import READS
 
-# What torch raises, the more special first; an error that explains one is of its kind, too.
+# The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 _TORCH = str(Path(torch.__file__).parent)
-_MODES = str(Path(__file__).parents[1])  # their frames are around those of torch
+_MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
 
 
 class _Hint(NamedTuple):
-    words: str  # a pattern of torch's message
+    words: str  # a regular expression for torch's message
     why: str
     fix: str
 
@@ -66,10 +66,12 @@ _ANY = _Hint(
 
 @contextlib.contextmanager
 def explained(given: str) -> Iterator[None]:
-    """Explain what torch raises in the body; errors of the user's own code, and of the project, are left as they are.
+    """Raise CaptureError, with an explanation, in place of errors that torch raises in the body.
+
+    Errors that the user's own code or Pando raises pass unchanged.
 
     Args:
-        given: what forward was called with, in words
+        given: a description of forward's arguments, for the message
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the tracebacks of what fails
     before, log.disabled = log.disabled, True
@@ -102,12 +104,12 @@ def explained(given: str) -> Iterator[None]:
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    """Return whether torch has raised it: called by the user's code, below the modes of the capture."""
+    """Return whether the innermost frame of an error is torch's or that of a mode of the capture."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return last.filename.startswith((_TORCH, _MODES))
 
 
 @functools.cache
 def _explained_kind(kind: type[Exception]) -> type[CaptureError]:
-    """Return the class of a CaptureError that programs which expect torch's error catch as well."""
+    """Return a class derived from CaptureError and `kind`, so that `except kind` catches it, too."""
     return type("CaptureError", (CaptureError, kind), {"__module__": CaptureError.__module__})

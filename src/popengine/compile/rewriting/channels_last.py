@@ -1,8 +1,8 @@
-"""Memory layout: the same graph with its convolutions in channels_last.
+"""Memory layout: convert a graph's convolutions to channels_last.
 
-The operands of a convolution are converted where they have another layout; operations between convolutions keep it.
-So a convolutional part changes as a whole, with one conversion of its input and one of its output. Weights are
-converted once a step, as casts of weights are. Results differ from those of the other layout by rounding.
+The operands of a convolution are converted if they have another layout; operations between convolutions keep
+it. So a sequence of convolutions needs one conversion of its input and one of its output. Weights are
+converted once per step, as casts of weights are. Results differ from those of the other layout by rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...ir import Graph
 from ..recording.functional import with_replayed
 
 aten = torch.ops.aten
-_OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # the first so many arguments
+_OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # number of leading operands
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Their kernels for CPUs are vectorised over rows of pixels or over channels: 2 to 10 times as fast in channels_last.
 _OVER_CHANNELS = {
@@ -25,7 +25,7 @@ _OVER_CHANNELS = {
     *(aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default),
     *(aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default),
 }
-_FEW = 8  # channels: a vector of float32 has as many at least
+_FEW = 8  # channels: the float32 elements of the shortest vector register
 _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_view.default: Tensor.reshape}
 
 
@@ -33,8 +33,8 @@ def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
     """Return the graph in the wanted layout, and the name of its layout: "preserve" or "channels_last".
 
     Args:
-        wanted: "preserve", "channels_last", or "auto": channels_last where images of 8 channels or more are pooled or
-            resized. This depends on the model alone, so all processes and runs compute the same bits
+        wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are
+            pooled or resized. This depends on the model alone, so all processes compute the same bits
     """
     if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _pools(graph)):
         return graph, "preserve"
@@ -57,7 +57,7 @@ def has_convolutions(graph: Graph) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph:
-    """Return the graph with the operands of convolutions in channels_last."""
+    """Return the graph with the operands of its convolutions converted to channels_last."""
     converted: dict[Any, Tensor] = {}
 
     def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -72,10 +72,11 @@ def in_channels_last(graph: Graph) -> Graph:
 
 
 def _is_broken(target: Any, args: Any) -> bool:
-    """Return whether oneDNN's kernel of a backward in channels_last writes outside its memory on some processors.
+    """Return whether a convolution's backward must not be in channels_last, by a bug of oneDNN.
 
-    It does so in torch 2.13 on processors with AVX2 and without AVX-512 (`brgconv_strided:avx2`), for kernels of one
-    pixel, a stride and fewer than 8 input channels. The rule asks for no processor, so that bits don't depend on it.
+    In torch 2.13, on processors with AVX2 but not AVX-512, `brgconv_strided:avx2` writes outside its memory
+    for kernels of one pixel with a stride above 1 and fewer than 8 input channels. The rule is the same on
+    all processors, so that they compute the same bits.
     """
     if target is not aten.convolution_backward.default:
         return False
@@ -84,12 +85,12 @@ def _is_broken(target: Any, args: Any) -> bool:
 
 
 def _converted(value: Tensor, layout: torch.memory_format | None, converted: dict[Any, Tensor]) -> Tensor:
-    """Return the value in a layout, by default channels_last; one conversion serves all its users."""
+    """Return the value in a layout (None: channels_last). `converted` caches conversions for all users."""
     layout = layout or _FORMATS.get(value.dim())
     if layout is None:
         return value
     if (id(value), layout) not in converted:
-        # The strides of one channel, or of one pixel, are those of either layout: only a clone makes them contiguous.
+        # With one channel or one pixel, strides fit both layouts: only a clone makes them contiguous.
         is_contiguous = layout is torch.contiguous_format
         made = value.clone(memory_format=layout) if is_contiguous else value.to(memory_format=layout)
         converted[id(value), layout] = made

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..recording.graph_recorder import map_leaves
 
-_BY_FIRST = {  # by the owner of functions, their names: all tensors are cast to the type of the first
+_BY_FIRST = {  # by owner, names of functions: all tensors are cast to the dtype of the first
     functional: """
         linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm
         rms_norm prelu multi_head_attention_forward scaled_dot_product_attention
@@ -37,7 +37,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 class MixedPrecision(TorchFunctionMode):
-    """Cast weights to the type of their input, for all functions called within."""
+    """A function mode that casts the weights of layers to the float type of the layer's input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ def _with_statistics(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute a norm that updates running statistics in float32; the statistics keep their type."""
+    """Compute a norm of mixed dtypes in float32; the result has the input's dtype, statistics keep theirs."""
     given = [value for value in (input, running_mean, running_var, weight, bias) if value is not None]
     if len({value.dtype for value in given}) <= 1:
         return func(input, running_mean, running_var, weight, bias, *args, **kwargs)

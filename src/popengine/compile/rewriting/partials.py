@@ -1,7 +1,8 @@
 """Products of half precision in float32: what PopTorch calls a partials type of float.
 
-A matrix product, convolution or attention takes float32 copies of its half operands, which are exact, sums in float32,
-and rounds its result once. On CPUs without units for a half type this is many times faster than the half kernels.
+A matrix product, convolution or attention computes with float32 copies of its half operands, which are exact,
+sums in float32, and rounds its result once. On CPUs without units for a half type this is many times faster
+than the half kernels.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Choice = Callable[[Any, torch.dtype], bool]
 def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
     """Return whether this processor computes a product of a half type faster through float32.
 
-    The processor's features decide, never a clock. Of a type without a unit these are all products; of the others only
-    attention: its half kernels are no faster, and in backward 2 to 7 times slower.
+    The processor's features decide, never a measurement. Of types without units: all products. Of others:
+    attention only, since its half kernels are no faster, and in backward 2 to 7 times slower.
     """
     return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
 
@@ -47,8 +48,8 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     """Return the graph with float32 in place of half precision inside products; all values keep their types.
 
     Args:
-        chosen: from an operation and a half type to whether it shall be computed in float32
-    Returns: the graph, and what is computed in float32, in words
+        chosen: called with (operation, half type): returns whether to compute it in float32
+    Returns: the graph, and the products that are computed in float32, such as "mm of bfloat16"
     """
     types = {node: kind for node in graph.code.nodes if (kind := _half_type(node)) is not None}
     wide = {node: kind for node, kind in types.items() if chosen(node.target, kind)}
@@ -57,9 +58,9 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     copies: dict[Any, Tensor] = {}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-        """Return a float32 copy of a value: one of a weight, of another value one in each block that uses it.
+        """Return a float32 copy of a half value: one per weight, else one per phase and block of its users.
 
-        Of a view of a whole value this is a view of the value's copy.
+        For a view of a whole value it is a view of that value's copy.
         """
         if node.meta["val"].dtype not in HALF:
             return values[node]
@@ -88,7 +89,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
 
 
 def _half_type(node: fx.Node) -> torch.dtype | None:
-    """Return the half type that a product computes in."""
+    """Return the half type in which a product computes; None for other nodes."""
     if node.target not in PRODUCTS:
         return None
     types = (operand.meta["val"].dtype for operand in node.all_input_nodes)
@@ -96,7 +97,7 @@ def _half_type(node: fx.Node) -> torch.dtype | None:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the value that a node is a view of, all of it; None for other nodes."""
+    """Return the node that this node is a view of, if the view has all its elements; else None."""
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if base is None or "val" not in base.meta or memory_of(node) != memory_of(base):
         return None
