@@ -1,7 +1,8 @@
-"""Buckets: gradients that processes exchange together, and the memory in which their sums lie one after another.
+"""Buckets: gradients that processes exchange together, and the flat tensors that hold their sums.
 
-The gradients of a bucket are complete at about the same time, where pieces are cut for it (`piece_parts.py`). So it is
-exchanged while the rest of the backward runs; and nothing is copied together before it is sent, nor apart afterwards.
+The gradients of a bucket are complete at about the same time, because pieces are cut there
+(`piece_parts.py`). So a bucket is exchanged while the rest of the backward runs. Gradient sums are views of
+its flat tensor, so the exchange copies nothing before or after.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from torch import Tensor
 from ..ir import Plan
 from .state import State
 
-_ALIGNED = 64  # bytes; a gradient begins as torch's own memory does
+_ALIGNED = 64  # bytes; each gradient begins at a multiple, as torch's own allocations do
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one piece and one dtype, of parameters that have one value in the same replicas.
+    """Gradients of one piece and one dtype, of parameters that are equal in the same local replicas.
 
-    flats: for each of these replicas the sums, 1-dimensional; all-reduced into the first
-    cuts:  where the share of each process begins, and the end; None: each process receives the total of all
+    keys:    canonical names of the parameters, in the order of their memory
+    members: the local replicas in which these parameters are equal
+    flats:   the gradient sums of each member, 1-d; the all-reduce writes the total into the first
+    cuts:    element offsets at which the shard of each process begins, and the end; None: not sharded
     """
 
-    keys: tuple[str, ...]  # in the order of their memory
+    keys: tuple[str, ...]
     members: tuple[int, ...]
     flats: tuple[Tensor, ...]
     cuts: tuple[int, ...] | None
 
 
 def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
-    """Return the buckets of a piece's gradients. Puts the gradient sums of `state` into their memory."""
+    """Return the buckets of a piece's gradients, and make the gradient sums in `state` views of it."""
     made, settings = plan.partition.pieces[piece], state.settings
     lines = {line.name: place for place, line in enumerate(made.lines)}
     results = [r for r in plan.partition.signature.results if r.kind == "gradient" and r.name in made.writes]

@@ -1,7 +1,7 @@
-"""One call of the engine: what its tasks read, how far it is, how it ends, and where its outputs are put.
+"""One call of the engine: its inputs, its progress, its end, and its results.
 
-For each output tensor the (iteration, accumulation, replica) that the output mode asks for stand after one another in
-dimension 0, in the contract's order.
+The result of an output is concatenated in dimension 0 from the values that its output mode returns, one for
+each (iteration, accumulation, replica) in this order, slowest first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 
 logger = logging.getLogger("popengine")
 
-# Devices have no 64-bit types in this model; what returns to the user is narrower, where it fits.
+# PopTorch's devices have no 64-bit types: the user receives 32-bit values, if the values fit.
 _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Rows:
-    """The values of one tensor that a mode asks for, and when each began and ended to arrive."""
+    """The values of one output that its mode returns, and the times of their copies (perf_counter).
+
+    Args: period: the n of mode "every_n"; like: has the shape and dtype of one value
+    """
 
     def __init__(
         self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device
@@ -43,7 +46,7 @@ class Rows:
         self.started, self.finished = [0.0] * copies, [0.0] * copies
 
     def put(self, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Copy one micro-batch's value to its row, if the mode wants it."""
+        """Store one micro-batch's value in its row (mode "sum": add it), unless the mode leaves it out."""
         row = self._row(iteration, accumulation, replica)
         if row is None:
             return
@@ -68,7 +71,7 @@ class Rows:
 
     @property
     def joined(self) -> Tensor:
-        """[copies * d0, ...]; a 0-d value is [copies], or 0-d if alone."""
+        """All values, concatenated on the CPU: [copies * d0, ...]. 0-d values: [copies]; one alone is 0-d."""
         values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -76,7 +79,7 @@ class Rows:
 
 
 def _narrowed(values: Tensor) -> Tensor:
-    """64-bit values as 32-bit ones; as they are, with a warning, where one of them is too large for that."""
+    """Return 64-bit values as 32-bit values; unchanged, with a warning, if one is too large for 32 bits."""
     narrow = _RETURNED.get(values.dtype)
     if narrow is None:
         return values
@@ -91,7 +94,7 @@ def _narrowed(values: Tensor) -> Tensor:
 
 
 class Results:
-    """Result tensors of one call, allocated before it on the device; the host gets them after the call."""
+    """The results of one call: allocated on the device before the call, copied to the host after it."""
 
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         counts = self._counts = settings.counts
@@ -106,7 +109,7 @@ class Results:
             if result.kind == "output":
                 mode, period = modes.get(position, (settings.outputs, settings.return_period))
                 self._rows[position] = Rows(counts, mode, period, result, device)
-            elif result.kind == "input":  # every micro-batch's value goes back
+            elif result.kind == "input":  # the new value of every micro-batch is returned
                 shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
                 self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
         for anchor in settings.anchors:
@@ -115,18 +118,18 @@ class Results:
                 once = replace(counts, accumulation=1)
                 self._anchors[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
-        # By input: when each micro-batch was staged; at first the beginning of the call.
+        # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
         self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
 
     def load(self, key: int, iteration: int, accumulation: int, replica: int, started: float) -> None:
-        """Note that an input's micro-batch has been staged."""
+        """Record that the upload of an input's micro-batch began at `started` (perf_counter) and ends now."""
         counts = self._counts
         row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
     def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
-        """Copy one micro-batch's value of a result."""
+        """Store one micro-batch's value of the result at `position`: an output, or an input's new value."""
         if position in self._written:
             group = self._counts.group_of(replica)
             self._written[position][iteration, accumulation, group].copy_(value)
@@ -134,19 +137,19 @@ class Results:
             self._rows[position].put(iteration, accumulation, replica, value)
 
     def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
-        """Copy a weight's value to an anchor's rows."""
+        """Store a weight's value in the rows of an anchor, by the anchor's output mode."""
         self._anchors[anchor].put(iteration, 0, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
-        """Return what an anchor has kept, joined as outputs are."""
+        """Return the values of an anchor, concatenated as those of an output: see `Rows.joined`."""
         return (self._anchors[anchor] if anchor.is_weight else self._rows[int(anchor.key)]).joined
 
     def outputs(self) -> list[Tensor]:
-        """Return the outputs in the forward's order, then those made for anchors."""
+        """Return the outputs in the order of forward's results, then those that were added for anchors."""
         return [rows.joined for rows in self._rows.values()]
 
     def arrivals(self) -> list[tuple[list[float], list[float]]]:
-        """For each output, when its values began to arrive and when they were there (host clock, seconds)."""
+        """Return, for each output, the times when the copies of its values began and ended (perf_counter)."""
         return [(rows.started, rows.finished) for rows in self._rows.values()]
 
     def inputs(self) -> dict[int, Tensor]:
@@ -154,18 +157,19 @@ class Results:
         return {position: rows.flatten(0, 3).cpu() for position, rows in self._written.items()}
 
 
-_PATIENCE = 0.2  # seconds; an interrupt that comes without a signal wakes no thread that waits
+_PATIENCE = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
 
 
 class Stopped(Exception):
-    """The caller was interrupted: nothing more is computed."""
+    """Raised in the threads of a call after its caller was interrupted: nothing more is computed."""
 
 
 @dataclass
 class EngineCall:
-    """One call.
+    """One call of the engine, and its progress.
 
-    A step is given up only before its updates: `commit` is the last moment. `done` counts the steps that were finished.
+    A step can be stopped only before its updates: after `commit` it runs to its end. `done` counts the
+    finished steps.
     """
 
     inputs: Sequence[Tensor]  # each [iterations, accumulation, groups, micro-batch, ...]
@@ -174,7 +178,7 @@ class EngineCall:
     steps: int
     seed: int
     first_step: int
-    threads: int  # the caller's number for one operation, to be put back
+    threads: int  # the caller's torch.get_num_threads(), restored at the end
     name: str  # for messages
     done: int = 0
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
@@ -187,28 +191,28 @@ class EngineCall:
 
     @property
     def step(self) -> int:
-        """The weight updates before the step that runs, over all calls."""
+        """The number of weight updates finished before the running step, over all calls."""
         return self.first_step + self.done
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the call is given up, once a step that updates weights has ended."""
+        """Whether the call is to stop now: False until a committed step has ended."""
         return self._is_stopped and not self.is_committed
 
     def stop(self) -> None:
-        """Give the call up as soon as possible."""
+        """Request that the call stops, before its next updates or after those that are committed."""
         with self._lock:
             self._is_stopped = True
 
     def commit(self) -> None:
-        """From here on the step goes to its end. Raises Stopped, if the call was given up before."""
+        """Mark the running step as committed: no interrupt stops it. Raises Stopped if one came before."""
         with self._lock:
             if self._is_stopped and not self.is_committed:
                 raise Stopped
             self.is_committed = True
 
     def step_done(self) -> None:
-        """The step is finished. Raises Stopped, if the call was given up meanwhile."""
+        """Count a finished step. Raises Stopped if the call was stopped meanwhile and steps are left."""
         with self._lock:
             self.done += 1
             self.is_committed = False
@@ -216,13 +220,13 @@ class EngineCall:
                 raise Stopped
 
     def end(self, error: BaseException | None) -> None:
-        """The call is over; `error` is what it has failed with."""
+        """Mark the call as finished, store its error (None, Stopped: no error), and wake its caller."""
         self.failure = None if isinstance(error, Stopped) else error
         self.is_over = True
         self._over.put(None)
 
     def wait(self) -> None:
-        """Wait for the end of the call."""
+        """Wait until the call has ended."""
         while not self.is_over:
             with suppress(Empty):
                 self._over.get(timeout=_PATIENCE)

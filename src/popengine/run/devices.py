@@ -1,11 +1,13 @@
-"""Where tensors of an engine are: in the host's memory or in that of one accelerator, and where in memory they begin.
+"""The device of an engine's tensors (the CPU, or one accelerator), and the alignment of tensors in memory.
 
-`torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on its current
-device. One thread starts their work, all of it on the device's default stream: so work runs in the order in which it
-was started, transfers too, and no event is needed. The host waits only in `settle`, and where it reads a value.
+`torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on
+its current device. One thread starts all work, on the device's default stream: kernels and transfers run in
+the order in which they were started, and no event is needed. The host waits only in `settle`, and where it
+reads a value.
 
-Kernels of MKL and oneDNN are chosen by the alignment of what they read, and so are bits. All tensors that pieces are
-given begin at a multiple of 64 bytes, as torch's own allocations do: so a row's bits don't depend on its place.
+MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All
+tensors that pieces receive begin at a multiple of 64 bytes, as torch's own allocations do: so the bits of a
+micro-batch don't depend on its offset in the batch.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ CPU = torch.device("cpu")
 
 
 def check(kind: DeviceKind, processes: int = 1) -> None:
-    """Look whether the engine can run on this kind of device, on this machine.
+    """Raise an error if the engine can't run on this kind of device, on this machine.
 
     Args:
-        processes: how many train together
+        processes: number of processes that train together
     Raises:
-        Error: it can't
+        Error: no such device is available, or several processes train on accelerators
     """
     if kind == "cpu":
         return
@@ -50,29 +52,29 @@ def check(kind: DeviceKind, processes: int = 1) -> None:
 
 
 def device_of(kind: DeviceKind) -> torch.device:
-    """Return the device of this kind where all ipus are."""
+    """Return the device of this kind that holds all ipus: the CPU, or the current accelerator."""
     return CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def cores(kind: DeviceKind) -> int:
-    """Return how many threads run the tasks of a step: as many as torch has; for an accelerator one."""
+    """Return the number of threads that run tasks: torch's number of threads; 1 for an accelerator."""
     return torch.get_num_threads() if kind == "cpu" else 1
 
 
 def running(device: torch.device) -> AbstractContextManager[Any]:
-    """Make this the current device of a thread: each thread has one of its own."""
+    """Return a context in which an accelerator is this thread's current device. (For a CPU it is empty.)"""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def pinned(value: Tensor, device: torch.device) -> Tensor:
-    """Return a host's tensor, where `upload` need not wait for the copy: in pinned memory."""
+    """Return a CPU tensor in pinned memory, so that `upload` need not wait. (For the CPU: itself.)"""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
 
 
 def upload(value: Tensor, device: torch.device) -> Tensor:
-    """Return the value on a device; the host does not wait for the copy, if the value is pinned."""
+    """Return the value on a device. The host does not wait for the copy if the value is pinned."""
     return value.to(device, non_blocking=True)
 
 
@@ -80,7 +82,7 @@ def settle(device: torch.device) -> None:
     """Wait until all work that was started on the device is done.
 
     Raises:
-        UnrecoverableError: some of it has failed
+        UnrecoverableError: some of the work has failed
     """
     if device.type == "cpu":
         return
@@ -100,16 +102,17 @@ BYTES = 64
 
 
 def aligned(batch: Tensor) -> Tensor:
-    """Return the same values, [iterations, accumulation, groups, ...], with slices that begin at multiples of 64 bytes.
+    """Return a batch whose micro-batches begin at multiples of 64 bytes: itself, or a copy with padding.
 
-    The batch itself where that is so; else one copy, with room between the slices."""
+    Args: batch: [iterations, accumulation, groups, micro-batch, ...]
+    """
     size, first = batch.element_size(), batch.shape[:3]
     steps = [stride for stride, count in zip(batch.stride()[:3], first, strict=True) if count > 1]
     if not batch.numel() or all(
         number % BYTES == 0 for number in (batch.data_ptr(), *(s * size for s in steps))
     ):
         return batch
-    inner = torch.empty_like(batch[0, 0, 0]).stride()  # channels_last stays what it is
+    inner = torch.empty_like(batch[0, 0, 0]).stride()  # keeps channels_last
     row = -(-prod(batch.shape[3:]) * size // BYTES) * BYTES // size
     strides = (first[1] * first[2] * row, first[2] * row, row, *inner)
     room = torch.empty(prod(first) * row, dtype=batch.dtype)
@@ -117,5 +120,5 @@ def aligned(batch: Tensor) -> Tensor:
 
 
 def begins_well(value: Tensor) -> Tensor:
-    """Return the tensor itself, or a copy that begins at a multiple of 64 bytes."""
+    """Return a tensor that begins at a multiple of 64 bytes: itself, or a copy. (Not on the CPU: itself.)"""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

@@ -1,8 +1,8 @@
 """Runs a plan: one call takes a combined batch, runs all device iterations, and returns the results.
 
-The loop over them (iterations × accumulation) happens in the threads of the ready queue (`ready_queue.py`). A step is
-finished or not: after an error or an interrupt the weights, buffers and optimizer state are those of the last finished
-step.
+The loop over iterations and micro-batches runs in the threads of the ready queue (`ready_queue.py`). A step
+is finished completely or not at all: after an error or an interrupt the weights, buffers and optimizer state
+are those of the last finished step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan.
+    """A plan that is loaded: its tensors, and the threads that run its calls.
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
-        device:  the device where all ipus are; by default the machine's of the settings' kind
-        previous: an engine with another plan of the model, from which this one takes over
+        device:  the device that holds all ipus; None: this machine's device of the kind in `settings`
+        previous: an engine with another plan of the model; this one continues with its tensors and call count
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Engine:
             self.state.random_state = seed, 0
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
-        # The name by which processes read the optimizer's state that they share out; "": each has all of it.
+        # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
         self._sharded = ""
         if self._group is not None and self.state.owner:
             self._sharded = self._group.publish(self.state)
         self._calls = 0 if previous is None else previous._calls
-        self._has_warned = False  # of gradients that overflow
-        self._latest: EngineCall | None = None  # that threads may still work on
-        # Threads of the user's that call at the same time run one by one. (Re-entrant: after an interrupt at the very
-        # end of a call it may still be held, and then its thread can call again.)
+        self._has_warned = False  # of overflowing gradients
+        self._latest: EngineCall | None = None  # threads may still run it
+        # Calls from several threads of the user run one after another. (Re-entrant: after an interrupt at the
+        # very end of a call the lock may still be held, and the same thread must be able to call again.)
         self._turn = threading.RLock()
         self._step = RowFunctions(plan, settings, self.state, load(plan, settings, device), self._group)
         cores = devices.cores(settings.device)
@@ -89,12 +89,12 @@ class Engine:
         self._close = weakref.finalize(self, self._queue.close)
 
     def take_over(self, other: Engine) -> None:
-        """Continue where an engine with another plan of the model is, with its tensors."""
+        """Continue from an engine with another plan of the model: share its tensors, copy its call count."""
         self.state.take_over(other.state)
         self._calls, self._unconfirmed = other._calls, other._unconfirmed
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. Until the next barrier, peers can still read this process's optimizer shard."""
         if self._group is not None and self._sharded:
             self._group.keep_until_barrier(self._sharded)
         self._close()
@@ -108,8 +108,8 @@ class Engine:
             inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
             hyper:  the rates of its weight updates (None in inference)
         Raises:
-            Error: a task failed. Weights, buffers and optimizer state are those of the last finished update, of which
-                `updates_done` were in this call.
+            Error: a task failed. Weights, buffers and optimizer state are those of the last finished update;
+                `updates_done` updates of this call are finished
             UnrecoverableError: an update failed halfway; the weights are lost
         """
         with self._turn:
@@ -138,7 +138,7 @@ class Engine:
             self._queue.start(call, recorder)
             call.wait()
         finally:
-            self._await_idle()  # at once, but after Ctrl-C
+            self._await_idle()  # returns at once, except after Ctrl-C
             self._calls += call.done == call.steps
             self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
             if recorder is not None:
@@ -151,8 +151,8 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return combined batches as [iterations, accumulation, groups, micro-batch, ...]: views, where micro-batches
-        then begin at multiples of 64 bytes."""
+        """Return combined batches as [iterations, accumulation, groups, micro-batch, ...]: as `aligned`
+        returns them; for an accelerator in pinned memory."""
         counts = self.settings.counts
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
         is_host = self.state.device.type == "cpu"
@@ -165,7 +165,7 @@ class Engine:
         return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
-        """Return what has to be equal in all processes before a call."""
+        """Return the facts that have to be equal in all processes before a call."""
         assert hyper is not None
         seed, step = self.state.random_state
         facts: dict[str, dict[str, str]] = {
@@ -182,7 +182,7 @@ class Engine:
         return facts
 
     def _await_idle(self) -> None:
-        """Stop the latest call, if it goes on without the caller, and wait for it."""
+        """Wait until no call runs. If one still runs because its caller was interrupted, stop it first."""
         call = self._latest
         if call is None:
             return
@@ -194,25 +194,25 @@ class Engine:
                 try:
                     self._queue.wait_until_idle()
                     break
-                except KeyboardInterrupt:  # a second one: the call is stopping already
+                except KeyboardInterrupt:  # a second Ctrl-C: the call is stopping already
                     continue
             if self._group is not None and call.done < call.steps:
                 self._group.abort(f"was interrupted at {call.name}")
-            # Libraries keep one number for the process, and another thread may have set it.
+            # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
         if self._step.updates.is_writing:
             self._lose(call)
         self._latest = None
 
     def _lose(self, call: EngineCall) -> None:
-        """An update has failed halfway."""
+        """Mark the weights as lost, because an update failed halfway: their next use raises `state.lost`."""
         self.state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
             "  why: an update failed halfway\n"
             "  fix: start again from a checkpoint"
         )
-        self.state.host_is_stale = False  # the host keeps what it has
+        self.state.host_is_stale = False  # the host's weights stay
         self._step.updates.is_writing = False
         self.state.still.release()
         call.failure = self.state.lost
@@ -220,11 +220,12 @@ class Engine:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """As `read_optimizer`, with what other processes keep. They take part: at once where they read it too, else
-        at their next call, or at their end.
+        """Return copies of the whole optimizer state by parameter, with the shards of all processes.
+
+        Waits for the peers, which send their shards when they read too, at their next call, or at their end.
 
         Raises:
-            Error: another process is gone, or has freed its part
+            Error: another process has ended, or has freed its shard
         """
         if self._group is None or not self._sharded:
             return self.state.read_optimizer()
@@ -239,7 +240,7 @@ class Engine:
         self._unconfirmed = {key for key in weights if key in self.state.trained}
 
     def average_buffers(self) -> None:
-        """Set the floating point buffers that forward changes to their mean over the replicas of all processes."""
+        """Set the floating point buffers that forward changes to their mean over the replicas everywhere."""
         with self._turn:
             self._await_idle()
             results = self.plan.partition.signature.results
@@ -254,10 +255,10 @@ class Engine:
 def _mean_over_replicas(
     replicas: Sequence[Sequence[Tensor]], counts: Counts, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Return the mean of each buffer, made in float64, in the order of a binary tree: the same bits in every layout.
+    """Return the mean of each buffer over all replicas; by a binary tree, so its bits depend on no layout.
 
     Args:
-        replicas: the buffers of each replica of this instance
+        replicas: the buffers of each replica in this process
     """
     first, nodes = replicas[0], list[TreeNode]()
     for replica, buffers in enumerate(replicas, counts.instance * counts.replicas):
@@ -277,6 +278,6 @@ def _mean_over_replicas(
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
-    """Threads within an operation: as many cores as tasks leave idle. Of the counts, and never of the layout, so that
-    all layouts give the bits of plain PyTorch with as many threads."""
+    """Return the number of threads per operation: cores divided by micro-batches that run at the same
+    time. It depends on the batch counts only, so that all layouts give the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -1,7 +1,7 @@
-"""Measures what a partition takes, by running its pieces on one micro-batch, one after another.
+"""Measures the time of each piece of a partition, by running the pieces in order on one micro-batch.
 
-Sources of a cost model: no schedule, no update; a few rounds, and of each piece the fastest. And how well threads
-compute at the same time: they share memory, and wait for Python's lock between any two operations.
+The times are inputs of a cost model: without schedule and updates, the fastest of a few rounds for each
+piece. Also measures the speedup of several threads, which share memory bandwidth and Python's lock.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 from ..ir import Partition
 from .backends.eager import build
 
-_ROUND = 0.02  # seconds of a thread in a round, at least
-_MOST = 1.5  # seconds after which no other round begins
+_ROUND = 0.02  # minimum seconds of a round
+_MOST = 1.5  # seconds after which no further round begins
 T = TypeVar("T")
 
 
 class Factor(NamedTuple):
-    """How many times as fast: the range of the middle half of what was measured."""
+    """The interquartile range of measured speedup ratios."""
 
     low: float
     high: float
 
 
 class Sample:
-    """A partition's pieces as functions, with what one micro-batch gives them.
+    """The callable pieces of a partition, with the inputs of one micro-batch.
 
     Args:
         weights: parameters and buffers by canonical name; they are only read
-        inputs:  one micro-batch
+        inputs:  one micro-batch of each input of the model
     """
 
     def __init__(self, partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -45,7 +45,7 @@ class Sample:
         self._last = {name: place for place, piece in enumerate(self._pieces) for name in piece.reads}
 
     def seconds(self) -> list[float]:
-        """Run all pieces once. Returns: seconds of each"""
+        """Run all pieces once, in order, and return the seconds of each."""
         found, values = [], dict(self._given)
         with torch.inference_mode():
             for place, (code, piece) in enumerate(zip(self._codes, self._pieces, strict=True)):
@@ -61,7 +61,7 @@ class Sample:
         return found
 
     def several(self, count: int) -> float:
-        """Run all pieces so often. Returns: seconds"""
+        """Run all pieces `count` times and return the total seconds."""
         start = perf_counter()
         for _ in range(count):
             self.seconds()
@@ -71,7 +71,7 @@ class Sample:
 def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
-    """Return the seconds of each piece, in one thread: of each the fastest of `rounds`."""
+    """Return the seconds of each piece in one thread: the fastest of `rounds` runs."""
     sample = Sample(partition, weights, inputs)
     times = with_threads(1, lambda: [sample.seconds() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
@@ -80,11 +80,11 @@ def measure(
 def speedups(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
 ) -> Factor:
-    """Return how many times as fast the second is, in alternating rounds.
+    """Return the speedup of `second` over `first`, measured in alternating rounds.
 
     Args:
-        first, second: do their work so often, and return the seconds
-        alone:         seconds of doing it once
+        first, second: run their work the given number of times, and return the seconds
+        alone:         estimated seconds of running it once
     """
     count, began, found = max(1, round(_ROUND / alone)), perf_counter(), []
     first(1)
@@ -98,15 +98,15 @@ def speedups(
 
 
 def sharing(several: Callable[[int], float], threads: int, alone: float) -> tuple[Factor, float]:
-    """Measure so many threads that compute micro-batches at the same time, against one.
+    """Compare `threads` threads that compute micro-batches at the same time with one thread.
 
     Args:
-        several: computes so many micro-batches, and returns the seconds
-        alone:   seconds of one micro-batch
-    Returns: how many times as many they compute; how many times as long a core then computes each
+        several: computes the given number of micro-batches, and returns the seconds
+        alone:   estimated seconds of one micro-batch
+    Returns: the speedup of throughput; the CPU time of a micro-batch relative to that in one thread
     """
     barrier = Barrier(threads)
-    spent: dict[bool, list[float]] = {True: [], False: []}  # a core's seconds of each: together, alone
+    spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone
 
     def one(count: int, is_together: bool = False) -> float:
         if is_together:
@@ -128,14 +128,14 @@ def sharing(several: Callable[[int], float], threads: int, alone: float) -> tupl
 
 
 def with_threads(count: int, work: Callable[[], T]) -> T:
-    """Return what `work` does in a thread of its own, in which operations have `count` threads."""
+    """Call `work` in a new thread, in which operations use `count` threads, and return its result."""
     before = torch.get_num_threads()
-    # No Ctrl-C comes there.
+    # Ctrl-C does not interrupt a thread other than the main one.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(count,)) as apart:
         try:
             return apart.submit(work).result()
         finally:
-            torch.set_num_threads(before)  # some libraries keep one number for the process
+            torch.set_num_threads(before)  # some libraries have one number of threads for the process
 
 
 def _given(

@@ -1,7 +1,7 @@
-"""Random numbers that depend on the place in the model and the micro-batch, and not on the ipu or thread.
+"""Random numbers that depend on the operation in the model and on the micro-batch, not on the ipu or thread.
 
-Each draw has a generator of its own, seeded from (seed, step, micro-batch, replica, place in the model). So
-every layout of stages draws the same numbers, and recomputing a draw gives the same again.
+Each draw has a generator of its own, seeded from (seed, step, micro-batch, replica, number of the draw in the
+model). So every layout of stages draws the same numbers, and recomputation draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Return one 64-bit number out of several, by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return a 64-bit hash of several integers, by splitmix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
@@ -27,7 +27,7 @@ def mix(*numbers: int) -> int:
     return state
 
 
-# Operations whose generator is an argument of another overload.
+# Random operations, each with its overload that has a generator as an argument.
 _WITH_GENERATOR: dict[Any, Any] = {
     aten.rand.default: aten.rand.generator,
     aten.rand_like.default: aten.rand_like.generator,
@@ -42,7 +42,7 @@ _WITH_GENERATOR: dict[Any, Any] = {
 
 
 def generator(device: torch.device, key: int, place: int) -> torch.Generator:
-    """Return the generator of one draw."""
+    """Return a new generator for one draw, seeded from `key` and `place` (see `draw`)."""
     return torch.Generator(device).manual_seed(mix(key, place))
 
 
@@ -50,7 +50,12 @@ _default = threading.Lock()  # held while torch's own generator is seeded for on
 
 
 def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation with the numbers that belong to `key` and `place`."""
+    """Run a random operation with a generator of its own, and return its result.
+
+    Args:
+        key:   hash of (seed, step, micro-batch, replica)
+        place: number of the draw in the model
+    """
     device = torch.device(
         next(
             (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
@@ -70,7 +75,7 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def drawing_on(accelerator: torch.device) -> Callable[..., Any]:
-    """Return `draw`, for a graph that was captured on the CPU and runs on an accelerator."""
+    """Return a variant of `draw` that makes tensors on an accelerator, for a graph captured on the CPU."""
 
     def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -81,7 +86,10 @@ def drawing_on(accelerator: torch.device) -> Callable[..., Any]:
 
 
 def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fused kernels and custom operations draw from torch's own generator, and take no other."""
+    """Run an operation without generator argument, such as a fused kernel, and return its result.
+
+    Torch's default generator has the state of `numbers` meanwhile, and its own state again afterwards.
+    """
     own = torch.random if numbers.device.type == "cpu" else torch.get_device_module(numbers.device)
     with _default:
         before = own.get_rng_state()

@@ -1,8 +1,9 @@
-"""The ready queue: threads that take the tasks of a step, as soon as all that they wait for is done.
+"""The ready queue: threads that run each task of a step as soon as the tasks that it waits for are done.
 
-A task is a row of the table with its index (a micro-batch, a chunk) and its replica. Tasks are numbered in the order of
-the step, and a thread takes the first that is ready; so running a step is counting. As many threads as cores share all
-ipus. Rows that send to other processes have a thread of their own, which takes them in the same order everywhere.
+A task is a row of the table with an index (a micro-batch, a chunk) and a replica. Tasks are numbered in the
+order of the step, and a thread takes the first that is ready. A finished task decrements the counters of
+those that wait for it. Each core has a thread, which runs tasks of any ipu. Rows that communicate with other
+processes run in a thread of their own, in the same order in every process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SOFT = 1  # omp_pause_soft: the library's settings stay
 
 
 def let_go_of_team() -> None:
-    """End the threads that help the calling thread, where the library is GNU's."""
+    """End the OpenMP threads of the calling thread, if the OpenMP library is GNU's."""
     library = _gnu_library()
     if library is not None:
         library.omp_pause_resource_all(_SOFT)
@@ -40,20 +41,20 @@ def let_go_of_team() -> None:
 
 @cache
 def _gnu_library() -> ctypes.CDLL | None:
-    with suppress(OSError):  # torch has another one on some systems
+    with suppress(OSError):  # on some systems torch has another OpenMP library
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return library if hasattr(library, "omp_pause_resource_all") else None
     return None
 
 
-WORTH_SHARING = 1e-4  # seconds that a task takes on average; of less, cores mostly wait for Python's lock
-_PATIENCE = 1.0  # seconds that a thread has to end, which waits for a peer at most
-_JUDGED = 32  # tasks, after as many for warm-up
-_SENDS = -1  # in place of a core: the thread of the tasks that send to other processes
+WORTH_SHARING = 1e-4  # mean seconds of a task; below this, cores mostly wait for Python's lock
+_PATIENCE = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
+_JUDGED = 32  # tasks that are measured, after as many for warm-up
+_SENDS = -1  # in place of a core's index: the thread of tasks that communicate with other processes
 
 
 class BoundTask(NamedTuple):
-    """A row for one index and one replica."""
+    """A row of the table for one index and one replica, and the function that runs it."""
 
     row: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
@@ -63,10 +64,10 @@ class BoundTask(NamedTuple):
 
 
 class StepTasks:
-    """All tasks of a step, what each waits for, and which ones wait for it.
+    """All tasks of a step, and the dependencies between them.
 
     Args:
-        cores: that share all ipus; 0: each ipu of each replica does one thing at a time, in the order of its program
+        cores: number of cores that share all ipus; 0: each ipu of a replica runs its program, task by task
     """
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
@@ -104,18 +105,18 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _key(self, task: BoundTask) -> tuple[int, ...]:
-        """Sums come before all else: they free memory, and other tasks wait for them. The rest is depth first."""
+        """Return a sort key: sums first (they free memory, and tasks wait for them), the rest depth first."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
             return (self._plan.micro_batches, task.row, task.index, task.replica)
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
     def _bounded(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """Return what each row waits for, with the bound on the micro-batches under way."""
+        """Return the rows that each row waits for, including the order's bound on micro-batches in flight."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
         apart, shared = ORDERS[plan.order]
-        # What processes gather in a micro-batch, they gather in one order.
+        # All processes must gather values of micro-batches in the same order.
         in_turns = any(rows.communicates(r) for r, task in enumerate(plan.tasks) if task.kind == "gather")
         order = IN_TURNS if in_turns else shared if cores else apart
         all_actions, rows_of = actions(plan)
@@ -129,7 +130,7 @@ class StepTasks:
         return found
 
     def _needs(self, after: After, task: BoundTask) -> list[tuple[int, int, int]]:
-        """Return the tasks of one row that a task waits for."""
+        """Return the (row, index, replica) of each task of the row `after.row` that a task waits for."""
         row, replicas = self._plan.tasks[after.row], [task.replica]
         if row.once:
             replicas = [0]
@@ -142,18 +143,18 @@ class StepTasks:
         if after.behind is not None:
             indices = [task.index - after.behind if row.index == "micro_batch" else 0]
         else:
-            # Where each micro-batch waits for the one before, the last one stands for all.
+            # If each micro-batch waits for the previous one, it is enough to wait for the last.
             is_chain = After(after.row, 1) in row.after
             indices = list(range(self._sizes[after.row]))[-1 if is_chain else 0 :]
         return [(after.row, index, replica) for index in indices if index >= 0 for replica in replicas]
 
 
 class ReadyQueue:
-    """Runs calls.
+    """The threads that run calls, and the queue of ready tasks that they take from.
 
     Args:
-        threads: that take tasks
-        inside:  threads within an operation
+        threads: number of threads that run tasks
+        inside:  number of threads per operation
     """
 
     def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
@@ -186,22 +187,22 @@ class ReadyQueue:
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def start(self, call: EngineCall, recorder: Recorder | None) -> None:
-        """Begin a call. The call before is over."""
+        """Start a call, and return at once. The previous call must have ended."""
         self._recorder = recorder
         if self._inside > 1:
             let_go_of_team()
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait for the end of all calls that were begun."""
+        """Wait until all calls that were started have ended."""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
         answers.get()
 
     def close(self) -> None:
-        """End the threads.
+        """End the threads, and wait for each of them (at most `_PATIENCE` seconds).
 
-        They are waited for: a thread that frees the last tensors while Python finalizes would end the process.
+        A thread that frees the last tensors while Python finalizes would abort the process.
         """
         self._inbox.put(None)
         with self._changed:
@@ -213,14 +214,14 @@ class ReadyQueue:
                 thread.join(_PATIENCE)
 
     def _serve(self) -> None:
-        """Run each call, as core 0."""
+        """Run the calls of the inbox one after another, as the thread of core 0."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
                 call.put(None)
                 continue
             error: BaseException | None = None
             try:
-                # Some libraries keep one number of threads for the process.
+                # Some libraries have one number of threads for the process.
                 torch.set_num_threads(self._inside)
                 with torch.inference_mode(), devices.running(self._rows.state.device):
                     self._steps(call)
@@ -245,7 +246,7 @@ class ReadyQueue:
             call.step_done()
 
     def _table(self) -> StepTasks:
-        """Return the tasks of a step. A recorder sees each ipu as a device of its own."""
+        """Return the tasks of a step. If it is recorded, each ipu runs one task at a time, like a device."""
         is_recorded = self._recorder is not None
         if is_recorded not in self._tables:
             self._tables[is_recorded] = StepTasks(self._rows, 0 if is_recorded else self._threads)
@@ -274,7 +275,7 @@ class ReadyQueue:
             self._work(lambda: self._is_closed, core)
 
     def _work(self, is_over: Callable[[], bool], core: int) -> None:
-        """Do what is ready until it's over."""
+        """Run ready tasks until `is_over` returns True and no task is ready."""
         done: int | None = None
         while (number := self._next(is_over, core, done)) is not None:
             try:
@@ -291,9 +292,10 @@ class ReadyQueue:
                 self._failed(error)
 
     def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Return a task that is ready, or wait for one, after `done` is noted; None: there will be none.
+        """Mark the task `done` as finished, wait for a ready task and return its number; None: it is over.
 
-        Both at once: so no other core takes what the task has made ready, whose values are in this core's cache.
+        One lock for both: no other core takes a task that `done` made ready: this core's cache has its
+        inputs.
         """
         with self._changed:
             if done is not None:
@@ -333,14 +335,14 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _judge(self, seconds: float) -> None:
-        """Measure the first tasks, on one core, to decide whether several cores share them. It changes no result."""
+        """Add the seconds of one of the first tasks; then decide whether other cores take tasks too."""
         self._judged += 1
         if self._judged > _JUDGED:
             self._spent += seconds
         self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
 
     def _failed(self, error: BaseException) -> None:
-        self._rows.wake_peers(error)  # wakes other processes, which may wait for this one
+        self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1
             self._failure = self._failure or error

@@ -1,9 +1,8 @@
-"""Measures while tasks run: one clock reading a task, and the thread's own time of a computation, in which no other
-program is. Without a recorder nothing is measured.
+"""Records a profile while tasks run: the start and end of each task, and the CPU time of its thread.
 
-The first two steps are looked at closer: pieces read both clocks after every operation, and what each ipu holds
-between instructions is written down (the second step replaces the first, in which memory is cold). Of long
-trainings the first and the last steps are kept, so that a profile stays bounded.
+The first two steps are recorded in detail: pieces read both clocks after every operation, and the tensors
+that each ipu holds between instructions are listed (the second step replaces the first, which includes
+warm-up). Of a long training only the first and last steps are stored, so that a profile's size is bounded.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from .backends.eager import Code, build
 from .devices import settle
 from .row_functions import RowFunctions
 
-_Memory = tuple[int, int] | int  # a storage; of the user's inputs: micro-batch and place
+_Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch, data pointer)
 
 
 class Meter:
-    """What an ipu of replica 0 holds, as if it had memory of its own. Indices count the instructions of its program."""
+    """The tensors that an ipu of replica 0 holds, as if it had its own memory, by index of instruction."""
 
     def __init__(self, step_rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = step_rows, ipu
@@ -42,7 +41,7 @@ class Meter:
         self._state = self._state_storages()
 
     def before(self, task: Task, micro_batch: int, first: int) -> None:
-        """Note what a row is going to read of other ipus and of the user's inputs."""
+        """Record the inputs and other ipus' values that a row will read; `first` is its first instruction."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "receive":
@@ -53,7 +52,7 @@ class Meter:
                 self._born(instruction.names, values, micro_batch, index)
 
     def after(self, task: Task, micro_batch: int, first: int) -> None:
-        """Note what a row has made and freed."""
+        """Record the values that a row has made and freed."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
@@ -90,7 +89,7 @@ class Meter:
 
     @property
     def rows(self) -> list[Row]:
-        """What has been held: born after an instruction, and gone after another (-1: still held)."""
+        """The tensors so far: each was made by the instruction `born`, and freed by `died` (-1: not yet)."""
         return sorted([*self._done, *self._held.values()], key=lambda row: row.born)
 
     def _state_storages(self) -> set[int]:
@@ -101,12 +100,12 @@ class Meter:
 
 DETAILED_STEPS = 2
 _WORK = ("compute", "update")  # kinds of instructions that take time
-_CALLS = 1000  # first ones, and last ones, whose times are kept
+_CALLS = 1000  # times are stored of so many first calls, and of as many last calls
 
 
 class Times:
-    """One step of one ipu: when each instruction of its program began and ended, and on which core; for how long a
-    core computed in it (0: not measured)."""
+    """The times of one step of one ipu: for each instruction of its program begin and end
+    (perf_counter_ns), core, and CPU time (ns; 0: not measured)."""
 
     def __init__(self, call: int, step: int, length: int) -> None:
         self.call, self.step, self.length = call, step, length
@@ -114,14 +113,14 @@ class Times:
         self.cores = array("h", bytes(2 * length))
 
     def note(self, index: int, begin: int, end: int, core: int, computed: int = 0) -> None:
-        """An instruction has run, with its waits."""
+        """Store the times of one instruction, waits included; an index beyond `length` is ignored."""
         if index < self.length:
             self.begins[index], self.ends[index] = begin, end
             self.cores[index], self.computed[index] = core, computed
 
 
 def _keep(kept: list[Any], entry: Any, most: int) -> None:
-    """Append an entry to a list, of which the first and the last `most` entries are kept."""
+    """Append an entry to a list that keeps only its first `most` and its last `most` entries."""
     kept.append(entry)
     if len(kept) > 2 * most:
         del kept[most]
@@ -129,23 +128,23 @@ def _keep(kept: list[Any], entry: Any, most: int) -> None:
 
 @dataclass
 class Detail:
-    """The step that was looked at closer, of one ipu of replica 0."""
+    """The detailed record of one step, of one ipu of replica 0."""
 
     call: int
     step: int
     meter: Meter
-    # By piece, for each of its lines: ns that its thread computed in all runs; ns of its fastest run in any step.
+    # By piece, for each of its lines: CPU time of all runs; time of the fastest run in any step (ns).
     lines: dict[int, list[int]] = field(default_factory=dict)
     fastest: dict[int, list[int]] = field(default_factory=dict)
     runs: Counter[int] = field(default_factory=Counter)  # piece -> how often it ran
 
     def times(self, piece: int) -> list[int]:
-        """Return the ns of each line in all runs: what was computed, or what the fastest run took if that is more."""
+        """Return the ns of each line in all runs: its CPU time, or (if larger) runs × its fastest run."""
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
     def after(self, task: Task, micro_batch: int, first: int, ticks: list[tuple[int, int]]) -> None:
-        """Note what is held now; `ticks`: clock and thread's time, before the first operation and after each."""
+        """Record the tensors after a row, and the times of its operations, from `ticks` (see `_Ticks`)."""
         self.meter.after(task, micro_batch, first)
         if not ticks or task.kind not in ("forward", "backward"):
             return
@@ -160,11 +159,11 @@ class Detail:
 
 
 class Recorder:
-    """What was measured in the calls it was passed to.
+    """The measurements of all calls that it was passed to.
 
     Args:
-        budget: instructions to keep, over all ipus and replicas. At least two steps are kept; of a program too
-            long for that, the beginning.
+        budget: number of instructions to store, over all ipus and replicas. At least two steps are stored;
+            of a program that is too long for that, only the beginning.
     """
 
     def __init__(self, budget: int = 120_000) -> None:
@@ -177,11 +176,11 @@ class Recorder:
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
-        self._looking: dict[int, Detail] = {}  # by ipu of replica 0: closer, in this step
+        self._looking: dict[int, Detail] = {}  # of the running step, by ipu of replica 0
         self._rows: RowFunctions | None = None
         self._plain: list[Code] = []  # the pieces of replica 0 without clocks
         self._programs: dict[int, Program] = {}
-        self._most_steps = 1  # at either end of a training
+        self._most_steps = 1  # to store, at either end of a training
         self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
 
@@ -201,7 +200,7 @@ class Recorder:
         _keep(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
     def note(self, kind: str, start: int, size: int = 0) -> None:
-        """Something that the host did or waited for, from `start` (perf_counter_ns) until now."""
+        """Record work or a wait of the host, from `start` (perf_counter_ns) until now; `size` in bytes."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
     # ---- the queue's side --------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ class Recorder:
         """Prepare for the tasks of a step.
 
         Args:
-            number: of the step, over all calls
+            number: index of the step, over all calls
         """
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         if self._rows is None or self._rows.plan is not plan:
@@ -232,16 +231,16 @@ class Recorder:
                 if ipu in self.details:
                     detail.fastest = self.details[ipu].fastest
         self._plain = list(rows.codes[0])
-        if self._looking and rows.settings.backend == "eager":  # compiled pieces have no operations any more
+        if self._looking and rows.settings.backend == "eager":  # compiled pieces have no single operations
             rows.codes[0][:] = _ticking(plan.partition.pieces, self._ticks)
         now = perf_counter_ns()
         for row, task in enumerate(plan.tasks):
-            if task.kind == "copy":  # nothing is moved in one memory
+            if task.kind == "copy":  # no time: in one memory nothing is copied
                 for replica in replicas:
                     self._note(task, self._place[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
-        """Keep the times of a step that has come to its end."""
+        """Store the times of the step; if it failed (`is_finished` False), only in `broken`."""
         assert self._rows is not None
         self._rows.codes[0][:] = self._plain
         if not is_finished:
@@ -252,7 +251,7 @@ class Recorder:
             _keep(self.kept.setdefault(place, []), times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task. What a device has begun is waited for, so that the time is that of the work."""
+        """Run a task and record its times. Waits for the device, so that the times include its work."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._place.get((row, index if task.index == "micro_batch" else -1))
@@ -276,7 +275,7 @@ class Recorder:
     def _note(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
     ) -> None:
-        """The row's main instruction takes its time; those before and after it take none."""
+        """Store the times of a row's instructions: all time for its main instruction, none for the others."""
         times, moment = self._times[replica, task.ipu], begin
         main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):
@@ -301,5 +300,5 @@ class _Ticks(threading.local):
 
 
 def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
-    """Return the same pieces, reading the clock before their first line and after each."""
+    """Return functions of the pieces that read the clocks before their first line and after each line."""
     return [build(piece, after="; tick()", tick=ticks.note) for piece in pieces]

@@ -1,7 +1,7 @@
-"""What the rows of a plan's table do: each is bound to the tensors of a replica, as a function of its index.
+"""The functions of a plan's rows: each is bound to the tensors of a replica, and takes the row's index.
 
-Values of a micro-batch live in the frame of their replica, from the row that makes them to the last that reads them.
-All ipus of a replica share the frame: pieces have no side effects, so a value is handed over as it is.
+The values of a micro-batch are in a frame (a dict for each replica and micro-batch), from the row that makes
+them to the last that reads them. All ipus share it without copies, because pieces have no side effects.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _GATHER_TAG = 8  # of messages
 
 
 class RowFunctions:
-    """The functions of all rows.
+    """The functions of all rows of a plan.
 
     Args:
-        codes: of each piece
+        codes: the function of each piece
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RowFunctions:
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return the function of a row for a replica; None: there is nothing to do."""
+        """Return the function of a row for a replica; None: the row does nothing."""
         kind = self.plan.tasks[row].kind
         if kind in ("forward", "backward"):
             return self._computing(row, replica)
@@ -75,7 +75,7 @@ class RowFunctions:
         return self._end_updates if kind == "end" else self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
-        """Return whether a row sends to other processes."""
+        """Return whether a row exchanges data with other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gathers > self.settings.counts.replicas
@@ -84,7 +84,7 @@ class RowFunctions:
     # ---- a call --------------------------------------------------------------------------------------------
 
     def begin_call(self, call: EngineCall) -> None:
-        """Prepare for the rows of a call."""
+        """Set the call whose inputs the rows read, and whose results they write."""
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
@@ -96,26 +96,26 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """A step is done. (In training its last row has said so to the state.)"""
+        """End a step of inference, or hold a step that another plan ends. (In training row "end" ends it.)"""
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
             self.state.hold_step()
 
     def wake_peers(self, error: BaseException) -> None:
-        """Close the connections to the other processes, which may wait for this one, after an error here."""
+        """Close the connections after an error here, which wakes peers. (Errors from peers are ignored.)"""
         if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
             self._group.abort(f"failed at {self.call.name}: {error}")
 
     def end_call(self) -> None:
-        """Forget the values of all micro-batches, after a call or its failure."""
+        """Drop the values of all micro-batches and the gradients, after a call or its failure."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
             prepared.forget()
         self.updates.forget()
 
     def _anchor(self, source: str) -> None:
-        """Copy the weights that an anchor keeps at this moment of the step to the results."""
+        """Copy the weights of the anchors with this source ("weight", "updated") to the results."""
         for anchor in self._weights_asked_for:
             if anchor.source == source:
                 iterations = self.settings.counts.iterations
@@ -130,12 +130,12 @@ class RowFunctions:
         self._anchor("updated")  # before the next step begins
 
     def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
-        """Return a replica's rows of an input, in the host's memory: [micro-batch, ...]."""
+        """Return a replica's rows of the input at position `key`, not yet uploaded: [micro-batch, ...]."""
         iteration, accumulation = self._iteration(micro_batch)
         return self.call.inputs[key][iteration, accumulation, self.settings.counts.group_of(replica)]
 
     def _iteration(self, micro_batch: int) -> tuple[int, int]:
-        """Device iteration and accumulation step: in inference a step is the whole call."""
+        """Return a micro-batch's device iteration and accumulation index. (In inference a step is a call.)"""
         return (self.call.done, micro_batch) if self.settings.training else (micro_batch, 0)
 
     # ---- forward and backward --------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class RowFunctions:
                 prepared.take(number),
             )
             values: list = [sources[source][name] for source, name in reads]
-            del sources  # values die in the piece
+            del sources  # so that the piece can free the values while it runs
             for name in before:
                 del frame[name]
             if piece.draws:
@@ -185,7 +185,7 @@ class RowFunctions:
             frame.update(zip(piece.writes, made, strict=True))
             del made
             for name, slot in slots:
-                # A new tensor: backwards that are still to come read the old one.
+                # A new tensor, because later backwards still read the old one.
                 self.state.new_buffers[replica][slot] = frame[name].clone()
             if stores:
                 self._store(stores, frame, micro_batch, replica)
@@ -195,13 +195,13 @@ class RowFunctions:
         return compute
 
     def _loads(self, row: int) -> list[tuple[str, str]]:
-        """Return the inputs that no earlier row has loaded, with their positions."""
+        """Return (name, position) of each input that a row loads and no earlier row does."""
         earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, "load")}
         return [(name, key) for name, key in _pairs(self.plan.tasks[row], "load") if name not in earlier]
 
     def _reads(self, number: int) -> list[tuple[int, str]]:
-        """Return the values that a piece reads, each with its place: the frame, the state, the step's buffers, or the
-        prepared values."""
+        """Return (source, name) of each value that a piece reads: _FRAME, _STATE, _BUFFER (the step's new
+        buffers) or _PREPARED."""
         partition = self.plan.partition
         others = (other for i, other in enumerate(partition.pieces) if i != number)
         made = {name for other in others for name in other.writes}
@@ -240,7 +240,7 @@ class RowFunctions:
             call.results.put(position, iteration, accumulation, replica, value)
 
     def _summing(self, row: int, replica: int) -> Work:
-        """Add a micro-batch's gradients to their sums, and outputs that are summed up to the results."""
+        """Return the function that adds gradients to their sums, and outputs of mode "sum" to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
         added, stores, frees = _pairs(task, "accumulate"), _pairs(task, "store"), task.frees
         part = self.settings.part
@@ -264,8 +264,9 @@ class RowFunctions:
     def _begin_sums(
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
-        """The first gradient of a step becomes the sum as it is, where nothing else refers to it: a copy would cost as
-        much as a fifth of a large update, and memory for all gradients twice."""
+        """Start the gradient sums of a step with its first gradients. A gradient that nothing else references
+        becomes the sum itself: a copy costs up to a fifth of a large update, and all gradients' memory
+        twice."""
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:
@@ -283,7 +284,8 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gathering(self, row: int, replica: int) -> Work:
-        """Stack the values of the replicas of a group: [replicas, ...]. The first replica here does so for all."""
+        """Return the function that stacks the values of a group's replicas: [replicas, ...]. It does nothing
+        unless the replica is the group's first in this process."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
         value, size = line.arguments[0].name, line.arguments[1]
@@ -306,7 +308,7 @@ class RowFunctions:
 
 
 def _pairs(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
-    """Return the names in a row's instructions of a kind, each with its key."""
+    """Return (name, key) of all values in a row's instructions of one kind."""
     return [pair for x in task.instructions if x.kind == kind for pair in zip(x.names, x.keys, strict=True)]
 
 
@@ -314,7 +316,7 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value
 
 
 def _left(call: EngineCall) -> str:
-    """Return what an error or an interrupt leaves of a call."""
+    """Return a phrase for error messages: which weights a call leaves that failed or was interrupted."""
     if call.hyper is None or not call.done:
         return "the weights are as they were before the call"
     done = f"{call.done} of the {call.steps} weight updates of this call were done"
@@ -322,8 +324,8 @@ def _left(call: EngineCall) -> str:
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
-    """Update means of `count` - 1 values with one more value each: a mean is never larger than its values, so half
-    precision does not overflow. Each is computed in float32 at least, and rounded once."""
+    """Update means of `count` - 1 values with one more value each, in place: in float32 at least, rounded
+    once. A mean is never larger than its values, so half precision does not overflow."""
     for mean, value in zip(means, values, strict=True):
         wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
@@ -335,12 +337,12 @@ def _has_form(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _references(value: Tensor) -> tuple[int, int]:
-    """Return the number of references to a tensor, and of tensors of its memory, with those of the counting itself."""
+    """Return the number of references to a tensor and to its storage, including those of this function."""
     return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 
 def _references_of_a_frame() -> tuple[int, int]:
-    """Return both numbers of a tensor that a frame alone has, counted as `_begin_sums` does."""
+    """Return the `_references` of a tensor that only a frame refers to, counted as `_begin_sums` does."""
     frame = {"": torch.empty(1)}
     gradient = frame[""]
     return _references(gradient)
@@ -350,20 +352,20 @@ _ALONE = _references_of_a_frame()
 
 
 class Prepared:
-    """The prepared values of one replica. Several cores may read at the same time."""
+    """The values of one replica that are made of weights once per step, such as casts. Thread-safe."""
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
         self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]
-        self._uses = Counter(name for names in self._names for name in names)  # by a micro-batch
+        self._uses = Counter(name for names in self._names for name in names)  # per micro-batch
         self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
         self._micro_batches, self._state, self._replica = plan.micro_batches, state, replica
         self._made: dict[str, Tensor] = {}
-        self._left: dict[str, int] = {}  # uses of what was made
+        self._left: dict[str, int] = {}  # remaining uses of each value in `_made`
         self._lock = threading.Lock()
 
     def take(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that a piece reads, for one micro-batch."""
+        """Return the prepared values that a piece reads. Call it once per micro-batch: uses are counted."""
         names = self._names[piece]
         if not names:
             return {}
@@ -380,5 +382,5 @@ class Prepared:
         return self._made[name] if self._left[name] else self._made.pop(name)
 
     def forget(self) -> None:
-        """A call is over, or has failed half-way."""
+        """Drop all prepared values, after a call or its failure."""
         self._made.clear()

@@ -1,13 +1,13 @@
-"""All tensors that last from step to step: weights, buffers, gradient sums and optimizer state, each held once.
+"""The tensors that tasks share: weights, buffers, gradient sums and optimizer state, each held once.
 
-Replicas of this process that have the same value of a parameter hold the same tensor, and so do all ipus of a replica:
-they are places in one memory. Updates write in place. What lives where:
+Local replicas that have the same value of a parameter hold the same tensor, and so do all ipus of a replica:
+all are in one memory. Updates write in place. The attributes of `State`:
 
     values[replica]      parameters, buffers, constants and the loss scale, by slot
-    new_buffers[replica] what the running step has made of the buffers that forward changes; `values` when it ends
+    new_buffers[replica] new values of the buffers that forward changes; `values` gets them when the step ends
     sums[replica]        gradient sums of the running step, by parameter
-    optimizer[unit]      optimizer state of a parameter. A unit is a parameter of a group of replicas with one value.
-    owner[key]           where processes share the optimizer's state out: the process that keeps a parameter's state
+    optimizer[unit]      optimizer state of a parameter. A unit is a parameter of a group of replicas.
+    owner[key]           if processes shard the optimizer state: the process that has a parameter's state
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OptimizerState = dict[str, Tensor]
 
 
 class Unit(NamedTuple):
-    """A parameter as some replicas have it: those whose first is `replica`."""
+    """A parameter in the local replicas that have the same value of it; `replica` is the first of these."""
 
     key: str
     replica: int
@@ -39,18 +39,18 @@ class Unit(NamedTuple):
 
 
 class _OpenStep(NamedTuple):
-    """Gradient sums and new buffers of replica 0, by canonical name, in the middle of a step."""
+    """Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan ends."""
 
     sums: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class State:
-    """The tensors of a loaded plan, and how the host reads and writes them.
+    """The tensors of a loaded plan, with the methods by which the host reads and writes them.
 
     Args:
         weights:  parameters and buffers by canonical name; they are copied
-        previous: the state of another plan of the model, from which this one takes over all tensors
+        previous: the state of another plan of the model; this one shares its tensors
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class State:
         # Held while updates write to the weights, and by threads that read them.
         self.still = threading.Lock()
         self.lost: Error | None = None  # why the weights can't be used any more
-        # Seed, and weight updates so far: one value, so that an interrupt leaves both or none.
+        # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = (0, 0)
-        self.host_is_stale = False  # weights were updated since the host has read them
-        self.loss_factor = 1.0  # of automatic loss scaling, on the user's loss scale
+        self.host_is_stale = False  # the weights have changed since the host read them
+        self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self._slots = {slot.name: slot for slot in signature.slots}
         self.slot_of = {slot.key: slot.name for slot in signature.weights}
         self._held: _OpenStep | None = None  # of a step that another plan has begun
         names = [name for names in plan.state.values() for name in names]
-        if settings.several_plans:  # which may read what this plan does not
+        if settings.several_plans:  # they may read slots that this plan does not
             names += self.slot_of.values()
         self._names = list(dict.fromkeys(names))  # of the slots that are held here
         self._changed = [name for name in self._names if name in signature.changed]
@@ -112,7 +112,7 @@ class State:
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _units(self) -> list[Unit]:
-        """In the order of the ipus and of their slots, then of the replicas."""
+        """Return all units, in the order of ipus, then slots, then replicas."""
         trained = set(self.trained)
         return [
             Unit(slot.key, replica, ipu)
@@ -124,7 +124,7 @@ class State:
         ]
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner of each parameter: the process with the fewest elements so far."""
+        """Return the owner of each sharded parameter: the process with the fewest elements of that ipu."""
         counts, least = self.settings.counts, self.settings.shard_optimizer
         optimizer = self.settings.optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -144,9 +144,9 @@ class State:
         return found
 
     def take_over(self, other: State) -> None:
-        """Continue with the weights, buffers, optimizer state and random state of another plan. Nothing is copied.
+        """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied.
 
-        Replicas that the other plan does not have keep their buffers, or begin with those of its last replica.
+        Replicas that the other plan does not have keep their tensors, or share those of its last replica.
         """
         for replica, values in enumerate(self.values):
             theirs = other.values[min(replica, len(other.values) - 1)]
@@ -171,11 +171,11 @@ class State:
         return self.values[unit.replica][self.slot_of[unit.key]]
 
     def is_kept_here(self, key: str) -> bool:
-        """Return whether this process keeps the optimizer state of a parameter."""
+        """Return whether this process has the optimizer state of a parameter."""
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Begin a step with the buffers as they are, and with the sums and buffers of a plan that has begun it."""
+        """Start a step; if another plan has begun it, with that plan's gradient sums and new buffers."""
         self._begin_buffers()
         if self._held is None:
             return
@@ -193,12 +193,12 @@ class State:
             new.update((name, values[name]) for name in self._changed)
 
     def hold_step(self) -> None:
-        """Keep the gradient sums and the new buffers for the plan that ends the step. Such plans have one replica."""
+        """Store gradient sums and new buffers for the plan that ends the step. Such plans have one replica."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = _OpenStep(dict(self.sums[0]), buffers)
 
     def end_step(self) -> None:
-        """The running step is finished: its buffers are the buffers."""
+        """Finish the step: its new buffers become the values, and the count of updates grows by 1."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             values.update(new)
         seed, step = self.random_state
@@ -221,7 +221,7 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy to each replica its parameters and buffers, all or none; what is not given stays."""
+        """Copy each replica's `weights` to its parameters and buffers, all or none; others are unchanged."""
         after: list[dict[str, Tensor]] = []
         held = {*self._names}
         with torch.no_grad(), devices.running(self.device):
@@ -241,13 +241,14 @@ class State:
         devices.settle(self.device)
         if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False
-        self.values = after  # one assignment: an interrupt leaves all weights or none
+        self.values = after  # one assignment: an interrupt changes all weights or none
 
     def read(self) -> dict[str, Tensor]:
-        """Replica 0's parameters and buffers, by canonical name: references where they are the host's, so copy
-        what you keep, and hold `still` meanwhile where another thread may run a call.
+        """Return replica 0's parameters and buffers by canonical name; with replica groups, one row per
+        group.
 
-        A parameter with replica groups has one row a group. Raises Error, if they are lost."""
+        On the CPU they are not copies: copy what you keep, and hold `still` meanwhile if another thread
+        may run a call. Raises Error if the weights are lost."""
         self.check()
         return {
             slot.key: self._for_host(slot.key, [self.values[row][name] for row in self._rows(slot.key)])
@@ -263,9 +264,9 @@ class State:
         ]
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
-        """Return copies of the optimizer's state by parameter, one row a group where there are groups of replicas.
+        """Return copies of the optimizer state by parameter; with replica groups, one row per group.
 
-        Where processes share the state out, what this one keeps."""
+        If processes shard the state, only this process's shard. Raises Error if the weights are lost."""
         found: dict[str, OptimizerState] = {}
         with self.still:
             self.check()
@@ -280,7 +281,7 @@ class State:
         return found
 
     def _for_host(self, key: str, values: Sequence[Tensor]) -> Tensor:
-        """Return values in the host's memory; of a parameter with groups of replicas one row for each value."""
+        """Return the first value on the CPU; of a parameter with replica groups, all values stacked."""
         fetched = [self._fetch(value) for value in values]
         return torch.stack(fetched) if self._is_grouped(key) else fetched[0]
 
@@ -291,7 +292,7 @@ class State:
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
     ) -> None:
-        """Copy optimizer state into every replica, all or none; what is not given stays."""
+        """Copy optimizer state into every replica, all or none; states that are not given are unchanged."""
         with devices.running(self.device):
             written = {
                 unit: {**state, **self._written_state(unit, state, states.get(unit.key, {}))}
@@ -318,11 +319,11 @@ class State:
         return key in self.settings.replica_groups
 
     def _rows(self, key: str) -> tuple[int, ...]:
-        """Return the replicas whose values the host receives."""
+        """Return the replicas whose values of a parameter the host receives."""
         return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
-        """Return a replica's share of a host value."""
+        """Return a replica's row of a host value; the whole value if the parameter has no replica groups."""
         if not self._is_grouped(key):
             return value
         return value[self.settings.replica_groups[key].row_for(replica, len(value))]
@@ -330,7 +331,7 @@ class State:
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
-        """Return the bytes that an ipu of a replica keeps from step to step, as if it had memory of its own."""
+        """Return the bytes that an ipu of a replica holds from step to step, as if it had its own memory."""
         optimizer = self.settings.optimizer
         parameters = others = gradients = states = 0
         for name in self.plan.held(ipu):

@@ -1,18 +1,18 @@
-"""The end of a step: gradient sums become gradients, and those weight updates.
+"""The end of a step: from gradient sums to gradients to weight updates. The rows:
 
     exchange   all-reduce a bucket of gradient sums over the replicas of all processes
-    norm       what has to be known of each gradient before the first update: its norm, and whether it is finite
-    begin      the loss scale, the clipping factor; from here on the step goes to its end
-    measure    norms of the steps, where the rule needs them (LAMB, LARS)
+    norm       if the first update needs them: the norm of each gradient, and whether it is finite
+    begin      compute the loss scale and the clipping factor; commit the step: it now runs to its end
+    measure    compute steps and their norms, and `trust` their ratios, if the rule needs them (LAMB, LARS)
     update     chunk by chunk: add up replicas, divide, clip, apply the rule
-    share      weights that another process has updated
-    end        the step is finished
+    share      send updated weights to the other processes, if they shard the optimizer state
+    end        finish the step
 
 All sums are in a fixed order, so that every layout and every run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs into `_look_at` (of a whole gradient) or `_prepare` (element by
-element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its place in the model;
-stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another draw takes the key
-(seed, step) and numbers from `len(slots)` on.
+averaging of gradients and their clipping belongs in `_look_at` (of a whole gradient) or `_prepare` (element
+by element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its number
+in the model; stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another
+draw has to use the key (seed, step) and numbers from `len(slots)` on.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Updates:
     """The updates of all weights of this process.
 
     Args:
-        group: the processes that train together; None: this one alone
+        group: the processes that train together; None: this process trains alone
     """
 
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.call: EngineCall
         self._place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
-        self._ways: dict[tuple[int, ...], AllReduce] = {}  # over the replicas that have the same value
+        self._ways: dict[tuple[int, ...], AllReduce] = {}  # by local replicas that have the same value
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
             self._processes = AllReduce(group, _PROCESSES_TAG, replicas=1)
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange":
                     self.buckets[row] = buckets_of(plan, task.piece, state)
-        # The units of each ipu and parameter group; and of each ipu the chunks, each with its group.
+        # By (ipu, parameter group): its units. By ipu: its chunks, each with its (ipu, parameter group).
         self._groups: dict[tuple[int, int], list[Unit]] = {}
         self._chunks: dict[int, list[tuple[tuple[int, int], Chunk]]] = {}
         for unit in state.units:
@@ -69,7 +69,7 @@ class Updates:
             parts = [self._part(unit, state.weight(unit), ()) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
-        # Something has to be known of all gradients before the first update.
+        # Whether all gradients have to be reduced and measured before the first update.
         self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm < math.inf
         self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
@@ -86,7 +86,7 @@ class Updates:
         return self.settings.optimizer
 
     def bind(self, row: int) -> Work | None:
-        """Return the function of a row; None: there is nothing to do."""
+        """Return the function of a row; None: the row does nothing."""
         task = self.plan.tasks[row]
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange, row),
@@ -100,12 +100,12 @@ class Updates:
         return functions.get(task.kind)
 
     def communicates(self, row: int) -> bool:
-        """Return whether a row sends to other processes."""
+        """Return whether a row exchanges data with other processes."""
         kind = self.plan.tasks[row].kind
         return kind in ("exchange", "share") or (kind == "begin" and self._group is not None)
 
     def size(self, row: int) -> int:
-        """Return how many indices a row has."""
+        """Return the number of indices of a row: of parameters, of chunks, or 1."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
             return len(self.state.units) if self._looks_at_gradients else 0
@@ -130,7 +130,7 @@ class Updates:
         return self._scale
 
     def _exchange(self, row: int, _: int) -> None:
-        """All-reduce the buckets of a row; the sums of the first replica of each group become the total."""
+        """All-reduce a row's buckets over processes (reduce-scatter if sharded), into their first `flats`."""
         for bucket in self.buckets[row]:
             nodes: list[TreeNode] = []
             way = self._way(bucket.members)
@@ -145,19 +145,19 @@ class Updates:
                 way.reduce_scatter(flats, bucket.cuts)
 
     def _average(self, *sums: Tensor) -> None:
-        """Divide running means by the number of replicas, so that their sum is no larger than they are."""
+        """Divide running means by the number of replicas, so that their total can't overflow."""
         if self.settings.reduction == "running":
             average(list(sums), self.settings.counts.global_replicas)
 
     def _way(self, members: tuple[int, ...]) -> AllReduce:
-        """Return the way to the same replicas of other processes."""
+        """Return the all-reduce over these local replicas and the same ones of other processes."""
         assert self._group is not None
         if members not in self._ways:
             self._ways[members] = AllReduce(self._group, FIRST_TAG + 2 * members[0], len(members))
         return self._ways[members]
 
     def _reduce(self, parts: Sequence[Part]) -> None:
-        """Add the sums of other replicas to the gradients of some parts, in the order of a tree."""
+        """Add the sums of other replicas (`others`) to the parts' gradients, in a binary tree's order."""
         several = [part for part in parts if part.others]
         for size in {len(part.others) for part in several}:
             some = [part for part in several if len(part.others) == size]
@@ -173,7 +173,7 @@ class Updates:
         average([part.gradient for part in parts], self._divisor())
 
     def _look_at(self, index: int) -> None:
-        """Compute the norm of a parameter's gradient, and whether it is finite, as far as they are needed."""
+        """Reduce and divide a unit's gradient; store its norm and `count` if they are needed. Owners only."""
         unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
@@ -189,7 +189,10 @@ class Updates:
         return self.state.sums[unit.replica][unit.key]
 
     def _sums_of_others(self, unit: Unit) -> tuple[Tensor, ...]:
-        """Return the sums of other replicas that have the same parameter. (An exchange has added them up already.)"""
+        """Return the gradient sums of the other replicas in this process that share the unit's parameter.
+
+        Empty if several processes train together: the row "exchange" has added all sums already.
+        """
         if self._group is not None:
             return ()
         members = self.settings.members(unit.key, unit.replica)
@@ -198,7 +201,7 @@ class Updates:
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin(self, _: int) -> None:
-        """Compute what all updates need, make large memory, and commit the step: from here on it goes to its end."""
+        """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step."""
         optimizer = self._optimizer
         if self._needs_norms:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
@@ -217,7 +220,7 @@ class Updates:
         if self._group is None:
             self.call.commit()
         else:
-            # All processes are here with all sums, and none updates if one of them is interrupted or fails before.
+            # All processes have all sums, and none updates if one of them is interrupted or fails.
             self._processes.agree(self.call.commit)
         self.state.still.acquire()
         self.is_writing = True
@@ -226,13 +229,13 @@ class Updates:
                 step.begin()
 
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Reduce, divide and clip the gradients of some parts, element by element. Returns: the parts."""
+        """Reduce, divide and clip the gradients of the parts, in place, and return the parts."""
         optimizer = self._optimizer
         if not self._looks_at_gradients:
             self._reduce(parts)
             self._divide(parts)
         gradients = [part.gradient for part in parts]
-        # A loss scale may make gradients overflow. (Not read on an accelerator, for which the host would wait.)
+        # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         is_scaled = self._scale != 1 and self.state.device.type == "cpu"
         if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
             self.call.overflows.append((self.call.step, self._scale))
@@ -255,18 +258,18 @@ class Updates:
         return torch.linalg.vector_norm(self._over_owners(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process counts a gradient among those of all: its owner does, else the first process."""
+        """Return whether this process counts a gradient in sums over processes: its owner, or process 0."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
     def _over_owners(self, values: Tensor) -> Tensor:
-        """Sum values of gradients over the processes, where these share the gradients out."""
+        """Return the values, all-reduced in place over processes if these shard the optimizer state."""
         if self.state.owner:
             self._processes.all_reduce([values])
         return values
 
     def _adapt_scale(self) -> bool:
-        """Choose the next loss scale by the gradients as they were while scaled; whether to update at all."""
+        """Set the next loss scale by the gradients' counts. Returns: False if one isn't finite: no update."""
         counts = [found for unit, found in self._counts.items() if self._is_counted_here(unit)]
         seen = self._over_owners(sum(counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
@@ -279,7 +282,7 @@ class Updates:
         return Part(self.state.weight(unit), gradient, self.state.optimizer.get(unit, {}), others, seed)
 
     def _seed(self, unit: Unit) -> int | None:
-        """Return the seed of stochastic rounding: it depends on the step and the parameter, not on the core."""
+        """Return the seed of stochastic rounding, from step and parameter; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
         return mix(mix(self.call.seed, self.call.step), self._place[unit.key])
@@ -302,21 +305,21 @@ class Updates:
             step.apply(views if step.layers is not None else self._prepare(views))
 
     def _share(self, _: int) -> None:
-        """Give all processes the weights that their owners have updated."""
+        """Broadcast the updated weights from their owners to all processes."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         if units and not self._is_left_out:
             weights = [self.state.weight(unit) for unit in units]
             self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
 
     def end(self) -> None:
-        """Finish the step: its buffers are the buffers, and the weights may be read again."""
+        """Finish the step: end it in the state, drop its gradients, and release the lock on the weights."""
         self.state.end_step()
         self.forget()
         self.is_writing = False
         self.state.still.release()
 
     def forget(self) -> None:
-        """Forget the gradients of a step."""
+        """Drop the gradients and norms of a step. Gradient sums in buckets keep their memory."""
         for values in (self._norms, self._counts, self._steps):
             values.clear()
         self._is_left_out, self._factor = False, None
@@ -326,6 +329,6 @@ class Updates:
 
 
 def average(sums: list[Tensor], divisor: float) -> None:
-    """Divide the sums in place; by 1 is no division."""
+    """Divide the sums in place; a divisor of 1 leaves them unchanged."""
     if divisor != 1 and sums:
         torch._foreach_div_(sums, divisor)
