@@ -24,7 +24,7 @@ from ..ops.ctc import ctc_loss
 class TracedFunctions(TorchFunctionMode):
     """A mode for the captured forward: replaces torch functions that can't be traced (`_REPLACEMENTS`).
 
-    The argument checks of torch.distributions are off meanwhile, and masks of nn.Transformer are not read.
+    While it is active, torch.distributions checks no arguments, and nn.Transformer does not read masks.
     """
 
     def __init__(self) -> None:

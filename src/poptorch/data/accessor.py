@@ -63,7 +63,7 @@ class AsynchronousDataAccessor:
         rebatched_size: int | None = None,
     ) -> None:
         self._check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
-        self._length = _length(dataset, rebatched_size)
+        self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
         granted = slots if early_preload else 1
         self._kept_back = list(range(granted, slots))  # slots sent to the worker at the first next()
@@ -201,10 +201,7 @@ class AsynchronousDataAccessor:
 
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Return the number of batches in an epoch; None if not known.
-
-    Called once at the beginning, since a reference to the dataset could keep its loader alive.
-    """
+    """Return the number of batches in an epoch; None if not known."""
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_of(dataset)  # assuming one row per batch
     elif dataset.drop_last:

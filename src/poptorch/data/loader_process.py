@@ -99,7 +99,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Slots for batches of equal shapes in shared memory: one storage, so it takes one file descriptor."""
+    """Slots for batches of equal shapes in one shared storage, which takes only one file descriptor."""
 
     memory: Tensor  # uint8 [slots, bytes of a slot]
     templates: tuple[Tensor, ...]  # meta tensors with the shapes and dtypes of a batch

@@ -46,7 +46,7 @@ class DeviceLease:
         self._options = options
         self.plans: dict[Any, LoadedPlan] = {}  # in order of use, the latest last
         self.current: LoadedPlan | None = None
-        self.first: Executable | None = None  # compiled first; later plans must have similar inputs
+        self.first: Executable | None = None  # compiled first; calls are checked against its inputs
         self.kept = KeptState()
         self._process = -1  # id of the process that attached; a fork of it has no threads
 
@@ -119,10 +119,7 @@ class DeviceLease:
         self._release(plan)
 
     def keep_latest(self, keys: list[Any], most: int) -> None:
-        """Mark the plans of `keys` as used; of more than `most` plans, remove the least recently used.
-
-        The current plan stays.
-        """
+        """Mark the plans of `keys` as used; remove the least recently used beyond `most`, never `current`."""
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
         dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
@@ -175,10 +172,7 @@ class DeviceLease:
         return engine
 
     def let_go(self) -> None:
-        """Close all engines, and save in `kept` the state that the next engine starts from.
-
-        Weights are not saved: the caller has copied them to the host. In a fork `kept` does not change.
-        """
+        """Close all engines, after saving their state, without weights, in `kept`. A fork saves nothing."""
         if not self.forked:
             self.need_engine()
             self.kept = self.to_keep()

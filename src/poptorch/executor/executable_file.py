@@ -90,7 +90,7 @@ def leave_in_folder(
     """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
 
     `loadExecutable` reads such files; compilation doesn't. Nothing is written without the option, if the file
-    exists, or in instances other than 0. A failed write, or a model that calls Python on the host: a warning.
+    exists, in instances but 0, or (with a warning) if the model calls Python on the host or the write fails.
     """
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
@@ -143,7 +143,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
 
 
 def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Raise Error if a file is of the other kind (training, inference), or of a model with other weights."""
+    """Raise Error if a file is for the other kind (training, inference) or for other weights than `model`."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(

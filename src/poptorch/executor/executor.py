@@ -196,9 +196,9 @@ class PoplarExecutor(PublicNames):
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for arguments of a call, and load the weights unless the target is offline. Runs nothing.
+        """Compile the model for these arguments and, unless its target is offline, load the weights.
 
-        A compiled model is compiled again only with `allowNewShapes`; otherwise this logs a warning.
+        Nothing runs. Without `allowNewShapes`, a model that is compiled already only logs a warning.
         """
         if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
@@ -312,7 +312,7 @@ class PoplarExecutor(PublicNames):
     # ---- devices -----------------------------------------------------------------------------------------
 
     def attachToDevice(self) -> None:
-        """Start the devices' threads, and upload the weights, the optimizer state and the random state.
+        """Start the devices' threads, and upload weights, optimizer state and random state.
 
         Raises: Error, if the model is not compiled, or attached already
         """
@@ -334,7 +334,7 @@ class PoplarExecutor(PublicNames):
         self._lease.let_go()
 
     def destroy(self) -> None:
-        """Free the devices and compiled plans. A trained model gets the newest weights, and is unmarked."""
+        """Free devices and compiled plans. A trained model gets the newest weights, and its class back."""
         if not self.isCompiled():
             return
         if self.isAttachedToDevice():

@@ -74,10 +74,7 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of the tensor of `Options.anchorTensor(short_name, ...)`.
-
-        Raises: AssertionError, if there is none
-        """
+        """Return the latest call's value of the tensor that `Options.anchorTensor` has named `short_name`."""
         assert short_name in self.anchored, (
             f"No tensor with name {short_name} found. Known now: {', '.join(self.anchored) or 'none'}\n"
             "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"

@@ -318,10 +318,7 @@ class WrappedModel:
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight in a replica.
-
-        Args: groups: the names of parameters with one row per group of replicas
-        """
+        """Return each weight's shape in a replica; `groups`: parameters with a row per group of replicas."""
         with torch._C.DisableTorchFunctionSubclass():
             return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
 

@@ -84,8 +84,8 @@ class OptimizerLink:
         self._take_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
-        """Set MeanReductionStrategy.Running if gradient sums are float16, which could overflow; not with
-        `use_combined_accum`."""
+        """Set MeanReductionStrategy.Running if gradient sums are float16, which could overflow; not if
+        the optimizer sets `use_combined_accum`."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options
@@ -121,10 +121,7 @@ class OptimizerLink:
     # ---- state -------------------------------------------------------------------------------------------
 
     def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
-        """Check states in torch's format, and have the next call upload them.
-
-        Args: names: id(parameter) -> canonical name
-        """
+        """Have the next call upload states in torch's format; `names`: {id(parameter): canonical name}."""
         loaded = {
             names[id(parameter)]: engine_state(self.frozen, state)
             for parameter, state in states.items()

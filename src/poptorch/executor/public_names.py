@@ -102,7 +102,7 @@ class PublicNames:
         return self._wrapped.user.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load into the user's model, and upload it if attached; return missing and unexpected keys."""
+        """Load `state_dict` into the user's model and any devices; return missing and unexpected keys."""
         self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
         keys = self._wrapped.user.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
@@ -111,10 +111,7 @@ class PublicNames:
 
     @property
     def rng_state(self) -> list[int]:
-        """Return [seed, steps run]. A model that is set to the same state draws the same random numbers.
-
-        Raises: Error, before compilation
-        """
+        """Return [seed, steps run]. A model that is set to the same state draws the same random numbers."""
         self._lease.need_executable()
         return list(self._lease.random_state)
 

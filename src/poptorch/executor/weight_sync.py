@@ -44,7 +44,7 @@ class WeightSync:
     def on_host(self) -> dict[str, Tensor]:
         """Return the user's parameters and buffers by canonical name.
 
-        Raises: Error, if one of the compiled model was removed, or has another shape or dtype
+        Raises: Error, if a weight of the compiled model was removed, or has another shape or dtype
         """
         host, executable = self._model.weights(), self._lease.executable
         if executable is None:
@@ -112,7 +112,7 @@ class WeightSync:
         self._mark_other_executors()
 
     def upload(self) -> None:
-        """Upload the user's weights to this executor's devices; other executors are not marked."""
+        """Upload the user's weights to this executor's devices only."""
         engine = self._lease.need_engine()
         weights = self.on_host()
         with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
@@ -154,7 +154,7 @@ class WeightSync:
         return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
 
     def check_host(self) -> None:
-        """Warn, once per kind, of changes of the model since its compilation: calls ignore them.
+        """Warn, once per kind of change, if the model was changed after its compilation, which calls ignore.
 
         These are written or replaced weights, replaced layers and, in training, a changed `requires_grad`.
 

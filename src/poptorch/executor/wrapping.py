@@ -54,10 +54,7 @@ def inferenceModel(
 
 
 def _module_of(model: Any) -> Any:
-    """Return an executor's model, or the module that torch.compile was given; else `model` itself.
-
-    Raises: Error, for modules of torch.jit
-    """
+    """Return the module of an executor or of torch.compile; else `model`. Raises: Error, for torch.jit"""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(

@@ -43,7 +43,7 @@ _live: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
-    """The collector of the data of a profile, which it saves.
+    """An object that collects the data of a plan's profile, and saves it.
 
     Args:
         path:   of the profile
@@ -203,10 +203,7 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
 
 
 def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.Track:
-    """Return the times of one ipu in a step, up to the first instruction that has not ended.
-
-    Args: place: (replica, ipu)
-    """
+    """Return one ipu's times in a step, up to an instruction that has not ended; `place`: (replica, ipu)."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
