@@ -91,7 +91,7 @@ def _devices() -> list[str]:
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
-    """Context manager and decorator whose products and convolutions run in float16, or as the policy says.
+    """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
 
     with poptorch.autocast():
         x = self.layer(x)

@@ -27,7 +27,7 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class Repeats(logging.Filter):
-    """A filter that drops lines repeated more than `limit` times in a row, after one line with a note."""
+    """A filter that passes a repeated line `limit` times, then once with a note, and then drops it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 class _SingleOperation:
-    """An operation as a piece of one line, with made-up operands."""
+    """An operation that runs alone, as a piece of one line, with constant operands."""
 
     def __init__(self, piece: Piece, line: Line, values: dict[str, Any]) -> None:
         reads = tuple(dict.fromkeys(line.operands()))
@@ -139,7 +139,7 @@ def _operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
         if line.call == GETITEM or not line.call.startswith(("aten.", "prims.")):
             return 0.0
         if not all(isinstance(value, Tensor) for value in operands):
-            return 0.0  # a kernel's own workspace
+            return 0.0  # an operand that is no tensor, such as a kernel's workspace
         shapes = [(tuple(v.shape), v.stride(), v.dtype) for v in operands if v is not None]
         key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
         if key not in known:

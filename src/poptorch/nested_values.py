@@ -178,7 +178,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return (key, index or field name, part) of a container in walking order; an empty list for other values."""
+    """Return (key, part) pairs in walking order; keys may be indices or field names. [] for no container."""
     if not _is_container(value):
         return []
     if isinstance(value, tuple | list):

@@ -114,7 +114,7 @@ def profiles(
             executable = compiled(apart if kind == "apart" else settings)
         plan, graph = executable.plan, executable.graph
         assert graph is not None
-        # More micro-batches hold no more memory; popvision computes the times of all.
+        # More micro-batches need no more memory; popvision computes the times of all micro-batches.
         short = replace(plan, micro_batches=min(plan.micro_batches, 3 * plan.partition.stages + 8))
         made = planned(short, executable.settings, graph)
         facts = {

@@ -179,8 +179,7 @@ def _plain_update(
 def _update_here(
     model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, place: int
 ) -> tuple[str, _UpdateResult]:
-    """Return the title of an executor's plan, and its update. A second update, by SGD, yields the
-    gradients."""
+    """Return the title of an executor's plan, and its update; a second update, by SGD, has the gradients."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
     losses = tensors_of(_called(executor, batch))[place].flatten()

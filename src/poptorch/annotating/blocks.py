@@ -107,7 +107,6 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
     """Make a module or function open a block at each call, which ends where the next block opens.
 
     Returns: the same module, or a wrapper of the function
-
     Raises:
         Error: the layer already begins a block, or is neither a module nor a function
     """

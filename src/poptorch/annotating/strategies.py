@@ -181,7 +181,7 @@ class PipelinedExecution(ExecutionStrategy):
         return self._mode == "pipelined" and self._auto is AutoStage.SameAsIpu
 
     def orSharded(self) -> Self:
-        """Run the stages one after another, as `ShardedExecution` does, if a call has too few micro-batches
+        """Let the stages run one after another, as in `ShardedExecution`, if a call has too few micro-batches
         to fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self

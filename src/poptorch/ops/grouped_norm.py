@@ -43,8 +43,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return made
 
     def _follow(self, mean: Tensor, variance: Tensor, values: int) -> None:
-        """Update the running statistics from a group's mean and variance over `values` elements per
-        channel."""
+        """Update the running statistics from a group's mean and variance (`values` elements per channel)."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():

@@ -113,7 +113,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, quantised if `fwd`; the gradient is quantised if `bwd`."""
+    """Return the values, rounded by `quantised` if `fwd`; gradients are rounded by it if `bwd`."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _Quantised.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]

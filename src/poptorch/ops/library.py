@@ -24,7 +24,7 @@ def mark(
 
     Args:
         schema:   "name(Tensor input, <settings>) -> Tensor"
-        run:      called with the arguments each time the operation computes
+        run:      called with the arguments each time the operation runs
         gradient: called with (gradient, *settings), returns the gradient of the input
     """
     name = schema.partition("(")[0]

@@ -49,7 +49,7 @@ def isRunningOnIpu() -> bool:
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """Return the tensor unchanged; the graph keeps an operation in this place."""
+    """Return the tensor unchanged; the graph keeps the identity operation."""
     check_tensors("nop takes a tensor", tensor)
     return torch.ops.poptorch.nop(tensor)
 

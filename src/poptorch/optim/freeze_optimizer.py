@@ -298,7 +298,7 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
-    """Return the values that may not change: for a key of the groups one per group, for an attribute one."""
+    """Return the values that may not change, by name: one value per group, or the value of an attribute."""
     rule = RULES[kind_of(optimizer)]
     names = (*rule.rates, "velocity_scaling", "maximize", "loss_scaling")
     return {

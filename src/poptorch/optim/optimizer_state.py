@@ -1,4 +1,4 @@
-"""The state of an optimizer outside of an executor: poptorch's format, torch's format, and hooks of torch.
+"""The state of an optimizer outside of an executor: poptorch's format, torch's format, hooks on optimizers.
 
 `state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 

@@ -132,7 +132,7 @@ def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...]
 
 
 def _least_shared(options: Options) -> int | None:
-    """Return the elements that a parameter must have for its state to be sharded; None: none is sharded."""
+    """Return how many elements a parameter must have for its state to be sharded, or None: no sharding."""
     values = options.TensorLocations.location_optimizer.toDict()
     if not values.get("replicated_tensor_sharding", False):
         return None

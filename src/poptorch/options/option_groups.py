@@ -41,7 +41,7 @@ class ExecutionOptions(OptionsDict):
     replication_factor: int = 1
 
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Set the number of weight updates per call; in inference, of micro-batches per call and replica."""
+        """Set the weight updates per call; in inference, the micro-batches per call and replica."""
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
@@ -87,7 +87,7 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Choose which outputs a call returns. The period, in device iterations, is for EveryN only."""
+        """Choose which outputs a call returns. The return period (device iterations) is for EveryN only."""
         period = _period(expect("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
@@ -166,7 +166,7 @@ class ExecutionOptions(OptionsDict):
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
         """*Pando*: name the output that is the loss by its key, attribute or index ("total", "out.loss", 0).
 
-        By default the loss is a scalar that forward marks, else one that it returns: docs/guide/options.md.
+        By default it is a scalar that forward marks, else one that it returns; see docs/guide/options.md.
         `marked=True` is PopTorch's rule: the loss is the result of `identity_loss` or of a loss function of
         torch, and values that forward computes from it are not trained.
         """

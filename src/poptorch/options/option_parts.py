@@ -44,7 +44,7 @@ class Training(OptionsDict):
         return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
-        """Choose when a mean's gradients are divided: while they are summed (Running), or after (Post)."""
+        """Choose when gradients are divided for a mean: while they are summed (Running) or after (Post)."""
         setter = "setMeanAccumulationAndReplicationReductionStrategy"
         expect(setter, strategy, MeanReductionStrategy, ValueError)
         if strategy is MeanReductionStrategy.PostAndLoss:
@@ -227,7 +227,7 @@ class TensorLocations(OptionsDict):
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        """Set the location of the optimizer state. Only `useReplicatedTensorSharding` has an effect."""
+        """Set the location of the optimizer state. Only its replicated tensor sharding has an effect."""
         return self.set(location_optimizer=location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:

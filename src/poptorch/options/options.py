@@ -101,7 +101,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`.
 
         A list is several positional arguments; a string that names an enum's member becomes that member.
-        Raises: AttributeError for an unknown setting; the setter's error for a bad value.
+        Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's own errors.
         """
         settings = json.loads(string)
         if not isinstance(settings, dict):

@@ -30,11 +30,10 @@ _PREFIXES = (
 
 
 class Popart(Freezable):
-    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. Only
-    `autoRecomputation`,
-    `autoReport.*` and settings that the setters above write have an effect; all others are only stored. At
-    compilation a name that looks mistyped raises Error, and an unknown name logs a warning.
-    """
+    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`.
+    Only `autoRecomputation`, `autoReport.*` and settings that the setters above write have an effect; all
+    others are only stored. At compilation a name that looks mistyped raises Error, and an unknown name logs a
+    warning."""
 
     options: dict[str, Any]
     patterns: dict[str, bool]
