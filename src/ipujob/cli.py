@@ -174,7 +174,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _describe(job: Job) -> str:
-    """Describe a job's instances, workers, replicas and ipus in one line."""
+    """Return one line about a job's instances, workers, replicas and ipus."""
     shape = job.shape
     return (
         f"{count(shape.instances, 'instance')} of {count(shape.workers, 'worker')}, in each worker "

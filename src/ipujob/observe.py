@@ -101,7 +101,7 @@ def observe(
 def _finished(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete its Service, pods by cleanPodPolicy, later the job."""
+    """Return the actions for an ended job: delete Service and pods (see cleanPodPolicy), later the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
@@ -305,7 +305,7 @@ def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance
 
 
 def _leftovers(instance: Instance) -> list[Object]:
-    """Return the pods to delete at an instance's end: all but ended pods, or, if it failed, failed pods."""
+    """Return the pods to delete at an instance's end. Ended pods stay; after a failure only failed ones."""
     kept = ENDED if instance.state == "Succeeded" else ("Failed",)
     return [pod for pod in instance.pods if phase(pod) not in kept]
 

@@ -111,7 +111,7 @@ def owned(made: Object, owner: Object) -> Object:
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
-    """Return a hash of each field of an IPUJob's spec that may not change while the job runs, by its name."""
+    """Return, by name, a hash of each field of an IPUJob's spec that must not change while the job runs."""
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
         for key, value in sorted(owner["spec"].items())

@@ -60,7 +60,7 @@ def parse(
 
 
 def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, Any]:
-    """Return an object without the parts at these places; if a place is in a list, without the whole list."""
+    """Return an object without the parts at these paths; if a path enters a list, without the whole list."""
     value = copy.deepcopy(dict(value)) if places else value
     for place in filter(None, places):
         *above, last = takewhile(lambda key: isinstance(key, str), place)
@@ -152,7 +152,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
 
 
 def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Yield the place and text of a warning for each field that has another meaning or no effect here."""
+    """Yield the path and text of a warning for each field that has another meaning or no effect here."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
@@ -256,5 +256,5 @@ def _near(word: str, known: Any) -> str:
 
 
 def _path(place: Place) -> str:
-    """Return a place as messages write it, such as "spec.workers.template.spec.containers[0]"."""
+    """Return the text of a path for messages, such as "spec.workers.template.spec.containers[0]"."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")

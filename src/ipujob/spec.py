@@ -96,11 +96,11 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-Place = tuple[str | int, ...]  # keys and indices, from the top of a document
+Place = tuple[str | int, ...]  # the path to a part of a document: keys and indices, from the top
 
 
 class Fault(NamedTuple):
-    """An error in a document: its place, a message, and a fix ("": none is known)."""
+    """An error in a document: the path to the faulty part, a message, and a fix ("": none is known)."""
 
     place: Place
     message: str
