@@ -59,7 +59,7 @@ class _Finder:
 
 
 def _patch(package: str, connector: types.ModuleType) -> None:
-    """Add Pando's names to a Lightning package, unless it has "ipu" already, or an older registry."""
+    """Add Pando's names to a Lightning package, unless it has "ipu" already or lacks a registry."""
     registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
     if registry is None or "ipu" in registry:
         return  # an older Lightning with its own IPU classes, or patched already

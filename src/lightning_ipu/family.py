@@ -37,10 +37,10 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices: `devices`, the length of a list, or 4 for -1.
+        """Return the number of devices: a list's length, a number as int, or 4 for -1.
 
         Raises:
-            ValueError: `devices` is not a whole number, a text of one, or a list
+            ValueError: `devices` is neither a list nor a number
         """
         if isinstance(devices, (list, tuple)):
             return len(devices)
@@ -88,7 +88,7 @@ class PrecisionPart:
         return module.half() if self.precision == "16-true" else module
 
     def cast(self, batch: Any) -> Any:
-        """Return the batch with float32 and float64 cast to float16; with "32-true", the batch unchanged."""
+        """Return the batch with float32 and float64 tensors as float16; with "32-true", unchanged."""
         if self.precision == "32-true":
             return batch
         return tree_map_only(Tensor, _halved, batch)
@@ -137,6 +137,6 @@ def classes(package: str) -> dict[str, type]:
 
 
 def imported() -> str:
-    """Return the Lightning package that is imported; `lightning.pytorch`, if both or none are imported."""
+    """Return the name of the imported Lightning package; if both or none are, "lightning.pytorch"."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

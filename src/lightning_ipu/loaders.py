@@ -95,7 +95,7 @@ class Loaders:
         return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied), size
 
     def _check_length(self, loader: DataLoader[Any], made: Any, n: int, stage: Any) -> None:
-        """Raise a MisconfigurationException if a loader is too short; warn of micro-batches left out."""
+        """Raise a MisconfigurationException if a loader is too short for a call; warn of rows left out."""
         try:
             micro_batches, calls = len(loader), len(made)
         except TypeError:  # a dataset without a length
@@ -156,7 +156,7 @@ def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]
 
 
 class JoinedBatches:
-    """A loader that joins every n batches of a loader with its own `__iter__`.
+    """A loader that joins every n batches of another loader, whose class overrides `__iter__`.
 
     Args: keep_tail: also yield the last, incomplete group of batches
     """
