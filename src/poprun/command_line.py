@@ -259,7 +259,7 @@ def _switch(text: str) -> bool:
 
 
 def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of words `NAME=VALUE`, or `NAME` for one that `environment` has, by name."""
+    """Return the variables of words `NAME=VALUE`, or `NAME`, with the value in `environment` if it is set."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")

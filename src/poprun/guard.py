@@ -22,7 +22,10 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(work: Callable[[], int]) -> int:
-    """Call `work` in a child process and return its exit code; after a failure kill all descendants."""
+    """Call `work` in a child process, to which signals are forwarded; kill all descendants after a failure.
+
+    Returns: the exit code of `work`, or 128 + n after signal n
+    """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,7 +64,7 @@ def exit_code(code: int) -> int:
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Make the kernel send this process a signal when its parent ends; at once, if that has ended."""
+    """Make the kernel send this process a signal when its parent ends; now, if the parent has ended."""
     _prctl(_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent had ended before the call
         os.kill(os.getpid(), number)

@@ -55,7 +55,7 @@ def local_instances(request: CommandLine, nodes: int) -> int:
     """Return the number of instances per node; of an elastic training, the largest number.
 
     Raises:
-        ValueError: the number is not fixed, and not a multiple of the nodes
+        ValueError: the number of instances is fixed, and not a multiple of the number of nodes
     """
     if request.is_elastic:
         return request.instances_per_node or -(-request.instances // nodes)
