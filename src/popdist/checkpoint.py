@@ -91,8 +91,7 @@ class Checkpoint:
     def save(self) -> None:
         """Begin to write a checkpoint from a copy of the state.
 
-        If it can't be written, this call or the next one warns; the training goes on, and older checkpoints
-        stay.
+        If it can't be written, this call or the next one warns. Training goes on; older checkpoints stay.
         """
         if self._model is None:
             raise poptorch.Error(

@@ -91,7 +91,7 @@ class Writing(threading.Thread):
             raise error from None
 
     def _complete(self) -> None:
-        """Rename the folder when it has all instances' files (or remove it), and remove older checkpoints."""
+        """Rename the folder when all files are in it (remove it after an error); remove old checkpoints."""
         folder = self.place.unfinished
         try:
             sums = self._sums_of_all(folder)
@@ -114,7 +114,7 @@ class Writing(threading.Thread):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sums_of_all(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums by file. Raises: RuntimeError, if an instance's file is missing."""
+        """Return sizes and checksums by file. Raises: RuntimeError, if an instance did not write its file."""
         sums: dict[str, Any] = {}
         failures: list[str] = []
         until = time.monotonic() + _PATIENCE
@@ -146,7 +146,7 @@ def call_of(checkpoint: Path) -> int:
 
 
 def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """Return the faults of a checkpoint's files (of `readers`, each checks a share); empty: undamaged."""
+    """Return the faults of a checkpoint's files; reader `reader` of `readers` checks only its share."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
@@ -207,7 +207,7 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a small file atomically: under another name, which is then changed."""
+    """Write a small file atomically: to a temporary file, which is then renamed."""
     temporary = path.with_name(f".{path.name}")
     with open(temporary, "w") as file:
         file.write(text)

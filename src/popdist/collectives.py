@@ -107,7 +107,7 @@ def _broadcast(group: ProcessGroup, flat: Tensor, root: int) -> None:
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Return the rows of all instances, concatenated in their order; the numbers of rows may differ.
+    """Return the rows of all instances, concatenated by instance; the numbers of rows may differ.
 
     Args:
         value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances
@@ -135,7 +135,7 @@ def all_gather(value: Tensor) -> Tensor:
 
 
 def all_gather_bytes(value: bytes) -> bytes:
-    """Return the bytes of all instances, concatenated in their order."""
+    """Return the bytes of all instances, concatenated in the order of the instances."""
     # torch.frombuffer takes no empty buffer.
     tensor = (
         torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
