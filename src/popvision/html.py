@@ -1,4 +1,4 @@
-"""The page: the viewer's files and the profiles' data in one HTML file, which needs nothing else.
+"""The page: the viewer's files and the profiles' data in one HTML file, which needs no other file.
 
 The viewer draws; every figure it shows is computed here, by `analysis`, `memory` and `compare`.
 """
@@ -28,7 +28,7 @@ SCRIPTS = [  # in this order
 
 
 def profiles_at(path: Path) -> list[Path]:
-    """Return the profiles' paths, training first. `path` is a profile, its folder, or the folder above.
+    """Return the profiles' paths, training first. `path`: a profile, its folder, or a folder of such folders.
 
     Raises:
         ProfileError: there is no profile
@@ -127,7 +127,7 @@ def write_comparison(first: Path, second: Path, target: Path) -> Path:
 
 
 def pairs_to_compare(first: Path, second: Path) -> list[tuple[Path, Path]]:
-    """Return pairs of profiles of the same kind, training or inference. Raises: ProfileError, if none."""
+    """Return pairs of profiles of one kind, training or inference. Raises: ProfileError, if none exist."""
     kinds = [
         {load(path).training: path for path in reversed(profiles_at(place))} for place in (first, second)
     ]

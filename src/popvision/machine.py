@@ -60,7 +60,7 @@ def machines(names: str | Sequence[str]) -> list[Machine]:
 
 
 def machine(name: str) -> Machine:
-    """Return the machine with a name, or in a TOML file. Raises: MachineError, as `machines`."""
+    """Return the machine with this name, or of this TOML file. Raises: MachineError, as `machines`."""
     data = _read(name)
     kind = data.get("kind", "apart")
     title = Path(name).stem if name.endswith(".toml") else name

@@ -74,7 +74,7 @@ def detailed(profile: Profile) -> dict[int, Track]:
 
 
 def is_detailed(profile: Profile, row: Track | Event) -> bool:
-    """Return whether a track or an event is of the step in which single operations were measured, on replica 0."""
+    """Return whether `row` is on replica 0 and in the step in which single operations were measured."""
     return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
 

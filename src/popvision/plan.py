@@ -102,7 +102,7 @@ class Estimates:
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> Estimates:
-        """Return an estimate for each pair of replicas and accumulation; by default the program's numbers."""
+        """Return estimates by machine, replicas and accumulation; [] means the program's own number."""
         found = []
         for machine in machines:
             profile = profiles[machine.kind]

@@ -136,7 +136,7 @@ class StageTime:
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """Return each stage's cost of one micro-batch. The cost of an ipu's update is divided by its stages."""
+    """Return each stage's cost of one micro-batch. An ipu's update is divided equally among its stages."""
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
