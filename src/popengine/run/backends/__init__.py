@@ -1,7 +1,7 @@
-"""Backends: what makes the pieces of a plan callable. Choosing another changes how fast a piece runs, no more.
+"""Backends: they make the pieces of a plan callable. The choice changes only speed and rounding.
 
-eager     the source of a piece, run as it is: no wait, and the same bits in every layout
-inductor  each piece compiled by torch._inductor into fused C++ kernels, on CPUs; results differ by rounding
+eager     runs the Python source of a piece: no compilation time, and the same bits in every layout
+inductor  compiles each piece into fused C++ kernels by torch._inductor, on CPUs; results differ by rounding
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes a piece callable: the eager backend runs its source as it is.
+"""The eager backend: makes a piece callable by compiling its Python source.
 
-A piece was captured on the CPU, and its source says so wherever it makes a tensor. Built for an accelerator, its
-operations make tensors there. Of a branch only the chosen body is run, of a loop its body as often as it says.
+Pieces are captured on the CPU, and their source names the CPU wherever it makes a tensor. `build` replaces
+these operations for an accelerator. `cond` runs only the chosen body; `loop` runs its body `count` times.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..random_draws import draw, drawing_on
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
-# Kernels that make the workspace of their backward only where gradients are on.
+# Kernels that make the workspace of their backward only while gradients are enabled.
 NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
-# Accelerators' kernels may lay out their results otherwise in memory, so that such a view has to be a copy.
+# On accelerators kernels may return other strides than on the CPU, with which these views have to be copies.
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -37,7 +37,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 # torch.ops.aten.view.default reaches the same kernel as Tensor.view, but its arguments are matched against the schema
 # one by one: a training step of a small transformer layer takes 1.06 (width 64) to 1.2 times (width 16) as much CPU
 # time with overloads. Here are the operations whose function chooses the same overload for every argument that a graph
-# can hold; `test_direct_calls.py` looks at what is dispatched.
+# can hold; `test_direct_calls.py` checks the dispatched overloads.
 _FUNCTIONS = """
     _log_softmax.default _softmax.default abs.default add.Tensor addmm.default amax.default
     bitwise_and.Tensor bitwise_not.default bmm.default cat.default clone.default convolution.default
@@ -70,7 +70,7 @@ def operation_of(name: str) -> OpOverload:
 
 
 def direct(operation: OpOverload) -> Callable[..., Any]:
-    """Return the cheapest function that does what this overload does."""
+    """Return the function with the least call overhead that does the same as this overload."""
     function = DIRECT.get(str(operation))
     return operation._op if function is None else function
 
@@ -85,13 +85,14 @@ def build(
     after: str = "",
     **more: Any,
 ) -> Code:
-    """Return the function of a piece: it takes the list of the values read, empties it, and returns those written.
+    """Return the function of a piece: it takes a list of the piece's inputs, empties it, and returns the
+    outputs.
 
     Args:
-        call:   what the source calls for an operation of torch.ops
-        device: of the values that it reads, and of those that it makes
-        after:  a statement that follows each line of its body, and comes before the first
-        more:   other names that its source may use
+        call:   returns the function that the source calls for an operation
+        device: device of the values that the piece reads and makes
+        after:  a statement that is inserted before the first line of the source, and after each line
+        more:   other names that the source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     names |= {"draw": draw if device.type == "cpu" else drawing_on(device), **more}
@@ -105,7 +106,7 @@ def build(
 
 
 def _on_accelerator(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
-    """Return what to call on an accelerator where it is not the operation itself."""
+    """Return the function that replaces an operation on an accelerator; None: call the operation itself."""
     if device.type == "cpu":
         return None
     if operation in _VIEWS:
@@ -124,7 +125,7 @@ def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def user_line(piece: Piece, error: BaseException) -> str:
-    """Return the line of the user's code behind the operation that failed."""
+    """Return the user's line (file:line) of the operation that failed; "?" if it is not known."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == _file(piece) and frame.lineno is not None:
             return piece.where(frame.lineno)
@@ -146,7 +147,7 @@ def _code(body: str, device: torch.device) -> Code:
 
 
 def _body_results(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    # The graph around it was captured with contiguous results.
+    # The graph around the body was captured with contiguous results of the body.
     return [value.contiguous() for value in _code(body, device)(values)]
 
 
@@ -171,18 +172,18 @@ for _suffix in ("", "_that_draws"):
     _library.impl(f"loop{_suffix}", _loop, "CompositeExplicitAutograd")
 
 
-# Their results hold whatever was in memory, until something is written there.
+# Their results are uninitialized memory, in which NaN means nothing.
 _WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format)
 
 
 class FloatingPointException(ArithmeticError):
-    """An operation overflowed, divided by zero, or made or compared a NaN."""
+    """Raised when an operation overflows, divides by zero, or makes or compares a NaN."""
 
 
 class FiniteCheck(TorchDispatchMode):
-    """Raises FloatingPointException when finite values become infinite or NaN, or a NaN is compared.
-
-    An infinity that is written as one (a mask of -inf) is not an exception, and may be passed on.
+    """A dispatch mode that raises FloatingPointException if an operation makes an infinity or a NaN, or
+    compares a NaN. An infinity that is written in the model (a mask of -inf) is allowed, and may be passed
+    on.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,10 +1,10 @@
-"""The inductor backend: each piece compiled into fused kernels by torch._inductor, before the first call.
+"""The inductor backend: torch._inductor compiles each piece into fused kernels, before the first call.
 
-Kernels for CPUs are C++ and have one thread, as an ipu is a thread: left alone, inductor bakes the number of
-cores at hand into each kernel, and the ipus would compete for them. Inductor keeps what it
-compiles on disk, by graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and
-compiles the kernels of a piece in parallel. A draw of random numbers, or an operation that is not torch's own, has to
-run as it is: it is a call of one opaque operation, `popengine::eager`, in the middle of the compiled code.
+Kernels are C++ for CPUs, with one thread each, because tasks run in parallel: by default inductor compiles
+the number of cores into each kernel, and tasks would compete for them. Inductor caches kernels on disk, by
+graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and compiles the
+kernels of a piece in parallel. A draw of random numbers, or an operation that is not torch's own, is not
+compiled: the compiled code calls it through one opaque operation, `popengine::eager`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .eager import NEEDS_GRADIENTS_ON, Code, build
 OPTIONS = {
     "cpp.threads": 1,
     "fx_graph_cache": True,
-    "size_asserts": False,  # `_guarded` looks at strides instead, and copies where they differ
+    "size_asserts": False,  # `_guarded` checks strides instead, and copies inputs with other ones
     "fallback_random": True,
 }
 _compiling = threading.Lock()  # inductor has global state
 
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """Return the functions of all pieces; the eager ones of those that can't be compiled, with a warning."""
+    """Return the functions of all pieces. Pieces that can't be compiled run eagerly, with a warning."""
     missing = why_not(device)
     if missing:
         warnings.warn(
@@ -56,7 +56,7 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
 
 
 def why_not(device: torch.device) -> tuple[str, str] | None:
-    """Return why nothing can be compiled for this device, and the fix; None if pieces can be."""
+    """Return the reason why no piece can be compiled for this device, and the fix; None if pieces can be."""
     if device.type != "cpu":
         return (
             f"pieces are compiled for CPUs only, and the device is {device.type!r}",
@@ -77,7 +77,7 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
         return build(piece)
     try:
         return compiled(piece, tuple(reads))
-    except Exception as error:  # whatever a compiler runs into, the piece itself can run
+    except Exception as error:  # whatever makes the compiler fail, the piece runs eagerly
         phase = "forward" if piece.phase == "F" else "backward"
         warnings.warn(
             f"{phase} of stage {piece.stage} (piece {piece}) can't be compiled and runs eagerly: "
@@ -90,7 +90,7 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
 def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
-    """Return the compiled function of a piece that reads values like these."""
+    """Return the compiled function of a piece, for input values with this metadata."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -106,7 +106,7 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
 
 
 def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
-    """Return a wrapper of the code that copies inputs with other strides into those of the traced inputs."""
+    """Return a function that copies inputs with other strides than the traced ones, then calls the code."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ class Like:
 
 
 def values_read(partition: Partition) -> list[tuple[Like, ...]]:
-    """Return the metadata of what each piece will read: all pieces run in order on fake tensors."""
+    """Return the metadata of the values that each piece reads, by running all pieces on fake tensors."""
     fake = FakeTensorMode()
     found = []
     with fake, torch.no_grad():
@@ -161,7 +161,7 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
 def trace(
     piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a piece, and the fake tensors that it was traced on (the last is the key, if it draws)."""
+    """Return the fx graph of a piece, and its fake inputs (the last is the random key, if it draws)."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
     with fake:
         values = [like.empty() for like in reads]
@@ -196,19 +196,19 @@ class _Call(NamedTuple):
         return [made] if isinstance(made, Tensor) else list(made)
 
 
-# By text, so that compiled code from a cache finds them: the process that loads it has traced the piece before.
+# By text, which compiled code from inductor's cache contains too: its process has traced the piece before.
 _calls: dict[str, _Call] = {}
 
 
 def _opaque(operation: OpOverload) -> Callable[..., Any]:
-    """Return what compiled code calls: torch's own operations themselves, others through `popengine::eager`."""
+    """Return what the traced code calls: torch's operations themselves, others by `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
     return lambda *args, **kwargs: _call(operation, None, None, args, kwargs)
 
 
 def _draw(operation: OpOverload, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Draw as `random_draws.draw` does, through `popengine::eager`."""
+    """Run a random operation through `popengine::eager`, which calls `random_draws.draw`."""
     return _call(operation, key, place, args, kwargs)
 
 
@@ -225,7 +225,7 @@ def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: An
 
 
 def _run_call(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    # A result that is an argument (of a mark) becomes a copy: the compiled code may reuse the argument's memory.
+    # A result that shares an argument's memory is copied: the compiled code may reuse that memory.
     owned = {tensor.untyped_storage()._cdata for tensor in tensors}
     made = _calls[text].results(key, tensors, is_fake=False)
     return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
