@@ -193,7 +193,7 @@ class State:
             new.update((name, values[name]) for name in self._changed)
 
     def hold_step(self) -> None:
-        """Store gradient sums and new buffers for the plan that ends the step. Such plans have one replica."""
+        """Store gradient sums and new buffers for the plan that ends the step. It has one replica, as this."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = _OpenStep(dict(self.sums[0]), buffers)
 

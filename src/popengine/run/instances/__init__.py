@@ -1,1 +1,1 @@
-"""Several processes: how they meet, what they agree on, how they add up."""
+"""Several processes that train together: connections, checks of equality, all-reduce."""

@@ -1,17 +1,17 @@
-"""All-reduce over instances in a fixed order: equal bits in however many instances the replicas are.
+"""All-reduce over instances in a fixed order: the same bits for every division of replicas into instances.
 
-A sum over replicas is a balanced binary tree over their numbers in all instances:
+A sum over replicas is a balanced binary tree over their global numbers:
 
-    0   1   2   3   4   5   6      neighbours add up first, then their sums; a node without a neighbour goes up as it is
+    0   1   2   3   4   5   6      neighbours add up first, then their sums; a single node moves up
     └─┬─┘   └─┬─┘   └─┬─┘   │
       └───┬───┘       └──┬──┘
           └──────┬───────┘
 
-An instance adds up its own replicas, which are whole nodes of the tree. Then reduce-scatter: each instance receives the
-others' nodes for its share of the elements, and adds them up; then all-gather: it sends its share to all others. Shares
-travel in segments, so that additions and both directions overlap. Each instance sends 2 (N - 1) / N of the elements, as
-a ring does, in 2 turns instead of 2 (N - 1). Gloo's all_to_all is not used: it took 2.7 to 3.7 times as long as gloo's
-all_reduce, whose own order of additions depends on the number of instances.
+An instance adds up its own replicas, into whole nodes of the tree. Then reduce-scatter: each instance
+receives the peers' nodes for its shard of the elements, and adds them up; then all-gather: it sends its shard
+to all peers. Shards are sent in segments, so that additions and both directions overlap. Each instance sends
+2 (N - 1) / N of the elements, as in a ring, but in 2 turns instead of 2 (N - 1). Gloo's all_to_all took 2.7
+to 3.7 times as long as its all_reduce, whose order of additions depends on the number of instances.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from .connections import Connections
 
-IN_FLIGHT = 1 << 21  # elements that are on their way to an instance at the same time, about
-_ALIGNED = 64  # elements: kernels work on whole vectors, so shares begin at multiples of one
+IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
+_ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
 _AHEAD = 4  # segments that are received while one is added up
-_SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # what peers are waited for, in warnings
-_Incoming = tuple[Tensor, dist.Work, int]  # a node of a segment on its way, and the peer that sends it
+_SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # purposes of waits, for warnings
+_Incoming = tuple[Tensor, dist.Work, int]  # a segment of a tree node, its receive operation, and the sender
 
 
 # ---- the tree ------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ _Incoming = tuple[Tensor, dist.Work, int]  # a node of a segment on its way, and
 
 @dataclass(slots=True)
 class TreeNode:
-    """The sum over the replicas from index · 2^level on, as tensors that are added to in place."""
+    """The sum over the 2^level replicas from index · 2^level on. `add` and `total` overwrite its values."""
 
     level: int
     index: int
@@ -47,7 +47,7 @@ class TreeNode:
 
 
 def add(stack: list[TreeNode], node: TreeNode) -> None:
-    """Put the next node on a stack, and replace neighbours on it by their sum."""
+    """Push the next node onto a stack, and replace each complete pair of neighbours by its sum."""
     while stack and node.index % 2 and stack[-1].level == node.level and stack[-1].index == node.index - 1:
         left = stack.pop()
         if left.values:
@@ -57,7 +57,7 @@ def add(stack: list[TreeNode], node: TreeNode) -> None:
 
 
 def total(stack: list[TreeNode]) -> list[Tensor]:
-    """Return the sum of all nodes on a stack, once the last one is there."""
+    """Return the sum of all nodes on a stack and empty the stack. Call it after the last node was added."""
     while len(stack) > 1:
         last = stack.pop()
         torch._foreach_add_(stack[-1].values, last.values)
@@ -65,7 +65,7 @@ def total(stack: list[TreeNode]) -> list[Tensor]:
 
 
 def nodes_of(start: int, count: int) -> list[tuple[int, int]]:
-    """Return level and index of the nodes that successive replicas add up to without any others."""
+    """Return (level, index) of the tree nodes that the replicas start, ..., start + count - 1 add up to."""
     stack: list[TreeNode] = []
     for replica in range(start, start + count):
         add(stack, TreeNode(0, replica, []))
@@ -76,12 +76,12 @@ def nodes_of(start: int, count: int) -> list[tuple[int, int]]:
 
 
 class AllReduce:
-    """Sums over all instances of a group.
+    """The all-reduce over all instances of a group, and its two halves: reduce-scatter and all-gather.
 
     Args:
         group:    connections to the other instances
-        tag:      of the messages: this one and the next are used by no one else
-        replicas: of each instance that take part
+        tag:      tag of the messages; no other messages may use `tag` and `tag + 1`
+        replicas: number of replicas in each instance that take part
     """
 
     def __init__(self, group: Connections, tag: int, replicas: int) -> None:
@@ -92,36 +92,36 @@ class AllReduce:
 
     @property
     def nodes(self) -> int:
-        """How many nodes of the tree this instance's replicas add up to."""
+        """The number of tree nodes that this instance's replicas add up to."""
         return len(self._nodes[self.rank])
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
-        """Sum the nodes of all instances into the first of this one's, in all of them.
+        """Sum the nodes of all instances; every instance receives the sum in its `flats[0]`.
 
         Args:
-            flats: the nodes of this instance, each 1-dimensional; those after the first are overwritten
+            flats: the nodes of this instance, each 1-d; those after the first are overwritten
         """
         self._reduce(flats, even_cuts(flats[0].numel(), self.size), gathers=True)
 
     def agree(self, commit: Callable[[], None]) -> None:
-        """Return when all instances have come here and `commit` has returned in all of them.
+        """Wait for all instances, call `commit`, and return when it has returned in all of them.
 
-        It is called when all have come. Where it raises an exception, or this instance ends before, no instance
-        returns: each waits for a share of a sum that every other instance sends after its `commit`.
+        If `commit` raises an exception in an instance, or the instance ends before, `agree` returns in none:
+        each waits for a shard of a sum that every other instance sends after its `commit`.
         """
         zeros = torch.zeros(self.size * _ALIGNED)
         self._reduce([zeros], even_cuts(zeros.numel(), self.size), gathers=True, commit=commit)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """As `all_reduce`, but each instance has the sum only between its own two cuts.
+        """Sum the nodes of all instances; each instance receives its shard of the sum, in its `flats[0]`.
 
         Args:
-            cuts: where the share of each instance begins, and the end of the last
+            cuts: element offsets at which the shard of each instance begins, and the end of the last
         """
         self._reduce(flats, cuts, gathers=False)
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
-        """Fill a tensor with the shares of all instances; this one's is there."""
+        """Receive the shards of all peers into `flat`, which holds this instance's shard already."""
         sent = [
             self._group.send(flat[start:stop], peer, self._tag + 1)
             for start, stop in _segments(cuts[self.rank], cuts[self.rank + 1], self.size)
@@ -132,7 +132,7 @@ class AllReduce:
             self._group.wait(work, peer, _GATHER)
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each value by that of the instance that owns it."""
+        """Overwrite each value by that of the instance that owns it; `owners` are ranks."""
         for chosen in by_dtype(values):
             shares = [[values[i] for i in chosen if owners[i] == rank] for rank in range(self.size)]
             cuts = [0, *accumulate(sum(value.numel() for value in share) for share in shares)]
@@ -150,8 +150,8 @@ class AllReduce:
         gathers: bool,
         commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sum this instance's share; `gathers`: and send each segment of the sum to all others at once, after `commit`
-        was called."""
+        """Sum this instance's shard; with `gathers` also send it to all peers and receive theirs. Calls
+        `commit` after the sum of the first segment, and before that is sent."""
         target, group = flats[0], self._group
         sent = [
             group.send(flat[start:stop], peer, self._tag)
@@ -176,7 +176,7 @@ class AllReduce:
             group.wait(work, peer, _SUM)
 
     def _shares_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return (peer, start, stop) of the segments of all other instances' shares, one of each in turn."""
+        """Return (peer, start, stop) of all segments of peers' shards, ordered by segment, then by peer."""
         found = [
             (turn, peer, start, stop)
             for peer in self._group.peers
@@ -185,7 +185,7 @@ class AllReduce:
         return [segment for _, *segment in sorted(found)]  # type: ignore[misc]
 
     def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[_Incoming]:
-        """Begin to receive a segment of this instance's share from all others."""
+        """Start to receive a segment of this instance's shard from all peers, into the buffers `slot`."""
         found = []
         for peer in self._group.peers:
             for index in range(len(self._nodes[peer])):
@@ -197,7 +197,7 @@ class AllReduce:
         return found
 
     def _add(self, flats: Sequence[Tensor], start: int, stop: int, parts: list[_Incoming]) -> None:
-        """Sum a segment in the order of the tree, into the first of `flats`."""
+        """Wait for the parts of a segment, and sum them in the order of the tree into `flats[0]`."""
         stack: list[TreeNode] = []
         arriving = iter(parts)
         for rank, nodes in enumerate(self._nodes):
@@ -213,7 +213,7 @@ class AllReduce:
             flats[0][start:stop].copy_(result)
 
     def _receive_shares(self, flat: Tensor, cuts: Sequence[int], what: str) -> None:
-        """Receive the shares of all others, in place: a peer sends its sum after it has received this one's part."""
+        """Receive the shards of all peers, in place. A peer sends it after it has this instance's nodes."""
         works = [
             self._group.receive(flat[start:stop], peer, self._tag + 1)
             for peer, start, stop in self._shares_of_peers(cuts)
@@ -223,7 +223,7 @@ class AllReduce:
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the rows of some instances, one after another; each has as many."""
+    """Return the rows of the instances `ranks`, concatenated; all have the shape and dtype of `mine`."""
     parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")
@@ -231,7 +231,7 @@ def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Te
 
 
 def even_cuts(elements: int, size: int) -> list[int]:
-    """Return where equal shares begin, and the end of the last."""
+    """Return the offsets at which equal shards begin, and the end of the last."""
     share = -(-elements // (size * _ALIGNED)) * _ALIGNED
     return [min(rank * share, elements) for rank in range(size + 1)]
 
@@ -252,7 +252,7 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
 
 
 def _unflat(flat: Tensor, values: Sequence[Tensor]) -> None:
-    """Copy a flat tensor into values of any shapes."""
+    """Copy the elements of a flat tensor into the values, one after another."""
     if values:
         parts = flat.split([value.numel() for value in values])
         shaped = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]

@@ -1,9 +1,9 @@
-"""Point-to-point connections between instances, and what happens when one of them fails.
+"""Point-to-point connections between instances, and the handling of failures.
 
 Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of these
-messages (`all_reduce.py`). An instance that fails closes its connections, which wakes every peer that waits for it; the
-reason is in the store by which the instances met. Then all connect again, as the next generation, unless an instance is
-gone: then the training has ended. No wait is without an end.
+messages (`all_reduce.py`). An instance that fails writes the reason to the store through which the instances
+met, and closes its connections, which wakes every peer that waits for it. Then all connect again, as the next
+generation of connections. If the process of an instance has ended, the training ends. Every wait has an end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...errors import Error, UnrecoverableError
 
 logger = logging.getLogger("popengine")
 
-WARN_AFTER = 60.0  # seconds of a wait for a peer, until a warning
+WARN_AFTER = 60.0  # seconds of a wait for a peer between warnings
 _FOREVER = timedelta(days=365)
 _CUT, _PROBE = 3, 3  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
@@ -34,14 +34,14 @@ _process_ends = threading.Event()
 
 
 class TorchThread(threading.Thread):
-    """A thread that may be within torch when the process ends; see `join_threads`."""
+    """A daemon thread that may be inside a torch function when the process ends; see `join_threads`."""
 
     def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
         super().__init__(target=work, args=arguments, daemon=True)
 
 
 def join_threads(seconds: float) -> bool:
-    """At the process's end: wait until no thread is within torch. Returns: whether that is so.
+    """Wait at the process's end until each `TorchThread` has ended. Returns: False if one still runs.
 
     Python ends a thread that returns to it after its finalization, and C++ functions below that thread's Python
     functions (torch's bindings) then abort the process: "terminate called without an active exception".
@@ -65,9 +65,9 @@ class PeerLost(UnrecoverableError):
 
 @dataclass
 class _PeerWait:
-    """A thread that waits for a peer."""
+    """A wait of a thread for a peer, for the purpose `what`."""
 
-    peer: int  # its number for messages
+    peer: int  # its number in messages
     what: str
     since: float = field(default_factory=time.monotonic)
     warn_after: float = field(default_factory=lambda: WARN_AFTER)
@@ -77,10 +77,10 @@ class Connections:
     """The connections of this instance to its peers.
 
     Args:
-        store: by which the instances met
-        rank:  of this instance among the `size` instances that are connected
+        store: the store through which the instances met
+        rank:  rank of this instance among the `size` connected instances
         name:  prefix of the keys in the store
-        ranks: of each instance among all that there are, for messages
+        ranks: global rank of each connected instance; (): the same as its rank here
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Connections:
         self._store, self._name = store, name
         self._generation = 0
         self._group: _Gloo | None = None
-        self._failure = ""  # why the generation before was closed
+        self._failure = ""  # why the previous generation was closed
         self._ended = ""  # why there will be no next generation
         self._is_watched = False
         self._lock = threading.RLock()
@@ -101,11 +101,11 @@ class Connections:
     # ---- messages ----------------------------------------------------------------------------------------
 
     def send(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
-        """Begin to send a value, which may change after `wait`. Returns: the work, and the peer."""
+        """Start to send a value, which may change after `wait`. Returns: the first two arguments of `wait`"""
         return self._begin("send", value, peer, tag)
 
     def receive(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
-        """Begin to receive into a value, which is complete after `wait`. Returns: the work, and the peer."""
+        """Start to receive `value`, complete after `wait`. Returns: the first two arguments of `wait`"""
         return self._begin("recv", value, peer, tag)
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
@@ -120,7 +120,7 @@ class Connections:
             self._waits.pop(thread, None)
 
     def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send a value to some peers, and receive another one from each of them."""
+        """Send a value to the peers in `received`, and receive each peer's value into its tensor there."""
         begun = [self.receive(value, peer, tag) for peer, value in received.items()]
         begun += [self.send(mine, peer, tag) for peer in received]
         for work, peer in begun:
@@ -139,9 +139,9 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Publish for which peer this instance waits, and warn when it has waited long."""
+        """Write to the store which peer this instance waits for, and log long waits, as a thread's loop."""
         count = 0
-        publisher = threading.Thread()  # apart: the store may be in a stopped process
+        publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
             waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
@@ -164,7 +164,7 @@ class Connections:
     # ---- generations -------------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Connect to all peers, anew if the connections were closed; waits for them."""
+        """Connect to all peers and wait for them, if not connected. Raises PeerLost if one has ended."""
         with self._connecting:
             if self._ended:
                 raise self._error()
@@ -200,7 +200,7 @@ class Connections:
         return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
 
     def _probe(self, peer: int) -> None:
-        """Raises RuntimeError if the process of a peer is gone: torch's own connection to it is closed then."""
+        """Raise RuntimeError if a peer's process has ended: a message in torch's own group then fails."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -208,7 +208,7 @@ class Connections:
     # ---- failures ----------------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Close all connections, since this instance has failed: wakes every thread that waits, here and in peers."""
+        """Close all connections after a failure here, which wakes all waiting threads, here and in peers."""
         with self._lock:
             if self._group is not None:
                 reason = {"by": self.ranks[self.rank], "why": why, "ends": False}
@@ -218,14 +218,15 @@ class Connections:
                 self._close("", why)
 
     def _publish(self, reason: dict[str, Any]) -> dict[str, Any] | None:
-        """Leave the reason of a failure for the peers. Returns: the first one; None, if the store is gone."""
+        """Write the reason of a failure to the store. Returns: the first one there; None: no store"""
         key = f"{self._name}/{self._generation}/broken"
         with suppress(RuntimeError):
             return json.loads(self._store.compare_set(key, "", json.dumps(reason)))
         return None
 
     def _closed_by(self, error: Exception, peer: int, generation: int) -> Error:
-        """Close this generation after an error of its connections. Returns: the error for the user."""
+        """Close all connections after an error of a message to or from `peer`, and return the error to
+        raise. If the message's `generation` was closed already, nothing is closed."""
         with self._lock:
             if self._group is not None and self._generation == generation:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
@@ -238,7 +239,8 @@ class Connections:
             return self._error()
 
     def _close(self, ended: str, why: str) -> None:
-        """Close all connections. Gloo does so when a wait runs out of time, and wakes all other waits."""
+        """Close all connections. Gloo does so when a receive times out, and wakes all other waits.
+        `ended`: why no generation can follow, or ""."""
         group, self._group = self._group, None
         self._ended, self._failure = self._ended or ended, why
         self._generation += 1

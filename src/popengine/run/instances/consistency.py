@@ -1,4 +1,4 @@
-"""What has to be equal in all instances, and the error message of a difference: what differs, and where."""
+"""The facts that have to be equal in all instances, and the error message that lists their differences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...settings import Hyper, Settings
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 
 HEADER = 256  # bytes
-_SHOWN = 6  # differences
-_LISTED = 8  # elements of a constant that are shown instead of their hash
-_WIDTH = 120  # letters of a value
-# What follows from other sections says nothing new where those differ.
+_SHOWN = 6  # differences that are listed
+_LISTED = 8  # constants with more elements are shown as a hash
+_WIDTH = 120  # characters of a value that are shown
+# Sections that follow from others: they are not listed if one of the others differs.
 _FOLLOW = {
     "operation": ("versions", "options", "shape"),
     "plan": ("versions", "options", "shape", "operation"),
@@ -30,24 +30,24 @@ _FOLLOW = {
 
 
 def header(what: str, facts: Facts) -> Tensor:
-    """Return what an instance sends first: a digest of its facts, and its place in the program, in HEADER bytes."""
+    """Return the first message of a barrier: a digest of the facts, and the place in the program (`what`)."""
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def place_in(value: Tensor) -> str:
-    """Return the place in the program of the instance that sent a header."""
+    """Return the place in the program that a header contains."""
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
 def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
-    """Return the error message of instances that differ.
+    """Return the error message for instances that are at different places or have different facts.
 
     Args:
-        whats: the place in the program of each
-        facts: of each
-        names: the number of each
+        whats: place in the program of each instance
+        facts: facts of each instance
+        names: number of each instance, for the message
     """
     if len(set(whats)) > 1:
         return (
@@ -66,7 +66,7 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
         line
         for section, lines in found.items()
         if not any(earlier in found for earlier in _FOLLOW.get(section, ()))
-        for line in (lines[:1] if section == "operation" else lines)  # others follow from the first
+        for line in (lines[:1] if section == "operation" else lines)  # the others follow from the first
     ]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
@@ -98,7 +98,7 @@ def _where(values: Sequence[str], names: Sequence[int]) -> str:
 
 
 def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
-    """Return what has to be equal before the first call."""
+    """Return the facts that have to be equal in all instances before the first call."""
     counts = dataclasses.replace(settings.counts, instance=0)
     options = _flat(dataclasses.replace(settings, counts=counts))
     slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
@@ -119,7 +119,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
 
 
 def _operations(plan: Plan) -> dict[str, str]:
-    """Return the code of each operation, by the user's line and its place in the plan."""
+    """Return the source of each operation, by the user's line, the line in the piece, and the piece."""
     return {
         f"{piece.where(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
         for place, piece in enumerate(plan.partition.pieces)
@@ -129,7 +129,7 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 
 def _constants(plan: Plan) -> dict[str, str]:
-    """Return the value of each constant, by the operation that reads it."""
+    """Return shape, dtype and value (or hash) of each constant, by the operation that reads it."""
     found = {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in line.operands():
@@ -148,7 +148,7 @@ def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def facts_of_rates(hyper: Hyper) -> dict[str, str]:
-    """Return the rates of a call."""
+    """Return the text of each rate of a call, by its name and parameter group."""
     groups = {
         f"{name} of parameter group {index}": repr(value)
         for index, group in enumerate(hyper.groups)

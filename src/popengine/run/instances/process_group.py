@@ -1,6 +1,6 @@
-"""The process group of a training: barriers at which instances compare what has to be equal, and state that all read.
+"""The process group of a training: barriers at which instances compare facts, and reads of sharded state.
 
-`connections.py` has the messages, and what happens when an instance fails.
+`connections.py` sends the messages and handles failures.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .consistency import HEADER, Facts, differences, header, place_in
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
-_BARRIER, _FACTS, _READ = 1, 2, 4  # tags; 3 is of connections
-FIRST_TAG = 16  # from here on tags are free for sums and gathers
+_BARRIER, _FACTS, _READ = 1, 2, 4  # tags; `connections.py` uses 3
+FIRST_TAG = 16  # tags from here on are free for sums and gathers
 _READING = "the reading of "
 
 T = TypeVar("T")
 
 
 def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start work that waits within torch, which no interrupt wakes. Returns: a queue for its value or error."""
+    """Start work in a thread, as no interrupt ends a wait in torch. Returns: the queue for `result_of`"""
     outcome: SimpleQueue = SimpleQueue()
 
     def run() -> None:
@@ -48,7 +48,7 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Return the value of work `in_a_thread`, or raise its error. An interrupt ends the wait for it."""
+    """Wait for work `in_a_thread`; return its value, or raise its error. An interrupt ends only the wait."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -58,19 +58,19 @@ def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
     return value
 
 
-OptimizerStates = dict[str, dict[str, Tensor]]  # of each parameter
+OptimizerStates = dict[str, dict[str, Tensor]]  # by parameter and state
 
 
 class ShardedState(Protocol):
-    """A training's state, of whose optimizer each instance has another part."""
+    """The state of a training whose optimizer state is sharded over instances."""
 
     def read_optimizer(self) -> OptimizerStates:
-        """Return this instance's part. It is called between the calls of the training."""
+        """Return this instance's shard. It is called between the calls of the training."""
         ...
 
 
 class ProcessGroup(Connections):
-    """This instance among the instances of a training, or among some of them; arguments as of `Connections`."""
+    """The group of all instances of a training, or of some of them. Arguments: see `Connections`."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
@@ -80,26 +80,26 @@ class ProcessGroup(Connections):
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._published = 0
         self._states: weakref.WeakValueDictionary[str, ShardedState] = weakref.WeakValueDictionary()
-        # Parts of trainings that have ended, until the next barrier.
+        # Shards of engines that were closed; dropped at the next barrier.
         self._kept: dict[str, OptimizerStates] = {}
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
     def barrier(self, what: str, facts: Facts | None = None) -> None:
-        """Wait until all instances are at this place, and check that their facts are equal.
+        """Wait until all instances are at this barrier, and check that their facts are equal.
 
         Args:
-            what:  the place in the program: "call 17"
-            facts: what has to be equal, by section and name
+            what:  name of the place in the program, such as "call 17"
+            facts: texts that have to be equal, by section and name
         Raises:
-            Error:      the instances differ; every one of them raises it
-            PeerFailed: another one has failed
-            PeerLost:   another one is gone
+            Error:      the instances differ; all of them raise it
+            PeerFailed: another instance has failed
+            PeerLost:   another instance has ended
         """
         self.after_barrier(what, facts or {}, lambda: None)
 
     def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
-        """As `barrier`; then return what `work` does with the others, in a thread, so that it can be interrupted."""
+        """Do `barrier`, then call `work` and return its result. An interrupt closes the connections."""
         is_abandoned = threading.Event()
 
         def barrier_and_work() -> T:
@@ -118,7 +118,7 @@ class ProcessGroup(Connections):
                 raise
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of some of the instances, made once."""
+        """Return the group of the instances `ranks`. It is made at its first use."""
         key = tuple(ranks)
         if key not in self._subgroups:
             name = "-".join(map(str, ranks))
@@ -137,18 +137,18 @@ class ProcessGroup(Connections):
             if not readings:
                 break
             if min(readings) == what:
-                return  # the others send their parts first, wherever they are
+                return  # peers at other barriers send their shards first
             self._gather_parts(min(readings))
         texts = self._all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
         raise Error(differences(whats, others, self.ranks))
 
-    # ---- state of which each instance has a part ---------------------------------------------------------
+    # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish(self, state: ShardedState) -> str:
-        """Let other instances read this one's part of a training's state; all instances publish in the same order.
+        """Let other instances read this one's shard of a state. All instances publish in the same order.
 
-        The state is not kept alive. Returns: the name to read it by
+        The reference to the state is weak. Returns: its name, for `read_parts`
         """
         self._published += 1
         name = f"{_READING}the optimizer's state (number {self._published})"
@@ -156,19 +156,19 @@ class ProcessGroup(Connections):
         return name
 
     def keep_until_barrier(self, name: str) -> None:
-        """Keep a copy of this instance's part until the next barrier: an instance that is not as far may read it."""
+        """Keep a copy of this instance's shard until the next barrier, because slower peers may read it."""
         state = self._states.pop(name, None)
         if state is not None and not self._ended:
             self._kept[name] = state.read_optimizer()
 
     def has_parts(self) -> bool:
-        """Return whether another instance may want to read a part of this one."""
+        """Return whether this instance has a shard that peers may read."""
         return bool(self._states or self._kept)
 
     def read_parts(self, name: str) -> list[OptimizerStates]:
-        """Return the parts of all instances.
+        """Return the shards of all instances, by rank. Waits until all have sent theirs.
 
-        An instance that does not read sends its part when it comes to its next barrier, and goes on to that.
+        An instance that does not read sends its shard at its next barrier, and then continues with that.
         """
         return self.after_barrier(name, {}, lambda: self._gather_parts(name))
 
@@ -185,7 +185,7 @@ class ProcessGroup(Connections):
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
     def _all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes of all instances."""
+        """Return the bytes of all instances, of any length."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
         sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
         numbers = [int(one.view(torch.int64)) for one in sizes]
@@ -193,7 +193,7 @@ class ProcessGroup(Connections):
         return [one.numpy().tobytes() for one in self._all_gather(value, numbers, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
-        """Return the bytes of all instances, whose numbers are known."""
+        """Return the bytes (uint8) of all instances, whose lengths are `sizes`."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
@@ -207,14 +207,14 @@ _current: ProcessGroup | None = None
 
 
 def join(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """Make the group of this process, with the instances that met by a store."""
+    """Make and return the group of this process, for instances that met through a store."""
     global _current
     _current = ProcessGroup(dist.PrefixStore("pando", store), rank, size)
     return _current
 
 
 def current() -> ProcessGroup | None:
-    """Return the group of this process; None, where there is none."""
+    """Return the group of this process, made of torch.distributed's if there is none; None without both."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # The user's program has called torch.distributed itself.
         store = dist.distributed_c10d._get_default_store()
@@ -224,10 +224,10 @@ def current() -> ProcessGroup | None:
 
 
 def group_of(instances: int) -> ProcessGroup:
-    """Return the group of this process, of so many instances.
+    """Return the group of this process, which must have `instances` instances.
 
     Raises:
-        Error: they have not met
+        Error: there is no group, or it has another size
     """
     found = current()
     if found is None:
@@ -244,7 +244,7 @@ def group_of(instances: int) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Let peers know that this process ends. If they may read its part of some state, wait for them first."""
+    """Write to the store that this process ends; first wait for peers that may read a shard of its state."""
     if _current is not None:
         if _current.has_parts() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
