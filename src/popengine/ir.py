@@ -81,7 +81,7 @@ class Signature:
 
     @property
     def fixed(self) -> frozenset[str]:
-        """Return the slot names of values that are constant during a step, so that each ipu may copy them."""
+        """Return the slot names of values that are constant during a step, so each ipu may hold a copy."""
         return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed
 
 

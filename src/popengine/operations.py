@@ -96,5 +96,5 @@ def _pretend(value: Tensor, size: int) -> Tensor:
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """Return the values of the replicas in this replica's group, stacked: [size, ...]. It has no gradient."""
+    """Return the values of this replica's group, stacked by replica: [size, ...]. No gradient flows back."""
     return torch.ops.popengine.gather_over_replicas(value, size)

@@ -51,9 +51,9 @@ class Order:
     """The rule by which devices choose among ready tasks.
 
     Args:
-        key:   of (an action's index, the action, the micro-batch): the ready task of the smallest runs first
-        bound: of (an action's index, all actions, the number of devices that share them): the action of an
-            earlier micro-batch that this action waits for, or None
+        key:   of (action's index, action, micro-batch): the ready task with the smallest key runs first
+        bound: of (action's index, all actions, number of devices that share them): the action of an earlier
+            micro-batch that this action waits for, or None
     """
 
     name: str
@@ -66,7 +66,7 @@ def _stages(actions: Sequence[Action]) -> int:
 
 
 def _entry(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the bound of a micro-batch's first action: the end of the one `in_flight` earlier. Else None."""
+    """Return what a first action waits for: the end of the micro-batch `in_flight` earlier. Else None."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 

@@ -188,7 +188,7 @@ class Event(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Return the ns that a core computed in it, or its duration if that was not measured."""
+        """Return the ns that a core computed in the instruction; its duration if that was not measured."""
         return self.computed or self.end - self.start
 
 

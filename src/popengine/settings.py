@@ -125,7 +125,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """The groups of replicas that share a value of a per-replica parameter, and reduce its gradients.
+    """The groups of a per-replica parameter: the replicas of a group share a value, and reduce gradients.
 
     Args:
         of:       the group of each replica, which is also its row in the host's tensor
@@ -136,7 +136,7 @@ class ReplicaGroups:
     all_rows: bool = False
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Return the replicas of a replica's group, in ascending order."""
+        """Return the replicas in the group of `replica`, in ascending order."""
         return tuple(other for other, group in enumerate(self.of) if group == self.of[replica])
 
     @property
@@ -211,6 +211,6 @@ class Settings:
         return self.backend == "eager" or self.finite_checks
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
-        """Return the replicas with the same value of a parameter as this one, in order: its group, or all."""
+        """Return the replicas with the same value of a parameter as `replica`: its group, or all replicas."""
         groups = self.replica_groups.get(key)
         return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

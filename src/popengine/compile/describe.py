@@ -170,7 +170,7 @@ class Description:
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
-    """Return the first `MOST_TICKS` actions in the order of their ticks, and the ticks of the whole step."""
+    """Return the first `MOST_TICKS` actions in the order of their ticks, and the number of ticks."""
     order, _ = ORDERS[plan.order]
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)
@@ -222,7 +222,8 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
 def peak_bytes(graph: Graph, plan: Plan, program: Program, inside: Mapping[int, int]) -> int | None:
     """Return the peak of the bytes that an ipu holds for its micro-batches while it runs its program.
 
-    Values that share memory count once, but every view of an input counts: rows share the batch's memory.
+    Values that share memory count once, by their storage. A view of an input counts by its own size,
+    since its storage is that of the whole batch.
 
     Args:
         inside: by piece, the peak of the bytes that it allocates beyond those held before it runs

@@ -35,7 +35,7 @@ def used_visits(graph: Graph) -> set[int]:
 
 
 def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
-    """Cut a graph into pieces.
+    """Cut a graph into pieces, one for each phase of each stage.
 
     Args:
         recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
@@ -100,7 +100,7 @@ def _members(
 
 
 def _outside(nodes: list[fx.Node]) -> dict[str, None]:
-    """Return the names of the nodes outside `nodes` that these read, in order (a dict as an ordered set)."""
+    """Return the names of the operands of `nodes` that are not in `nodes` (a dict as an ordered set)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 

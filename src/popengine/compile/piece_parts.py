@@ -56,7 +56,7 @@ def _around_gathers(piece: Piece) -> Iterator[int]:
 
 
 def _before_buffers(piece: Piece, changed: frozenset[str]) -> Iterator[int]:
-    """Yield the index of the first line that reads each changed buffer; one for buffers read close by."""
+    """Yield the first line that reads each changed buffer; skip lines within `_CLOSE` of the last one."""
     seen: set[str] = set()
     latest = -_CLOSE
     for place, line in enumerate(piece.lines):

@@ -75,7 +75,7 @@ def _turns(ipus: list[int], used: set[int]) -> list[int]:
 
 
 def _numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
-    """Return the stage of each visit in the user's numbering."""
+    """Return the stage of each visit, as the user's strategy numbers the stages."""
     return [0, *(_number(visit, visits, used, strategy) for visit in visits[1:])]
 
 
@@ -123,13 +123,13 @@ def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> di
 
 
 def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings; sharded ones if the micro-batches can't fill the pipeline and this is allowed.
+    """Return the settings, made sharded if micro-batches can't fill the pipeline and `or_sharded` is set.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
     n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
 
     Raises:
-        PartitionError: there are too few, and the strategy does not allow sharded execution
+        PartitionError: the micro-batches can't fill the pipeline, and `or_sharded` is not set
     """
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":

@@ -107,7 +107,7 @@ def _is_asked_by_torch(reported: set[str]) -> bool:
 
 
 def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch.compile's modules and functions run uncompiled; warn of modules."""
+    """Return a context in which torch.compile's code runs uncompiled; warn if the model has such modules."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
     if dynamo is None:
         return contextlib.nullcontext()

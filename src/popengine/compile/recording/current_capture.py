@@ -115,11 +115,11 @@ class Capture:
         self.is_marked = self.is_marked or is_explicit
 
     def choose_loss(self, value: Tensor, where: str) -> None:
-        """Train this loss in place of those that the forward marks; `where` is its origin, for errors."""
+        """Set the loss to train, in place of the marked losses; `where` describes its origin in errors."""
         self.chosen = value, where
 
     def describe(self, func: Any) -> dict[str, Any]:
-        """Return the meta of an operation's node, just before the operation runs."""
+        """Return the node meta of an operation that is about to run; a draw advances torch's generator."""
         meta = self._place(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores

@@ -24,9 +24,9 @@ _NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.defaul
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
-    """Replace in-place operations on values that share memory with no other value by out-of-place ones.
+    """Make a graph's in-place operations out-of-place, if no other value shares the memory that they write.
 
-    Dropout has such operations. A graph without others needs no replay, which takes as long as the capture.
+    Dropout has such operations. A graph with no others needs no replay, which takes as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -72,7 +72,7 @@ def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | 
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the result of a node's operation on these values of its operands."""
+    """Return the result of a node's operation for the values of its operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
     target: Any = node.target
     return target(*args, **kwargs)

@@ -278,7 +278,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def adoption(stand_ins: StandIns) -> Iterator[None]:
-    """Replace the module's tensors by stand-ins in arguments of torch functions and autograd Functions."""
+    """Replace the module's tensors by their stand-ins while the body runs.
+
+    They are replaced in the arguments of torch's functions, and of `apply` of autograd Functions.
+    """
     own, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
