@@ -102,10 +102,7 @@ def _classes(package: str) -> dict[str, type]:
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
-    """Wrap the method that chooses strategies: if one of Pando's classes is chosen, so are the others.
-
-    A Lightning without this method causes a warning.
-    """
+    """Wrap Lightning's choice of classes, so that one of Pando's implies the others; warn if that fails."""
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:

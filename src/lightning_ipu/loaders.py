@@ -126,7 +126,7 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
     if isinstance(loader.dataset, IterableDataset):
         arguments["batch_size"] = loader.batch_size
         arguments["auto_distributed_partitioning"] = False
-    elif loader.batch_sampler is not None and loader.batch_size is None:  # the user's own
+    elif loader.batch_sampler is not None and loader.batch_size is None:  # the user's batch sampler
         arguments["batch_sampler"] = loader.batch_sampler
     else:
         arguments["batch_size"] = loader.batch_size

@@ -227,10 +227,7 @@ def _metrics_of(module: Any) -> dict[str, Any]:
 
 
 class MetricValue:
-    """A placeholder for a metric's value, which the host computes after the step.
-
-    It can be logged. Any other use raises a CaptureError.
-    """
+    """A placeholder for a metric's value. It can be logged; any other use raises a CaptureError."""
 
     def __init__(self, path: str, call: int | None = None) -> None:
         self._path, self._call = path, call
@@ -338,7 +335,7 @@ def _note_attributes(module: Any, before: dict[str, Any]) -> None:
                 if _holds_traced(item):
                     note(("key", name, key), item)
         elif tensors_of(now):
-            note(("set", name), list(now) if type(now) is list else now)  # the list itself is restored
+            note(("set", name), list(now) if type(now) is list else now)  # a copy: the list is restored
         else:
             raise CaptureError(
                 f"the step leaves a tensor that has no values yet in self.{name}\n"

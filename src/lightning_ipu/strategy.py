@@ -312,7 +312,7 @@ class StrategyPart:
         """Return the mean (or sum, min, max) of a tensor or number over all processes, in all of them."""
         if self.world_size == 1:
             return tensor
-        word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also of torch's ReduceOp.SUM
+        word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also for torch's ReduceOp.SUM
         return collectives.all_reduce(tensor, "mean" if word == "avg" else word)
 
     def barrier(self, name: str | None = None) -> None:
