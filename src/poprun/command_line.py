@@ -168,7 +168,7 @@ class _Parser(argparse.ArgumentParser):
                 break
             name, equals, value = word.partition("=")
             action = self._action(name) if not re.fullmatch(r"-v+", word) else None
-            if action is None or action.nargs == 0:  # it takes no value
+            if action is None or action.nargs == 0:  # the option takes no value
                 own.append(word)
             elif action.type is _switch and not equals:
                 has_value = bool(rest) and rest[0].lower() in (*YES, *NO)

@@ -40,10 +40,7 @@ class Lost(Exception):
 
 
 class FirstNode:
-    """This node's connection to node 0, which leads a training with a fixed number of instances.
-
-    The methods are those of `Election`.
-    """
+    """The connection to node 0, which leads a training of a fixed size. Methods: as of `Election`."""
 
     def __init__(self, node: Node, log: Log) -> None:
         self._node, self._log = node, log
@@ -75,7 +72,7 @@ class FirstNode:
             try:
                 server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
                 break
-            except socket.gaierror as error:  # names of pods come late
+            except socket.gaierror as error:  # the name of a pod may not resolve yet
                 if time.monotonic() > until:
                     raise Lost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
                 time.sleep(0.5)

@@ -48,10 +48,10 @@ class Hangs:
     instances: int  # of all nodes
     request: CommandLine
     log: Log
-    _waits: dict[int, tuple[str, float]] = field(default_factory=dict)  # records, and when each last changed
+    _waits: dict[int, tuple[str, float]] = field(default_factory=dict)  # record, and time of its last change
     _marks: dict[int, tuple[float, float]] = field(
         default_factory=dict
-    )  # times, and processor time until then
+    )  # by instance, the last time with progress, and the processor time used until then
     _next: float = 0.0
 
     def look(self) -> None:
@@ -85,10 +85,7 @@ class Hangs:
         }
 
     def _judge(self, instance: int, pid: int, why: str, now: float) -> None:
-        """Kill an instance and its processes, if they have used no processor time for the time limit.
-
-        Args: why: text of the message about the peers that wait, or ""
-        """
+        """Kill an instance and its processes, if they have used no processor time for the time limit."""
         family, limit = list(_family(pid)), self.request.hang_timeout
         states, times = zip(*map(_state_and_time, family), strict=True)
         since, used = self._marks.setdefault(instance, (now, sum(times)))
