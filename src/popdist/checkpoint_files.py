@@ -100,7 +100,7 @@ class Writing(threading.Thread):
             for path in folder.glob("*.done"):
                 path.unlink()
             _sync(folder)
-            if self.place.complete.exists():  # a damaged one
+            if self.place.complete.exists():  # a damaged checkpoint
                 shutil.rmtree(self.place.complete)
             folder.rename(self.place.complete)
             _sync(self.place.directory)
