@@ -105,7 +105,7 @@ def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
             points += [(at + round((end - at) * share), base + live) for share, live in inside[piece]]
         before = after[index]
         points.append((end, before))
-    size = -(-len(points) // MOST_POINTS)  # of each group of neighbours the highest: no peak is lost
+    size = -(-len(points) // MOST_POINTS)  # only the highest of so many neighbours is kept: no peak is lost
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 

@@ -87,10 +87,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of one program: for each machine, those of all choices of replicas and accumulation.
-
-    The best choice for a machine comes first.
-    """
+    """Estimates of one program: one per machine, replicas and accumulation; a machine's best comes first."""
 
     profiles: Mapping[str, Profile]
     estimates: tuple[Estimate, ...]
