@@ -36,7 +36,7 @@ class Bucket:
 
 
 def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
-    """Return the buckets of a piece's gradients, and make the gradient sums in `state` views of it."""
+    """Return the buckets of a piece's gradients, and make the sums in `state` views of their `flats`."""
     made, settings = plan.partition.pieces[piece], state.settings
     lines = {line.name: place for place, line in enumerate(made.lines)}
     results = [r for r in plan.partition.signature.results if r.kind == "gradient" and r.name in made.writes]

@@ -27,9 +27,11 @@ _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Rows:
-    """The values of one output that its mode returns, and the times of their copies (perf_counter).
+    """The values of an output or anchored weight that its mode returns, and the times of their copies.
 
-    Args: period: the n of mode "every_n"; like: has the shape and dtype of one value
+    Args:
+        period: the n of mode "every_n"
+        like:   has the shape and dtype of one value
     """
 
     def __init__(
@@ -196,11 +198,11 @@ class EngineCall:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the call is to stop now: False until a committed step has ended."""
+        """Whether the call is to stop now. False while a committed step runs, also after `stop`."""
         return self._is_stopped and not self.is_committed
 
     def stop(self) -> None:
-        """Request that the call stops, before its next updates or after those that are committed."""
+        """Request the call to stop: before its next updates, or after the step that is committed already."""
         with self._lock:
             self._is_stopped = True
 

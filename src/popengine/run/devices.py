@@ -62,12 +62,12 @@ def cores(kind: DeviceKind) -> int:
 
 
 def running(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which an accelerator is this thread's current device. (For a CPU it is empty.)"""
+    """Return a context in which an accelerator is this thread's current device; no effect for a CPU."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def pinned(value: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor in pinned memory, so that `upload` need not wait. (For the CPU: itself.)"""
+    """Return a pinned copy of a CPU tensor, for `upload` to an accelerator; other tensors unchanged."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
@@ -120,5 +120,5 @@ def aligned(batch: Tensor) -> Tensor:
 
 
 def begins_well(value: Tensor) -> Tensor:
-    """Return a tensor that begins at a multiple of 64 bytes: itself, or a copy. (Not on the CPU: itself.)"""
+    """Return the tensor; if it is on the CPU and isn't aligned to 64 bytes, a copy that is."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

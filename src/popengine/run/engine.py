@@ -151,8 +151,7 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return combined batches as [iterations, accumulation, groups, micro-batch, ...]: as `aligned`
-        returns them; for an accelerator in pinned memory."""
+        """Return batches as [iterations, accumulation, groups, micro-batch, ...], `aligned` or `pinned`."""
         counts = self.settings.counts
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
         is_host = self.state.device.type == "cpu"
@@ -240,7 +239,7 @@ class Engine:
         self._unconfirmed = {key for key in weights if key in self.state.trained}
 
     def average_buffers(self) -> None:
-        """Set the floating point buffers that forward changes to their mean over the replicas everywhere."""
+        """Average the floating point buffers that forward changes, over the replicas of all processes."""
         with self._turn:
             self._await_idle()
             results = self.plan.partition.signature.results
@@ -255,7 +254,7 @@ class Engine:
 def _mean_over_replicas(
     replicas: Sequence[Sequence[Tensor]], counts: Counts, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Return the mean of each buffer over all replicas; by a binary tree, so its bits depend on no layout.
+    """Return the mean of each buffer over the replicas of all processes, with the same bits in every layout.
 
     Args:
         replicas: the buffers of each replica in this process
@@ -278,6 +277,6 @@ def _mean_over_replicas(
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
-    """Return the number of threads per operation: cores divided by micro-batches that run at the same
-    time. It depends on the batch counts only, so that all layouts give the bits of plain PyTorch."""
+    """Return the threads per operation: the cores per micro-batch and replica of a step, at least 1. This
+    depends on the counts, not on the stages, so that all layouts give the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -1,7 +1,7 @@
 """Measures the time of each piece of a partition, by running the pieces in order on one micro-batch.
 
-The times are inputs of a cost model: without schedule and updates, the fastest of a few rounds for each
-piece. Also measures the speedup of several threads, which share memory bandwidth and Python's lock.
+The times are inputs of a cost model: each is the fastest of a few rounds, without schedule or updates. Also
+measures the speedup of several threads, which share memory bandwidth and Python's lock.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measure(
 def speedups(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
 ) -> Factor:
-    """Return the speedup of `second` over `first`, measured in alternating rounds.
+    """Return the range of the speedup of `second` over `first`, measured in alternating rounds.
 
     Args:
         first, second: run their work the given number of times, and return the seconds
@@ -98,12 +98,12 @@ def speedups(
 
 
 def sharing(several: Callable[[int], float], threads: int, alone: float) -> tuple[Factor, float]:
-    """Compare `threads` threads that compute micro-batches at the same time with one thread.
+    """Measure how much faster `threads` threads compute micro-batches at the same time than one thread.
 
     Args:
         several: computes the given number of micro-batches, and returns the seconds
         alone:   estimated seconds of one micro-batch
-    Returns: the speedup of throughput; the CPU time of a micro-batch relative to that in one thread
+    Returns: the speedup; the CPU time per micro-batch, relative to that of one thread alone
     """
     barrier = Barrier(threads)
     spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone

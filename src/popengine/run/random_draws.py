@@ -88,7 +88,7 @@ def drawing_on(accelerator: torch.device) -> Callable[..., Any]:
 def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation without generator argument, such as a fused kernel, and return its result.
 
-    Torch's default generator has the state of `numbers` meanwhile, and its own state again afterwards.
+    While it runs, torch's default generator has the state of `numbers`; its own state is then restored.
     """
     own = torch.random if numbers.device.type == "cpu" else torch.get_device_module(numbers.device)
     with _default:

@@ -2,8 +2,8 @@
 
 A task is a row of the table with an index (a micro-batch, a chunk) and a replica. Tasks are numbered in the
 order of the step, and a thread takes the first that is ready. A finished task decrements the counters of
-those that wait for it. Each core has a thread, which runs tasks of any ipu. Rows that communicate with other
-processes run in a thread of their own, in the same order in every process.
+those that wait for it. There are as many threads as cores, and each runs tasks of any ipu. Rows that
+communicate with other processes run in a thread of their own, in the same order in every process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StepTasks:
     """All tasks of a step, and the dependencies between them.
 
     Args:
-        cores: number of cores that share all ipus; 0: each ipu of a replica runs its program, task by task
+        cores: number of cores that share all ipus; 0: each ipu of each replica runs its program in order
     """
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
@@ -246,7 +246,7 @@ class ReadyQueue:
             call.step_done()
 
     def _table(self) -> StepTasks:
-        """Return the tasks of a step. If it is recorded, each ipu runs one task at a time, like a device."""
+        """Return the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
         is_recorded = self._recorder is not None
         if is_recorded not in self._tables:
             self._tables[is_recorded] = StepTasks(self._rows, 0 if is_recorded else self._threads)
@@ -292,10 +292,9 @@ class ReadyQueue:
                 self._failed(error)
 
     def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished, wait for a ready task and return its number; None: it is over.
+        """Mark the task `done` as finished, wait for a ready task and return its number; None if `is_over`.
 
-        One lock for both: no other core takes a task that `done` made ready: this core's cache has its
-        inputs.
+        One lock for both: no other core takes a task that reads what `done` has left in this core's cache.
         """
         with self._changed:
             if done is not None:

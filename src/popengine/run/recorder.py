@@ -29,7 +29,7 @@ _Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch
 
 
 class Meter:
-    """The tensors that an ipu of replica 0 holds, as if it had its own memory, by index of instruction."""
+    """The tensors that an ipu of replica 0 holds, as if it had its own memory. Times are in instructions."""
 
     def __init__(self, step_rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = step_rows, ipu
@@ -139,7 +139,7 @@ class Detail:
     runs: Counter[int] = field(default_factory=Counter)  # piece -> how often it ran
 
     def times(self, piece: int) -> list[int]:
-        """Return the ns of each line in all runs: its CPU time, or (if larger) runs × its fastest run."""
+        """Return the ns of each line over all runs: CPU time, but at least fastest run × number of runs."""
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 

@@ -265,8 +265,7 @@ class RowFunctions:
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
         """Start the gradient sums of a step with its first gradients. A gradient that nothing else references
-        becomes the sum itself: a copy costs up to a fifth of a large update, and all gradients' memory
-        twice."""
+        becomes the sum without a copy, which would cost memory, and up to a fifth of an update's time."""
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:
@@ -324,8 +323,8 @@ def _left(call: EngineCall) -> str:
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
-    """Update means of `count` - 1 values with one more value each, in place: in float32 at least, rounded
-    once. A mean is never larger than its values, so half precision does not overflow."""
+    """Update means of `count` - 1 values with one more value each, in place (in float32 at least, rounded
+    once). A mean is never larger than its values, so half precision does not overflow."""
     for mean, value in zip(means, values, strict=True):
         wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
@@ -365,7 +364,7 @@ class Prepared:
         self._lock = threading.Lock()
 
     def take(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that a piece reads. Call it once per micro-batch: uses are counted."""
+        """Return the prepared values that a piece reads. Call it once per micro-batch: it counts calls."""
         names = self._names[piece]
         if not names:
             return {}

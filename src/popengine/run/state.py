@@ -124,7 +124,7 @@ class State:
         ]
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner of each sharded parameter: the process with the fewest elements of that ipu."""
+        """Return the owner of each sharded parameter; per ipu, all processes own about as many elements."""
         counts, least = self.settings.counts, self.settings.shard_optimizer
         optimizer = self.settings.optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -193,7 +193,7 @@ class State:
             new.update((name, values[name]) for name in self._changed)
 
     def hold_step(self) -> None:
-        """Store gradient sums and new buffers for the plan that ends the step. It has one replica, as this."""
+        """Store the gradient sums and new buffers, of replica 0, for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = _OpenStep(dict(self.sums[0]), buffers)
 
@@ -221,7 +221,7 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy each replica's `weights` to its parameters and buffers, all or none; others are unchanged."""
+        """Copy `weights[replica]` to each replica's parameters and buffers, all or none; others stay."""
         after: list[dict[str, Tensor]] = []
         held = {*self._names}
         with torch.no_grad(), devices.running(self.device):

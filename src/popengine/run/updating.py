@@ -3,7 +3,8 @@
     exchange   all-reduce a bucket of gradient sums over the replicas of all processes
     norm       if the first update needs them: the norm of each gradient, and whether it is finite
     begin      compute the loss scale and the clipping factor; commit the step: it now runs to its end
-    measure    compute steps and their norms, and `trust` their ratios, if the rule needs them (LAMB, LARS)
+    measure    if the rule needs norms (LAMB, LARS): compute the steps, their norms and those of the weights
+    trust      compute the trust ratios from these norms
     update     chunk by chunk: add up replicas, divide, clip, apply the rule
     share      send updated weights to the other processes, if they shard the optimizer state
     end        finish the step
@@ -145,7 +146,7 @@ class Updates:
                 way.reduce_scatter(flats, bucket.cuts)
 
     def _average(self, *sums: Tensor) -> None:
-        """Divide running means by the number of replicas, so that their total can't overflow."""
+        """If the sums are running means, divide them by the number of replicas, against overflow."""
         if self.settings.reduction == "running":
             average(list(sums), self.settings.counts.global_replicas)
 
@@ -173,7 +174,7 @@ class Updates:
         average([part.gradient for part in parts], self._divisor())
 
     def _look_at(self, index: int) -> None:
-        """Reduce and divide a unit's gradient; store its norm and `count` if they are needed. Owners only."""
+        """Reduce and divide a gradient; store its norm and `count` if needed. Skip it if a peer owns it."""
         unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
@@ -258,7 +259,7 @@ class Updates:
         return torch.linalg.vector_norm(self._over_owners(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process counts a gradient in sums over processes: its owner, or process 0."""
+        """Return whether this process adds a gradient to totals: its owner does; without one, process 0."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
@@ -269,7 +270,7 @@ class Updates:
         return values
 
     def _adapt_scale(self) -> bool:
-        """Set the next loss scale by the gradients' counts. Returns: False if one isn't finite: no update."""
+        """Set the next loss factor by `_counts`. Returns: False if a gradient isn't finite: no update"""
         counts = [found for unit, found in self._counts.items() if self._is_counted_here(unit)]
         seen = self._over_owners(sum(counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()

@@ -177,9 +177,7 @@ def lamb_steps(step: Step) -> None:
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LAMB trust ratio of each parameter, min(‖w‖, max_weight_norm) / ‖u‖; 1 where a norm is 0.
 
-    Args:
-        sizes:   norms of the weights, ‖w‖
-        lengths: norms of the unscaled steps, ‖u‖
+    Args: sizes, lengths: norms ‖w‖ of the weights and ‖u‖ of the unscaled steps
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return _or_one(sizes / lengths, sizes, lengths)
@@ -194,9 +192,7 @@ def lamb(step: Step) -> None:
 def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LARS trust ratio of each parameter, η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 where a norm is 0.
 
-    Args:
-        sizes:   norms of the weights, ‖w‖
-        lengths: norms of the gradients, ‖g‖
+    Args: group: has η ("eta") and β ("weight_decay"); sizes, lengths: norms of weights and of gradients
     """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
     return _or_one(ratios, sizes, lengths)

@@ -67,8 +67,7 @@ class UpdateStep:
     """One update of parameters with the same rates, chunk by chunk.
 
     Call `begin`; then, if the rule has `layers` (norms), `measure` for each chunk and `trust`; then `apply`
-    for each chunk. The caller reduces and clips the gradients in the `views` of a chunk before their first
-    use.
+    for each chunk. The caller reduces and clips the gradients in a chunk's `views` before their first use.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part]) -> None:

@@ -213,7 +213,7 @@ class AllReduce:
             flats[0][start:stop].copy_(result)
 
     def _receive_shares(self, flat: Tensor, cuts: Sequence[int], what: str) -> None:
-        """Receive the shards of all peers, in place. A peer sends it after it has this instance's nodes."""
+        """Receive all peers' shards into `flat`. A peer sends its shard after it has received the nodes."""
         works = [
             self._group.receive(flat[start:stop], peer, self._tag + 1)
             for peer, start, stop in self._shares_of_peers(cuts)

@@ -80,7 +80,7 @@ class Connections:
         store: the store through which the instances met
         rank:  rank of this instance among the `size` connected instances
         name:  prefix of the keys in the store
-        ranks: global rank of each connected instance; (): the same as its rank here
+        ranks: global rank of each connected instance; (): 0, 1, ..., size - 1
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Write to the store which peer this instance waits for, and log long waits, as a thread's loop."""
+        """Write to the store, in a loop, which peer this instance waits for; log warnings of long waits."""
         count = 0
         publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
@@ -218,7 +218,7 @@ class Connections:
                 self._close("", why)
 
     def _publish(self, reason: dict[str, Any]) -> dict[str, Any] | None:
-        """Write the reason of a failure to the store. Returns: the first one there; None: no store"""
+        """Write the reason of a failure, unless there is one. Returns: the first one; None: no store"""
         key = f"{self._name}/{self._generation}/broken"
         with suppress(RuntimeError):
             return json.loads(self._store.compare_set(key, "", json.dumps(reason)))

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start work in a thread, as no interrupt ends a wait in torch. Returns: the queue for `result_of`"""
+    """Start work in a thread, as an interrupt can't end a wait in torch. Returns: queue for `result_of`"""
     outcome: SimpleQueue = SimpleQueue()
 
     def run() -> None:
@@ -146,7 +146,7 @@ class ProcessGroup(Connections):
     # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish(self, state: ShardedState) -> str:
-        """Let other instances read this one's shard of a state. All instances publish in the same order.
+        """Register this instance's shard of a state for peers to read. All must publish in the same order.
 
         The reference to the state is weak. Returns: its name, for `read_parts`
         """
@@ -168,7 +168,7 @@ class ProcessGroup(Connections):
     def read_parts(self, name: str) -> list[OptimizerStates]:
         """Return the shards of all instances, by rank. Waits until all have sent theirs.
 
-        An instance that does not read sends its shard at its next barrier, and then continues with that.
+        An instance that does not read sends its shard when it reaches its next barrier.
         """
         return self.after_barrier(name, {}, lambda: self._gather_parts(name))
 
@@ -214,7 +214,7 @@ def join(store: dist.Store, rank: int, size: int) -> ProcessGroup:
 
 
 def current() -> ProcessGroup | None:
-    """Return the group of this process, made of torch.distributed's if there is none; None without both."""
+    """Return the group of this process, made from torch.distributed's if needed; None: no other processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # The user's program has called torch.distributed itself.
         store = dist.distributed_c10d._get_default_store()
