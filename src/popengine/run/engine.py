@@ -67,22 +67,23 @@ class Engine:
         self.plan, self.settings = plan, settings
         device = device or devices.device_of(settings.device)
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self.state = State(plan, settings, weights, device, previous.state if previous else None)
+        self._state = State(plan, settings, weights, device, previous.state if previous else None)
         if previous is None:
-            self.state.random_state = seed, 0
+            self._state.random_state = seed, 0
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
         # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
         self._sharded = ""
-        if self._group is not None and self.state.owner:
-            self._sharded = self._group.publish(self.state)
+        if self._group is not None and self._state.owner:
+            self._sharded = self._group.publish(self._state)
         self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of overflowing gradients
+        self._is_running = False
         self._latest: EngineCall | None = None  # threads may still run it
         # Calls from several threads of the user run one after another. (Re-entrant: after an interrupt at the
         # very end of a call the lock may still be held, and the same thread must be able to call again.)
         self._turn = threading.RLock()
-        self._step = RowFunctions(plan, settings, self.state, load(plan, settings, device), self._group)
+        self._step = RowFunctions(plan, settings, self._state, load(plan, settings, device), self._group)
         cores = devices.cores(settings.device)
         inside = threads_inside(plan, settings, cores)
         self._queue = ReadyQueue(self._step, cores // inside, inside)
@@ -90,7 +91,7 @@ class Engine:
 
     def take_over(self, other: Engine) -> None:
         """Continue from an engine with another plan of the model: share its tensors, copy its call count."""
-        self.state.take_over(other.state)
+        self._state.take_over(other.state)
         self._calls, self._unconfirmed = other._calls, other._unconfirmed
 
     def close(self) -> None:
@@ -113,13 +114,28 @@ class Engine:
             UnrecoverableError: an update failed halfway; the weights are lost
         """
         with self._turn:
-            return self._run(inputs, hyper, recorder)
+            self._is_running = True
+            try:
+                return self._run(inputs, hyper, recorder)
+            finally:
+                self._is_running = False
+
+    @property
+    def state(self) -> State:
+        """The weights, buffers and optimizer state. Waits for the end of a call that a second interrupt left running."""
+        if self._latest is not None and self._turn.acquire(blocking=False):
+            try:
+                if not self._is_running:  # True for a signal handler that reads while this thread's call runs
+                    self._await_idle()
+            finally:
+                self._turn.release()
+        return self._state
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         if recorder is not None:
             recorder.begin_call()
         self._await_idle()
-        self.state.check()
+        self._state.check()
         self.updates_done = 0
         name = f"call {self._calls + 1} of the training"
         if self._group is not None:
@@ -127,10 +143,10 @@ class Engine:
             self._unconfirmed.clear()
         call = self._latest = EngineCall(
             self._by_micro_batch(inputs),
-            Results(self.plan.partition.signature, self.settings, self.state.device),
+            Results(self.plan.partition.signature, self.settings, self._state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
-            *self.state.random_state,
+            *self._state.random_state,
             torch.get_num_threads(),
             name,
         )
@@ -154,30 +170,32 @@ class Engine:
         """Return batches as [iterations, accumulation, groups, micro-batch, ...], `aligned` or `pinned`."""
         counts = self.settings.counts
         every = (counts.iterations, counts.accumulation, counts.groups, -1)
-        is_host = self.state.device.type == "cpu"
+        is_host = self._state.device.type == "cpu"
         found = []
         for value in inputs:
             batch = value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
             found.append(
-                aligned(batch) if is_host and batch.is_cpu else devices.pinned(batch, self.state.device)
+                aligned(batch) if is_host and batch.is_cpu else devices.pinned(batch, self._state.device)
             )
         return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
         """Return the facts that have to be equal in all processes before a call."""
         assert hyper is not None
-        seed, step = self.state.random_state
+        seed, step = self._state.random_state
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),
             "state": {
                 "updates so far": str(step),
-                "loss scaling factor": repr(self.state.loss_factor),
+                "loss scaling factor": repr(self._state.loss_factor),
             },
             "seed": {"random seed": str(seed)},
             "input": {str(place): f"{tuple(value.shape)}" for place, value in enumerate(inputs)},
         }
         if self._unconfirmed:
-            facts["value"] = hashes_of({k: v for k, v in self.state.read().items() if k in self._unconfirmed})
+            facts["value"] = hashes_of(
+                {k: v for k, v in self._state.read().items() if k in self._unconfirmed}
+            )
         return facts
 
     def _await_idle(self) -> None:
@@ -205,16 +223,16 @@ class Engine:
 
     def _lose(self, call: EngineCall) -> None:
         """Mark the weights as lost, because an update failed halfway: their next use raises `state.lost`."""
-        self.state.lost = UnrecoverableError(
+        self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
             "  why: an update failed halfway\n"
             "  fix: start again from a checkpoint"
         )
-        self.state.host_is_stale = False  # the host's weights stay
+        self._state.host_is_stale = False  # the host's weights stay
         self._step.updates.is_writing = False
-        self.state.still.release()
-        call.failure = self.state.lost
+        self._state.still.release()
+        call.failure = self._state.lost
 
     # ---- the host's side -----------------------------------------------------------------------------------
 
@@ -227,16 +245,16 @@ class Engine:
             Error: another process has ended, or has freed its shard
         """
         if self._group is None or not self._sharded:
-            return self.state.read_optimizer()
+            return self._state.read_optimizer()
         parts = self._group.read_parts(self._sharded)
         # Of groups of replicas each instance has its own state.
         whole = {key: state for part in [*parts, parts[self._group.rank]] for key, state in part.items()}
-        return {key: whole[key] for key in dict.fromkeys(self.state.trained) if key in whole}
+        return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into every replica, all or none. Processes compare them at their next call."""
-        self.state.write([weights] * self.settings.counts.replicas)
-        self._unconfirmed = {key for key in weights if key in self.state.trained}
+        self._state.write([weights] * self.settings.counts.replicas)
+        self._unconfirmed = {key for key in weights if key in self._state.trained}
 
     def average_buffers(self) -> None:
         """Average the floating point buffers that forward changes, over the replicas of all processes."""
@@ -245,10 +263,10 @@ class Engine:
             results = self.plan.partition.signature.results
             names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if names:
-                replicas = [[each[name] for name in names] for each in self.state.read_buffers()]
+                replicas = [[each[name] for name in names] for each in self._state.read_buffers()]
                 means = _mean_over_replicas(replicas, self.settings.counts, self._group)
-                self.state.write([dict(zip(names, means, strict=True))] * len(replicas))
-                self.state.host_is_stale = True
+                self._state.write([dict(zip(names, means, strict=True))] * len(replicas))
+                self._state.host_is_stale = True
 
 
 def _mean_over_replicas(
