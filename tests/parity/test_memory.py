@@ -1,5 +1,11 @@
 """Memory of a training pipeline: bounded whatever the accumulation, and less with recomputation. Measured."""
 
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
 import torch
 from parity_runs import options
 from torch import nn
@@ -81,3 +87,37 @@ def test_with_recomputation_only_one_micro_batch_at_a_time_has_its_activations(t
         assert before.activations - after.activations >= (in_flight - 1) * (PLANNED - HANDED)
         # All wait with what entered; one at a time has its activations again.
         assert after.activations <= in_flight * HANDED + PLANNED + 3 * HANDED + after.gradients
+
+
+PAGE_FAULTS = """
+import resource, poptorch, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(4)])
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x).square(), "mean")
+
+options = poptorch.Options()
+options.Training.gradientAccumulation(4)
+trainer, x = poptorch.trainingModel(Net(), options), torch.randn(32, 1000)
+for call in range(8):
+    if call == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    trainer(x)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is set")
+def test_memory_that_a_micro_batch_frees_is_used_again_unless_the_environment_sets_the_allocator():
+    def faults(**more):
+        words = [sys.executable, "-c", PAGE_FAULTS]
+        done = subprocess.run(
+            words, env={**os.environ, **more}, capture_output=True, text=True, check=True, timeout=240
+        )
+        return int(done.stdout)
+
+    assert 4 * faults() < faults(MALLOC_TRIM_THRESHOLD_="131072")

@@ -66,6 +66,7 @@ class Engine:
             self._group.barrier(what, facts_of_plan(plan, settings, first, seed))
         self.plan, self.settings = plan, settings
         device = device or devices.device_of(settings.device)
+        devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
         self._state = State(plan, settings, weights, device, previous.state if previous else None)
         if previous is None:
@@ -122,7 +123,7 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The weights, buffers and optimizer state. Waits for the end of a call that a second interrupt left running."""
+        """The weights, buffers and optimizer state, after the end of a call that a second interrupt left running."""
         if self._latest is not None and self._turn.acquire(blocking=False):
             try:
                 if not self._is_running:  # True for a signal handler that reads while this thread's call runs
