@@ -24,7 +24,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     if way == "pod":
         made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
     else:
-        _refuse(job, way)
+        _check_renderable(job, way)
         make = _job_set if way == "jobset" else _job
         made = [make(job, instance) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
@@ -32,7 +32,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     return made, list(_warnings(job, way))
 
 
-def _refuse(job: Job, way: str) -> None:
+def _check_renderable(job: Job, way: str) -> None:
     policy = job.restarts.policy
     if way == "job" and job.shape.workers > 1 and policy != "Never":
         raise ValueError(

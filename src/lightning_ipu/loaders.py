@@ -114,7 +114,10 @@ class Loaders:
 
 
 def micro_batches(options: poptorch.Options, training: bool) -> int:
-    """Return the number of micro-batches of one call."""
+    """Return the number of micro-batches that one call takes from the loader in this process.
+
+    It is iterations * input groups, in training also * gradient accumulation.
+    """
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 

@@ -130,7 +130,10 @@ def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the names of the variables of a launcher of several processes; None if there is none."""
+    """Return the environment variables (world size, rank, local rank) that another launcher has set.
+
+    None, if there is no such launcher, or if it started only one process.
+    """
     return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
 
 

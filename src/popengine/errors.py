@@ -41,7 +41,7 @@ class Error(Exception):
         self.location = location
         super().__init__(str(self))
 
-    def raised_by_engine(self, location: str) -> None:
+    def mark_as_engine_error(self, location: str) -> None:
         """Mark this error as raised by the engine, in the passes of `location`; the message is the same."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "

@@ -51,8 +51,8 @@ def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, An
     state = sum(slot.nbytes for slot in graph.slots)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not calls_user_code(graph):
-            return {"steps": _steps(found, hyper)}
-        return _operations(found, hyper)
+            return {"steps": _step_seconds(found, hyper)}
+        return _operation_seconds(found, hyper)
 
 
 def _made_up(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
@@ -64,7 +64,7 @@ def _made_up(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
 # ---- short steps on the engine ---------------------------------------------------------------------------
 
 
-def _steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
+def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
     """Return rows (micro-batches, seconds) of two shortened steps, or of the whole step if it is short."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
@@ -128,7 +128,7 @@ class _SingleOperation:
         return once if once > 0.2 else min(self.several(1) for _ in range(3))
 
 
-def _operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
+def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -156,7 +156,7 @@ def _operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
         if threads > 1 and longest
         else []
     )
-    return {"pieces": costs, "updates": _updates(found, hyper), "sharing": shared}
+    return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
 
 
 def _without_names(argument: Any) -> Any:
@@ -165,7 +165,7 @@ def _without_names(argument: Any) -> Any:
     return [*map(_without_names, argument)] if isinstance(argument, list | tuple) else argument
 
 
-def _updates(found: Executable, hyper: Hyper | None) -> list[float]:
+def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
     """Return the seconds in which one core updates the weights of each ipu, scaled up from an update of at
     most _SOME elements."""
     optimizer, partition = found.settings.optimizer, found.plan.partition

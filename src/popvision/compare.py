@@ -39,7 +39,7 @@ class Row:
         return "second" if (self.second > self.first) == self.more_is_better else "first"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the page."""
+        """Return the row for JSON; `first` and `second` are texts with units."""
         return {
             "name": self.name,
             "first": self.in_words(self.first),

@@ -122,7 +122,10 @@ class Estimates:
 
     @cached_property
     def drawn(self) -> tuple[Machine, Profile, Costs]:
-        """Return the machine to draw (the first one of chips, else a Bow Pod), its profile, and its costs."""
+        """Return the machine that the page shows, its profile, and its costs.
+
+        The machine is the first of the estimates with one chip per ipu, else a Bow Pod16.
+        """
         machine = next(
             (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
         )

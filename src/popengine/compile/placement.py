@@ -40,7 +40,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     Raises:
         BlockError: a block is unknown to the strategy or has no ipu, or a stage has two ipus
     """
-    numbers = _numbers(visits, used, strategy)
+    numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _ipus(visits, numbers, strategy)
     if strategy.mode != "pipelined" or strategy.joined:
         # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
@@ -74,12 +74,12 @@ def _turns(ipus: list[int], used: set[int]) -> list[int]:
     return turns
 
 
-def _numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
+def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
     """Return the stage of each visit, as the user's strategy numbers the stages."""
-    return [0, *(_number(visit, visits, used, strategy) for visit in visits[1:])]
+    return [0, *(_stage_number(visit, visits, used, strategy) for visit in visits[1:])]
 
 
-def _number(visit: Visit, visits: Sequence[Visit], used: set[int], strategy: Strategy) -> int:
+def _stage_number(visit: Visit, visits: Sequence[Visit], used: set[int], strategy: Strategy) -> int:
     if strategy.auto is None:
         for number, stage in enumerate(strategy.stages):
             if visit.name in stage.blocks:
@@ -134,7 +134,7 @@ def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":
         return settings
-    numbers = _numbers(visits, used, strategy)
+    numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _ipus(visits, numbers, strategy)
     active = [0, *(ipu_of[number] for number in numbers[1:])]
     forward = 1 + sum(ipu != following for ipu, following in pairwise(active))

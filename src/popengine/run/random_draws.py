@@ -74,7 +74,7 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     return _from_default(numbers, func, *args, **kwargs)
 
 
-def drawing_on(accelerator: torch.device) -> Callable[..., Any]:
+def draw_of(accelerator: torch.device) -> Callable[..., Any]:
     """Return a variant of `draw` that makes tensors on an accelerator, for a graph captured on the CPU."""
 
     def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:

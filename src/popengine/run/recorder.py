@@ -41,7 +41,11 @@ class Meter:
         self._state = self._state_storages()
 
     def before(self, task: Task, micro_batch: int, first: int) -> None:
-        """Record the inputs and other ipus' values that a row will read; `first` is its first instruction."""
+        """Note that memory is taken for what a row loads (inputs) and receives (values from other ipus).
+
+        Args:
+            first: index of the row's first instruction
+        """
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "receive":

@@ -54,7 +54,9 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
             each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
             logger.info("compiled in %.2f s: %s", sum(times.values()), each)
         except (CaptureError, PartitionError) as error:  # the message stays as it is
-            error.raised_by_engine(f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile")
+            error.mark_as_engine_error(
+                f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile"
+            )
             raise
 
 

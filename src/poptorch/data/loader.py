@@ -124,9 +124,9 @@ class DataLoader(torch.utils.data.DataLoader):
         )
         if not drop_last and not options.exists("new_shapes"):
             if batch_sampler is not None:
-                _warn_of_tail(length_of(batch_sampler), self._group, "micro-batches")
+                _warn_of_incomplete_batch(length_of(batch_sampler), self._group, "micro-batches")
             elif combined is not None and self._rows() is not None:
-                _warn_of_tail(self._rows(), combined, "rows")
+                _warn_of_incomplete_batch(self._rows(), combined, "rows")
         if self.mode != DataLoaderMode.Sync:
             self._go_asynchronous(async_options)
 
@@ -300,7 +300,7 @@ def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None
         )
 
 
-def _warn_of_tail(parts: int | None, whole: int, unit: str) -> None:
+def _warn_of_incomplete_batch(parts: int | None, whole: int, unit: str) -> None:
     """Warn if the last batch is, or may be, incomplete; `parts`: size of an epoch, `whole`: of a batch."""
     if parts is None or parts % whole:
         size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"

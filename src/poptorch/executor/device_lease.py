@@ -135,7 +135,7 @@ class DeviceLease:
 
     # ---- devices -------------------------------------------------------------------------------------------
 
-    def check_free(self) -> None:
+    def check_can_attach(self) -> None:
         """Raise Error if the model is not compiled or is attached; AssertionError for an offline target."""
         self.need_executable()
         if self.engine is not None:

@@ -316,7 +316,7 @@ class PoplarExecutor(PublicNames):
 
         Raises: Error, if the model is not compiled, or attached already
         """
-        self._lease.check_free()
+        self._lease.check_can_attach()
         weights = self._weights.begin()
         self._optimizer_link.join()
         self._lease.take(weights)

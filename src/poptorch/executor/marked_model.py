@@ -78,14 +78,14 @@ def _check_hook(value: Any) -> None:
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
-    """A parameter of a marked model: devices may have newer values."""
+    """A parameter of a model that an executor trains: using it first copies newer values from the devices."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
 class PoptorchBuffer(_Marked, Tensor):
-    """A buffer of a marked model: devices may have newer values."""
+    """A buffer of a model that an executor trains: using it first copies newer values from the devices."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return repr(self.detach())  # as the tensor that it is to the user

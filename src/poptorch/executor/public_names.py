@@ -92,7 +92,7 @@ class PublicNames:
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; return whether they had."""
-        is_stale = self._weights.stale
+        is_stale = self._weights.host_is_stale
         if is_stale:
             self.copyWeightsToHost()
         return is_stale

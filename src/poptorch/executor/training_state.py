@@ -35,7 +35,7 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
         "buffers": buffers,
         "optimizer": lease.optimizer_states(whole=False) or {},
         "shares_state": lease.shares_state,
-        "rates": [_plain(group) for group in optimizer.param_groups],
+        "rates": [_plain_hyperparameters(group) for group in optimizer.param_groups],
         "loss_scaling": getattr(optimizer, "loss_scaling", None),
         "loss_factor": lease.loss_factor,
         "random": list(lease.random_state),
@@ -86,5 +86,5 @@ def _check_fits(executor: PoplarExecutor, state: TrainingState) -> None:
         )
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}

@@ -77,7 +77,7 @@ class WeightSync:
     # ---- to the host -------------------------------------------------------------------------------------
 
     @property
-    def stale(self) -> bool:
+    def host_is_stale(self) -> bool:
         """Return whether the devices have newer weights than the host."""
         engine = self._lease.engine
         return engine is not None and engine.state.host_is_stale
@@ -151,7 +151,7 @@ class WeightSync:
     def hostWeightsChanged(self) -> bool:
         """*Pando*: return whether weights were written on the host since the last upload or download. Writes
         into `weight.data` are not detected."""
-        return not self.stale and bool(self._equal) and bool(self._written(self.on_host()))
+        return not self.host_is_stale and bool(self._equal) and bool(self._written(self.on_host()))
 
     def check_host(self) -> None:
         """Warn, once per kind of change, if the model was changed after its compilation, which calls ignore.

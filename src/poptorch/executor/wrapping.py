@@ -163,7 +163,10 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def _executor_of(
     model: Any, options: Options | None, training: bool
 ) -> Iterator[tuple[PoplarExecutor, Options | None]]:
-    """Yield a model's executor, or a temporary one, and the options that replace its own (None: its own)."""
+    """Yield an executor for a model, and the options that replace the executor's (None: its own are used).
+
+    The executor is the given one, or the one that trains the model, else a temporary one, released at the end.
+    """
     if not isinstance(model, PoplarExecutor):
         model = _module_of(model)
         owner = marked_model.owner_of(model) if training else None

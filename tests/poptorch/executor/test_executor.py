@@ -120,9 +120,9 @@ def test_a_destroyed_executor_compiles_again_and_marks_its_model():
     assert type(model) is Trained
     executor(*batch())
     assert type(model) is not Trained
-    before = executor._weights.stale
+    before = executor._weights.host_is_stale
     model.layer.weight.sum()
-    assert (before, executor._weights.stale) == (True, False)
+    assert (before, executor._weights.host_is_stale) == (True, False)
 
 
 def test_a_destroyed_executor_does_not_take_a_model_from_another():

@@ -63,9 +63,9 @@ def test_a_shallow_copy_stays_marked():
     twin = copy.copy(model)
     executor(*batch())
     assert type(twin) is type(model)
-    assert executor._weights.stale
+    assert executor._weights.host_is_stale
     twin.layer.weight.sum()
-    assert not executor._weights.stale
+    assert not executor._weights.host_is_stale
 
 
 @pytest.mark.parametrize(
@@ -256,12 +256,12 @@ def test_integrations_can_unwrap_a_model_for_a_while():
     executor(*batch())
     unwrapModelIfNecessary(model)
     assert type(model) is Trained
-    assert not executor._weights.stale
+    assert not executor._weights.host_is_stale
     rewrapModelIfNecessary(model)
     assert type(model) is not Trained
     executor(*batch())
     model.layer.weight.sum()
-    assert not executor._weights.stale
+    assert not executor._weights.host_is_stale
     plain = Trained()
     unwrapModelIfNecessary(plain)
     rewrapModelIfNecessary(plain)

@@ -17,9 +17,9 @@ def test_the_host_sees_training_at_its_next_look():
     executor, model = trainer()
     before = host(model)
     executor(*batch())
-    assert executor._weights.stale
+    assert executor._weights.host_is_stale
     assert not torch.equal(host(model), before)
-    assert not executor._weights.stale
+    assert not executor._weights.host_is_stale
 
 
 def test_explicit_copies_count_as_versions():

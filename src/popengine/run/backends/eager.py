@@ -22,7 +22,7 @@ from ...errors import Error
 from ...ir import Piece
 from ...operations import Body
 from ..devices import CPU
-from ..random_draws import draw, drawing_on
+from ..random_draws import draw, draw_of
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -95,17 +95,17 @@ def build(
         more:   other names that the source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    names |= {"draw": draw if device.type == "cpu" else drawing_on(device), **more}
+    names |= {"draw": draw if device.type == "cpu" else draw_of(device), **more}
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         # `draw` takes the operation itself.
-        function = operation if is_drawn else _on_accelerator(operation, device) or call(operation)
+        function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
         names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.written(after), _file(piece), "exec"), names)
     return names["piece"]
 
 
-def _on_accelerator(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
+def _accelerator_function(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
     """Return the function that replaces an operation on an accelerator; None: call the operation itself."""
     if device.type == "cpu":
         return None
