@@ -29,8 +29,8 @@ def ours(rank: int, task: Task, port: int, processes: int, shares_state: bool = 
 
     def unit() -> float:
         loss = trainer(*inputs)[-1].flatten()[-1].item()
-        stores = trainer._lease.engine.stores.values()
-        told(sum(v.nbytes for store in stores for state in store.states.values() for v in state.values()))
+        states = trainer._lease.optimizer_states(whole=False).values()
+        told(sum(value.nbytes for state in states for value in state.values()))
         return loss
 
     return unit

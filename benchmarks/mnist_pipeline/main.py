@@ -11,6 +11,7 @@ LAYOUTS = {
     "ours4": Ours("4 ipus", ((0, "B1"), (1, "B2"), (2, "B3"), (3, "B4"))),
     "ours2": Ours("2 ipus", ((0, "B1"), (1, "B2 B3 B4"))),
     "ours1": Ours("1 ipu", ((0, "B1 B2 B3 B4"),)),
+    "best1": Ours("1 ipu, best layout", ((0, "B1 B2 B3 B4"),), memory_format="auto"),
 }
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)
 
 
-def test_the_sum_of_gradients_in_two_processes_is_measured_against_all_reduce():
-    output = run("instances", "--cases", "--processes", "2", "--megabytes", "1", "--rounds", "1")
+def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_against_all_reduce():
+    flags = ("--accumulation", "1", "--processes", "2", "--megabytes", "1", "--rounds", "1")
+    output = run("instances", "--cases", "bert", *flags)
+    assert re.search(r"^\| DDP, shared state\b.*\|$|^\| .*Zero.*\|$", output, re.MULTILINE)
     assert re.search(r"the sum of 1 MB in 2 processes: [\d.]+ ms, all_reduce [\d.]+ ms", output)
 
 
