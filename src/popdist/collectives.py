@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from popengine.environment import read
-from popengine.run.instances.all_reduce import AllReduce, by_dtype, even_cuts
+from popengine.run.instances.all_reduce import AllReduce, by_dtype, copy_from_flat, even_cuts, flattened
 from popengine.run.instances.process_group import ProcessGroup, group_of
 
 T = TypeVar("T")
@@ -81,10 +81,9 @@ def broadcast(values: Any, root: int = 0) -> Any:
         detached = [value.detach() for value in tensors.values()]
         for chosen in by_dtype(detached):
             mine = [detached[index] for index in chosen]
-            flat = torch.cat([value.reshape(-1).cpu() for value in mine])
+            flat = flattened([value.cpu() for value in mine])
             _broadcast(group, flat, group.ranks.index(root))
-            for value, part in zip(mine, flat.split([value.numel() for value in mine]), strict=True):
-                value.copy_(part.view(value.shape))
+            copy_from_flat(flat, mine)
 
     with torch.no_grad():
         _after_barrier(group, f"popdist.collectives.broadcast(root={root})", tensors, work)

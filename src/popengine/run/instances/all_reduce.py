@@ -138,10 +138,10 @@ class AllReduce:
             cuts = [0, *accumulate(sum(value.numel() for value in share) for share in shares)]
             flat = values[chosen[0]].new_empty(cuts[-1])
             if shares[self.rank]:
-                flat[cuts[self.rank] : cuts[self.rank + 1]] = _flat(shares[self.rank])
+                flat[cuts[self.rank] : cuts[self.rank + 1]] = flattened(shares[self.rank])
             self.all_gather(flat, cuts)
             for peer in self._group.peers:
-                _unflat(flat[cuts[peer] : cuts[peer + 1]], shares[peer])
+                copy_from_flat(flat[cuts[peer] : cuts[peer + 1]], shares[peer])
 
     def _reduce(
         self,
@@ -247,11 +247,12 @@ def _segments(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
-def _flat(values: Sequence[Tensor]) -> Tensor:
+def flattened(values: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all values in one new tensor, one after another."""
     return torch.cat([value.reshape(-1) for value in values])
 
 
-def _unflat(flat: Tensor, values: Sequence[Tensor]) -> None:
+def copy_from_flat(flat: Tensor, values: Sequence[Tensor]) -> None:
     """Copy the elements of a flat tensor into the values, one after another."""
     if values:
         parts = flat.split([value.numel() for value in values])
