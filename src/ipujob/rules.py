@@ -72,7 +72,7 @@ def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, 
 
 
 def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return a `Job` from metadata and spec whose invalid fields were removed; missing fields get defaults."""
+    """Return a `Job` from metadata and spec without their invalid fields; missing fields get defaults."""
     of_workers, policy = spec.get("workers") or {}, spec.get("restartPolicy") or {}
     launcher, template = spec.get("launcher") or {}, of_workers.get("template") or {}
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance") or 1)

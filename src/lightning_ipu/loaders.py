@@ -159,7 +159,7 @@ def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]
 
 
 class JoinedBatches:
-    """A loader that joins every n batches of another loader, whose class overrides `__iter__`.
+    """A loader that joins every n batches of a loader with its own `__iter__`.
 
     Args: keep_tail: also yield the last, incomplete group of batches
     """

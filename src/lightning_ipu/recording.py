@@ -29,7 +29,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):
-    """A module whose forward runs the current step of a LightningModule; without a trainer, its forward.
+    """A module that runs the current step of a LightningModule; without a trainer, the forward of that module.
 
     Parameters and buffers have the names that they have in the LightningModule.
     """

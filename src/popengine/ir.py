@@ -145,7 +145,7 @@ class Instruction(NamedTuple):
     accumulate  gradients to add to their sums                keys: names of the parameters
     keep        the next values of buffers                    keys: names of the buffers
     store       values for the user's results                 keys: positions in `Signature.results`
-    free        values whose memory is freed
+    free        values: their memory is freed
     update      (nothing)                                     keys: names of the weights
     """
 

@@ -81,7 +81,7 @@ class Piece:
 
     @cached_property
     def dying(self) -> tuple[tuple[str, ...], ...]:
-        """Return for each line the values whose last use it is, without those that the piece writes."""
+        """Return for each line the values that no later line uses, without the values that the piece writes."""
         last = {
             name: place for place, line in enumerate(self.lines) for name in (line.name, *line.operands())
         }

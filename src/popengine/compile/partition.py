@@ -2,8 +2,8 @@
 
 Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a
 backward node in the stage of its forward. Autograd's sums of gradients have no block: each is in the earliest
-stage of its operands, whose backward runs last. Views of weights are in no stage: each piece makes the views
-that it needs. Casts of weights are in no stage either: they are made once per step.
+stage of its operands, since the backward of that stage runs last. Views of weights are in no stage: each piece
+makes the views that it needs. Casts of weights are in no stage either: they are made once per step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .recording.graph_recorder import memory_of
 Where = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 _NO_STAGE = -1
-CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # the operation whose result recomputation keeps
+CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
 
 
 def used_visits(graph: Graph) -> set[int]:

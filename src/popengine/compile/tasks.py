@@ -59,7 +59,7 @@ class _Flow:
             for name in partition.sources(piece.reads):
                 if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
-        # For each piece, the values that it sends to each ipu; the pieces whose sends it receives.
+        # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
         self.sends: list[dict[int, tuple[str, ...]]] = []
         self.receives: list[list[int]] = [[] for _ in self.pieces]
         for i, piece in enumerate(self.pieces):

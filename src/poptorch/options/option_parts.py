@@ -91,7 +91,7 @@ class Precision(OptionsDict):
         return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
-        """Set whether updates in half precision use stochastic rounding, whose expected error is zero."""
+        """Set whether updates in half precision use stochastic rounding: the expected error is zero."""
         expect("enableStochasticRounding", enabled, int)
         return self._set_popart("enableStochasticRounding", bool(enabled))
 

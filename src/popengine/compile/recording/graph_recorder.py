@@ -25,7 +25,7 @@ from ...errors import CaptureError
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
 
-# Operations whose schema hides that they update running statistics in place, and those that declare it.
+# Operations that update running statistics in place without declaring it in their schema, and twins that declare it.
 _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
 
 _OURS = tuple(
