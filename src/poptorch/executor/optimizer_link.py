@@ -10,12 +10,11 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.update.optimizer_rules import RULES
 
 from ..enums import MeanReductionStrategy
 from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import OptimizerGuard, check_hooks, kind_of
+from ..optim.freeze_optimizer import OptimizerGuard, check_hooks
 from ..optim.optimizer_state import (
     TorchLink,
     check_states,
@@ -24,7 +23,7 @@ from ..optim.optimizer_state import (
     states_of,
     torch_state,
 )
-from ..optim.rates import hyperparameter_entries
+from ..optim.rates import hyperparameter_entries, rates_of
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 
@@ -45,7 +44,6 @@ class OptimizerLink:
         self.hyper: settings.Hyper | None = None
         self._torch_link: TorchLink | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
-        self._used_rates: list[dict[str, Any]] = []  # those of the optimizer at the latest `setOptimizer`
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
@@ -197,7 +195,7 @@ class OptimizerLink:
 
     def _take_rates(self, hyper: settings.Hyper) -> None:
         """Use these rates of the optimizer from the next call on."""
-        self._used_rates, self.hyper = _readable_rates(self.optimizer), hyper
+        self.hyper = hyper
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._has_loaded_rates = False
 
@@ -206,13 +204,16 @@ class OptimizerLink:
         if self.optimizer is None:
             return
         check_hooks(self.optimizer)
-        now = _readable_rates(self.optimizer)
         is_loaded = getattr(self.optimizer, "_has_loaded_rates", False)  # `upload` reads these
-        if now != self._used_rates and not self._has_warned and not is_loaded:
+        if self.hyper is None or self._has_warned or is_loaded:
+            return
+        used, now = self.hyper, rates_of(self.frozen.kind, self.optimizer)
+        if now != used:
             self._has_warned = True
+            scalings = {"loss_scaling": now.loss_scaling}, {"loss_scaling": used.loss_scaling}
             changes = [
                 f"{name} is {value}, and was {before.get(name)}"
-                for group, before in zip(now, self._used_rates, strict=False)
+                for group, before in (scalings, *zip(now.groups, used.groups, strict=False))
                 for name, value in group.items()
                 if before.get(name) != value
             ]
@@ -228,16 +229,6 @@ def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer in a wrapper such as accelerate's `AcceleratedOptimizer`; else the argument."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def _readable_rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the rates of an optimizer by name: of the loss scaling, then of each parameter group."""
-    rates = RULES[kind_of(optimizer)].rates
-    groups = (
-        {n: float(g[n]) if isinstance(g[n], Tensor) else g[n] for n in rates if n in g}
-        for g in optimizer.param_groups
-    )
-    return [{"loss_scaling": getattr(optimizer, "loss_scaling", 1.0)}, *groups]
 
 
 def _lost() -> NoReturn:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
-from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
@@ -39,20 +38,12 @@ def freeze_optimizer(
     Args:
         names: id(parameter) -> canonical name, for every parameter of the model
     Raises:
-        AssertionError: the type is not supported, or an attribute has a bad value
+        AssertionError: the type is not supported, or an attribute is missing or has a bad value
         ValueError: amsgrad is on
         UnknownParameterError: a parameter is not in the model
     """
     kind = kind_of(optimizer)
-    rule = RULES[kind]
-    for index, group in enumerate(optimizer.param_groups):
-        for name in rule.group_keys:
-            if name not in group:
-                raise AssertionError(
-                    f"Mandatory attribute {name} not found in parameter group {index} of "
-                    f"the {kind} optimizer; fix: optimizer.param_groups[{index}][{name!r}] = ..."
-                )
-    hyper = rates_of(kind, optimizer.param_groups, getattr(optimizer, "loss_scaling", 1.0))
+    rule, hyper = RULES[kind], rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
     flags = _flags(optimizer, rule)
@@ -90,26 +81,20 @@ def kind_of(optimizer: Any) -> str:
         kind = optimizer._kind
     else:  # the nearest class, as torch derives AdamW from Adam
         kind = next((kinds[base] for base in type(optimizer).__mro__ if base in kinds), None)
-    if kind == "adam" and _equal_in_groups(optimizer, "decoupled_weight_decay"):
-        return "adamw"
-    if kind is not None:
-        return kind
-    raise AssertionError(
-        f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
-        f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    )
+    if kind is None:
+        raise AssertionError(
+            f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
+            f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+    return "adamw" if kind == "adam" and _equal_in_groups(optimizer, "decoupled_weight_decay") else kind
 
 
-def label_of(optimizer: torch.optim.Optimizer) -> str:
+def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
     """Return the optimizer's name in messages: its kind, with a suffix for each flag that is not default."""
-    kind = kind_of(optimizer)
-    if kind == "sgd":
+    if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
-    rule = RULES[kind]
-    flags = _flags(optimizer, rule)
-    return kind.upper() + "".join(
-        rule.flags[name].label for name in flags if flags[name] != rule.flags[name].default
-    )
+    rule = RULES[frozen.kind]
+    return frozen.kind.upper() + "".join(rule.flags[name].label for name in rule.changed_flags(frozen))
 
 
 def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
@@ -156,26 +141,24 @@ def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
-    members = [
-        (parameter, index, place)
-        for index, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-    ]
-    # Known parameters are only compared by id: reading a marked parameter copies all weights to the host.
-    unknown = [
-        f"group {index}, parameter {place}, shape {list(parameter.shape)}"
-        for parameter, index, place in members
-        if id(parameter) not in names
-    ]
+    """Return the index of each parameter's group. Raises UnknownParameterError for parameters without a name."""
+    group_of, unknown = {}, []
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            # Known parameters are only compared by id: reading a marked parameter copies all weights to the host.
+            if id(parameter) in names:
+                group_of[names[id(parameter)]] = index
+            else:
+                unknown.append(f"  group {index}, parameter {place}, shape {list(parameter.shape)}\n")
     if unknown:
-        shown = [*unknown[:8], f"... and {len(unknown) - 8} more"] if len(unknown) > 8 else unknown
+        more = f"  ... and {len(unknown) - 8} more\n" if len(unknown) > 8 else ""
         raise UnknownParameterError(
             "the optimizer holds parameters that aren't parameters of the model:\n"
-            + "".join(f"  {each}\n" for each in shown)
-            + "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
+            f"{''.join(unknown[:8])}{more}"
+            "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
             "change of its layers"
         )
-    return {names[id(parameter)]: index for parameter, index, _ in members}
+    return group_of
 
 
 # After compilation -------------------------------------------------------------------------------------
@@ -183,11 +166,17 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
 
 @dataclass(frozen=True)
 class _Accepted:
-    """The optimizer that was accepted before compilation; later ones are compared with it."""
+    """The optimizer that was accepted before compilation; later ones are compared with it.
+
+    Args:
+        rates:     the values of each rate in all parameter groups, and of the loss scaling
+        constants: those of the rates that may not change
+    """
 
     label: str
     frozen: settings.Optimizer
-    constants: dict[str, list[Any]]
+    rates: dict[str, list[float]]
+    constants: dict[str, list[float]]
 
 
 class OptimizerGuard:
@@ -218,21 +207,22 @@ class OptimizerGuard:
         frozen, hyper = freeze_optimizer(optimizer, names)
         check_hooks(optimizer)
         self._warn_of_subclass(optimizer)
-        accepted = _Accepted(
-            label=label_of(optimizer),
-            frozen=frozen,
-            constants=_constants(optimizer, self._automatic_loss_scaling),
-        )
+        rates = _rates_by_name(optimizer, hyper)
+        torch_class = RULES[frozen.kind].torch_class
+        constants = {
+            n: values for n, values in rates.items() if _is_constant(optimizer, torch_class, n, values)
+        }
+        if self._automatic_loss_scaling:
+            constants.pop("loss_scaling", None)
+        new, old = _Accepted(label_of(optimizer, frozen), frozen, rates, constants), self._accepted
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
-        if compiled and self._accepted is not None:
-            _check_compiled(optimizer, self._accepted, accepted)
-            if not is_loaded:
-                _check_constants(optimizer, self._accepted, accepted.label)
-        elif self._accepted is None or self._accepted.label != accepted.label:
+        if compiled and old is not None:
+            _check_change(optimizer, old, new, compare_rates=not is_loaded)
+        elif old is None or old.label != new.label:
             self._attributes = _names(optimizer)
-        self._report_unexpected(optimizer, accepted.label)
-        if not compiled or self._accepted is None or is_loaded:
-            self._accepted = accepted
+        self._report_unexpected(optimizer, new.label)
+        if not compiled or old is None or is_loaded:
+            self._accepted = new
         return frozen, hyper
 
     def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
@@ -248,15 +238,15 @@ class OptimizerGuard:
         )
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
+        """Log, once each, the names that the optimizer has now and the first accepted optimizer had not."""
         for place, found in _names(optimizer).items():
-            known = self._attributes.setdefault(place, set(found))
-            unexpected = found - known and sorted(found - known - _known_attributes(optimizer))
-            if unexpected:
-                known.update(unexpected)  # reported once
+            known = self._attributes.setdefault(place, found)
+            if found - known and (unexpected := sorted(found - known - _declared_names(optimizer))):
+                known.update(unexpected)
                 self._report("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
 
 
-def _known_attributes(optimizer: torch.optim.Optimizer) -> set[str]:
+def _declared_names(optimizer: torch.optim.Optimizer) -> set[str]:
     """Return names that are never reported as unexpected: the class's declared attributes, and some keys."""
     own = {name for base in type(optimizer).__mro__ for name in inspect.get_annotations(base)}
     # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
@@ -286,50 +276,41 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler counts its calls
-    groups = {
-        f"group {index} attribute": {str(name) for name in group}
-        for index, group in enumerate(optimizer.param_groups)
-    }
-    return {
-        "optimizer attribute": attributes,
-        "default group variable": {str(name) for name in optimizer.defaults},
-        **groups,
-    }
+    names = {"optimizer attribute": attributes, "default group variable": set(map(str, optimizer.defaults))}
+    for index, group in enumerate(optimizer.param_groups):
+        names[f"group {index} attribute"] = set(map(str, group))
+    return names
 
 
-def _constants(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool) -> dict[str, list[Any]]:
-    """Return the values that may not change, by name: one value per group, or the value of an attribute."""
-    rule = RULES[kind_of(optimizer)]
-    names = (*rule.rates, "velocity_scaling", "maximize", "loss_scaling")
-    return {
-        name: value
-        for name in names
-        if (value := _value(optimizer, name))
-        and not (name == "loss_scaling" and automatic_loss_scaling)
-        and _is_constant(optimizer, rule, name, value)
-    }
+def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:
+    """Return the values of each rate in all parameter groups, by its name there, and of the loss scaling."""
+    rates = {"loss_scaling": [hyper.loss_scaling]}
+    for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
+        for name, value in group.items():
+            rates.setdefault("betas" if name.startswith("beta") else name, []).append(value)
+        if "velocity_scaling" in given:
+            rates.setdefault("velocity_scaling", []).append(given["velocity_scaling"])
+    rates.pop("fused", None)  # it chooses the kernel of each call
+    return rates
 
 
-def _value(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
-    """Return the values of a key in the groups, or of an attribute of the optimizer; empty if it has neither."""
-    in_groups = [_plain(group[name]) for group in optimizer.param_groups if name in group]
-    return in_groups or ([getattr(optimizer, name)] if hasattr(optimizer, name) else [])
+def _is_constant(
+    optimizer: torch.optim.Optimizer,
+    torch_class: type[torch.optim.Optimizer] | None,
+    name: str,
+    values: list[float],
+) -> bool:
+    """Return whether later optimizers must have the same values of a rate.
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _is_constant(optimizer: torch.optim.Optimizer, rule: Rule, name: str, value: list[Any]) -> bool:
+    Args:
+        torch_class: torch's optimizer with the same rule, if there is one
+    """
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    if name not in _VARIABLE_IN_TORCH or rule.torch_class is None:
+    if name not in _VARIABLE_IN_TORCH or torch_class is None:
         return name != "lr"
-    default = _torch_default(rule.torch_class, name)
-    return all(each == default for each in value)
+    return set(values) == {_torch_default(torch_class, name)}
 
 
 @functools.cache
@@ -338,7 +319,9 @@ def _torch_default(torch_class: type[torch.optim.Optimizer], name: str) -> Any:
     return inspect.signature(torch_class).parameters[name].default
 
 
-def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted) -> None:
+def _check_change(
+    optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted, compare_rates: bool
+) -> None:
     """Raise Error if the compiled model can't run with the new optimizer; ValueError for its accum_type."""
     before, after = old.frozen, new.frozen
     if new.label != old.label:
@@ -354,20 +337,24 @@ def _check_compiled(optimizer: torch.optim.Optimizer, old: _Accepted, new: _Acce
             f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on the "
             "model first"
         )
-    now = _compiled_in(after)
+    was, now = _compiled_in(before), _compiled_in(after)
+    if compare_rates:
+        was |= {f"modified constant attribute {name!r}": values for name, values in old.constants.items()}
+        now |= {f"modified constant attribute {name!r}": values for name, values in new.rates.items()}
     changes = [
-        f"{what}: it was {was}, now it is {now[what]}"
-        for what, was in _compiled_in(before).items()
-        if now.get(what, was) != was
+        f"  {what}: it was {value}, now it is {now[what]}\n"
+        for what, value in was.items()
+        if now.get(what, value) != value
     ]
     if before.group_of != after.group_of:
         moved = sorted(n for n, _ in before.group_of.items() ^ after.group_of.items())
-        changes.append(f"the parameter groups of {', '.join(dict.fromkeys(moved))}")
+        changes.append(f"  the parameter groups of {', '.join(dict.fromkeys(moved))}\n")
     if changes:
         raise Error(
-            f"the {new.label} optimizer changes what is compiled in:\n"
-            + "".join(f"  {change}\n" for change in changes)
-            + "  fix: call destroy() on the model first"
+            f"the {new.label} optimizer changes what is compiled in:\n{''.join(changes)}"
+            "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor of a"
+            " poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the model is"
+            " compiled"
         )
 
 
@@ -380,16 +367,3 @@ def _compiled_in(frozen: settings.Optimizer) -> dict[str, Any]:
         **{f"the attribute {name!r}": is_on for name, is_on in frozen.flags.items()},
         **{f"the dtype of the state {name!r}": dtype for name, dtype in frozen.state_types.items()},
     }
-
-
-def _check_constants(optimizer: torch.optim.Optimizer, old: _Accepted, label: str) -> None:
-    """Raise Error if a constant attribute of the optimizer has changed."""
-    for name, was in old.constants.items():
-        now = _value(optimizer, name) or was
-        if now != was:
-            raise Error(
-                f"modified constant attribute {name!r} of the {label} optimizer: it was {was}, "
-                f"now it is {now}, but the model is compiled with the first.\n"
-                f"  fix: give {name} to the constructor of the poptorch optimizer, or call "
-                f"optimizer.variable_attrs.markAsVariable({name!r}), before the model is compiled"
-            )

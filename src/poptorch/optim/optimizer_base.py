@@ -31,9 +31,7 @@ class VariableAttributes:
 
     def __init__(self, variable: Iterable[str], allowed: Iterable[str]) -> None:
         self._allowed = tuple(allowed)
-        self._variable: set[str] = set()
-        for name in variable:
-            self.markAsVariable(name)
+        self._variable = set(map(self._known, variable))
 
     def __iter__(self):
         """Iterate over the names that can be marked."""
@@ -45,22 +43,21 @@ class VariableAttributes:
 
     def isConstant(self, name: str) -> bool:
         """Return whether changing the attribute after compilation is an error."""
-        self._check(name)
-        return name not in self._variable
+        return self._known(name) not in self._variable
 
     def markAsConstant(self, name: str) -> None:
         """Make `setOptimizer` refuse changes of the attribute, from the next compilation on."""
-        self._check(name)
-        self._variable.discard(name)
+        self._variable.discard(self._known(name))
 
     def markAsVariable(self, name: str) -> None:
         """Allow `setOptimizer` to change the attribute, from the next compilation on."""
-        self._check(name)
-        self._variable.add(name)
+        self._variable.add(self._known(name))
 
-    def _check(self, name: str) -> None:
+    def _known(self, name: str) -> str:
+        """Return the name. Raises AssertionError if it can't be marked."""
         known = ", ".join(sorted(self._allowed))
         assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"
+        return name
 
 
 class Optimizer:
@@ -147,13 +144,11 @@ class Optimizer:
 
         Both are None before compilation. Torch's "param_groups" have the rates, too.
         """
-        ipu_state, ipu_param = None, None
-        if self._pending_state is not None:
-            ipu_state, ipu_param = self._pending_state
-        elif self._pending_torch_state is None:
-            ipu_state, ipu_param = (
-                self._state_reader() if self._state_reader else self._kept_state or (None, None)
-            )
+        if self._pending_torch_state is not None:
+            state = None
+        else:
+            state = self._pending_state or (self._state_reader() if self._state_reader else self._kept_state)
+        ipu_state, ipu_param = state or (None, None)
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -110,30 +110,24 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
     Raises:
         RuntimeError: the state is of another kind of optimizer or model, or has values that no update yields
     """
-    states = RULES[kind].states
-    always = {state.torch_name for state in states if state.dtype and not state.when}
-    sometimes = {"step", *(state.torch_name for state in states)} - always - {""}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rule_states = RULES[kind].states
+    names = {each.torch_name: each.name for each in rule_states if each.torch_name}
+    always = {each.torch_name for each in rule_states if each.dtype and not each.when}
+    known = {"step", *names}
+    with torch._C.DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
+        shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    states: dict[str, State] = {}
     for index, state in state_dict.get("state", {}).items():
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        if tensors and not always <= set(tensors) <= always | sometimes:
+        if tensors and not always <= set(tensors) <= known:
             raise RuntimeError(
                 f"the state to be loaded into {type(optimizer).__name__} is of another kind of optimizer: of parameter"
                 f" {index} it has {', '.join(sorted(tensors))}, and {type(optimizer).__name__} keeps"
-                f" {', '.join(sorted(always | sometimes))}\n"
+                f" {', '.join(sorted(known))}\n"
                 "  fix: use the optimizer that wrote it, or go on with a new one"
             )
-        with torch._C.DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
-            shape = parameters[index].shape if index < len(parameters) else None
-        if any(value.dim() and value.shape != shape for value in tensors.values()):
-            found = next(tuple(value.shape) for value in tensors.values() if value.dim())
-            raise RuntimeError(
-                f"the state to be loaded into {type(optimizer).__name__} is of another model: parameter {index} had"
-                f" shape {found}, and has {None if shape is None else tuple(shape)}\n"
-                "  fix: give the optimizer the parameters that it had, in the same order"
-            )
-        names = {each.torch_name: each.name for each in states if each.torch_name}
-        check_states(kind, {f"parameter {index}": {names.get(n, n): v for n, v in tensors.items()}})
+        states[f"parameter {index}"] = {names.get(name, name): value for name, value in tensors.items()}
+    check_states(kind, states, {f"parameter {index}": shape for index, shape in enumerate(shapes)})
 
 
 # torch's optimizers while an executor trains ------------------------------------------------------------

@@ -62,8 +62,7 @@ class SGD(Optimizer, torch.optim.SGD):
         fused: bool | None = None,
     ) -> None:
         params = params if lr is not None else self._with_rates(params)
-        combined = bool(use_combined_accum)
-        if velocity_scaling is not None and not combined:
+        if velocity_scaling is not None and not use_combined_accum:
             logger.warning(
                 "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
                 "with separate accumulators loss_scaling alone scales",
@@ -71,8 +70,7 @@ class SGD(Optimizer, torch.optim.SGD):
             )
             velocity_scaling = None
         self._construct(locals())
-        self.use_combined_accum = combined
-        if combined:
+        if use_combined_accum:
             self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
             for group in self.param_groups:
                 group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
@@ -186,7 +184,6 @@ class RMSprop(_Moments, torch.optim.RMSprop):
         capturable: bool | None = None,
     ) -> None:
         self._construct(locals())
-        self.use_tf_variant = bool(use_tf_variant)
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
@@ -273,9 +270,8 @@ def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Ten
     rule, hyper = freeze_optimizer(optimizer, {id(value): str(n) for n, value in enumerate(everything)})
     for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = init_state(rule, parameter)
         gradients = [parameter.grad.clone() for parameter in parameters]  # a rule may overwrite them
+        for parameter in parameters:
+            optimizer.state[parameter] = optimizer.state[parameter] or init_state(rule, parameter)
         update(rule, rates, parameters, gradients, [optimizer.state[parameter] for parameter in parameters])
     return loss

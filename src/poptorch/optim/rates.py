@@ -6,7 +6,7 @@ ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,33 +22,44 @@ _SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
 _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
 
-def rates_of(kind: str, groups: Sequence[dict[str, Any]], loss_scaling: Any) -> Hyper:
-    """Return the rates of parameter groups as numbers. Raises AssertionError for an invalid value."""
-    scaling = number(loss_scaling, "loss_scaling", "the optimizer")
+def rates_of(kind: str, optimizer: Any) -> Hyper:
+    """Return the rates of an optimizer's parameter groups as numbers, and its loss scaling.
+
+    Raises:
+        AssertionError: a key of the optimizer's rule is missing in a group, or a value is invalid
+    """
+    given = getattr(optimizer, "loss_scaling", 1.0)
+    scaling = number(given, "loss_scaling", "the optimizer")
     if not 0 < scaling < math.inf:
         raise AssertionError(
-            f"loss_scaling has to be a positive, finite number, and is {loss_scaling!r}\n"
+            f"loss_scaling has to be a positive, finite number, and is {given!r}\n"
             "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
             "  fix: loss_scaling=1.0, or a power of two for half precision"
         )
-    rates = tuple(_rates(RULES[kind], group, f"parameter group {i}") for i, group in enumerate(groups))
-    return Hyper(groups=rates, loss_scaling=scaling)
+    groups = (_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
+    return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
 
-def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
-    rates = {}
+def _rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
+    """Return the rates of one parameter group; the pair "betas" as "beta1" and "beta2"."""
+    rule, where, rates = RULES[kind], f"parameter group {index}", dict[str, float]()
+    for name in rule.group_keys:
+        if name not in group:
+            raise AssertionError(
+                f"Mandatory attribute {name} not found in {where} of the {kind} optimizer; "
+                f"fix: optimizer.param_groups[{index}][{name!r}] = ..."
+            )
     for name in (*rule.rates, "maximize"):
+        value = group.get(name, False)
         if name == "betas":
-            betas = group["betas"]
-            if not isinstance(betas, tuple) or len(betas) != 2:
+            if not isinstance(value, tuple) or len(value) != 2:
                 raise AssertionError(
-                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {betas!r}"
+                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
                 )
-            rates["beta1"], rates["beta2"] = (number(beta, "betas", where) for beta in betas)
-        elif name == "max_weight_norm" and group[name] is None:
-            rates[name] = MAX_WEIGHT_NORM
+            rates["beta1"], rates["beta2"] = (number(beta, name, where) for beta in value)
         else:
-            rates[name] = number(group.get(name, False), name, where)
+            is_default = name == "max_weight_norm" and value is None
+            rates[name] = MAX_WEIGHT_NORM if is_default else number(value, name, where)
     if rule.fused is not None and group.get("fused"):
         rates["fused"] = 1.0
     return rates
@@ -100,17 +111,17 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
     Parameters are matched by their order, not by name. If the entries of a group's parameters differ, the
     group gets those of its last parameter, and a warning is logged.
     """
-    loaded = {key: float(value) for key, value in ipu_param.items()}
-    optimizer.loss_scaling = _newer(loaded.get("lossScaling_FLOAT"), optimizer.loss_scaling)
-    names = dict.fromkeys(key.partition(_SPECIFIC)[2] for key in loaded if _SPECIFIC in key)
-    groups = enumerate(optimizer.param_groups)
-    group_of = dict(zip(names, [index for index, group in groups for _ in group["params"]], strict=False))
+    entries: dict[str, dict[str, float]] = {}  # of each parameter; those of "" belong to the optimizer
+    for key, value in ipu_param.items():
+        rate, _, parameter = key.partition(_SPECIFIC)
+        entries.setdefault(parameter, {})[rate] = float(value)
+    optimizer.loss_scaling = _newer(entries.pop("", {}).get("lossScaling_FLOAT"), optimizer.loss_scaling)
+    indices = [index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    group_of = dict(zip(entries, indices, strict=False))
     for name, index in group_of.items():
-        suffix = f"{_SPECIFIC}{name}"
-        entries = {key.removesuffix(suffix): value for key, value in loaded.items() if key.endswith(suffix)}
-        _load_group(RULES[kind], optimizer.param_groups[index], entries, optimizer.loss_scaling)
-    used = hyperparameter_entries(group_of, rates_of(kind, optimizer.param_groups, optimizer.loss_scaling))
-    unused = [n for n, v in loaded.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
+        _load_group(RULES[kind], optimizer.param_groups[index], entries[name], optimizer.loss_scaling)
+    used = hyperparameter_entries(group_of, rates_of(kind, optimizer))
+    unused = [n for n, v in ipu_param.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
     if unused:
         logger.warning(
             "the loaded ipu_param has rates that are not used: %s\n"

@@ -52,8 +52,8 @@ def test_a_snapshot_does_not_follow_the_optimizer():
 )
 def test_each_optimizer_stands_for_a_rule(build, kind, label):
     optimizer = build(MODEL.parameters())
-    assert (kind_of(optimizer), label_of(optimizer)) == (kind, label)
-    assert freeze(optimizer)[0].kind == kind
+    frozen, _ = freeze(optimizer)
+    assert (kind_of(optimizer), frozen.kind, label_of(optimizer, frozen)) == (kind, kind, label)
 
 
 def test_extra_arguments_reach_the_settings():

@@ -279,7 +279,8 @@ def test_the_state_of_another_rule_is_refused_and_changes_nothing():
 
     ours = poptorch.optim.AdamW(nn.Linear(5, 2).parameters(), lr=0.1)
     with pytest.raises(
-        RuntimeError, match=r"of another model: parameter 0 had shape \(2, 3\), and has \(2, 5\)"
+        RuntimeError,
+        match=r"parameter 0 is a tensor of the shape \[2, 3\]\n.*the parameter has the shape \[2, 5\]",
     ):
         ours.load_state_dict({"ipu_state": None, "ipu_param": None, **adam.state_dict()})
 
