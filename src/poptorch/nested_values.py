@@ -112,97 +112,84 @@ def paths_of(value: Any, name: str) -> list[str]:
     return [path for leaf, path, _ in _leaves(value, name) if isinstance(leaf, torch.Tensor)]
 
 
-def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
-    """Return a copy of `value` with the next replacement in place of each tensor, in walking order.
-
-    Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
-    """
-    parser = _parsers.get(type(value))
-    if parser is not None:
-        return parser.reconstruct(value, replacements)
-    if isinstance(value, torch.Tensor):
-        return next(replacements)
-    if not tensors_of(value):
-        return value
-    parts = {key: with_tensors(part, replacements) for key, part in _parts(value)}
-    return _rebuilt(value, {key: parts[key] for key in value} if _is_dict(value) else parts)
-
-
-def describe(value: Any) -> Spec:
-    """Return the `Spec` of a value, which must not change between calls: classes, lengths, keys and constants."""
-    parser = _parsers.get(type(value))
-    if parser is not None:
-        return Spec(type(value), children=tuple(describe(tensor) for tensor in parser.yieldTensors(value)))
-    if isinstance(value, torch.Tensor):
-        return Spec(torch.Tensor)
-    if not _is_container(value):
-        return Spec(type(value), constant=Constant(value))
-    parts = list(_parts(value))
-    named = _is_dict(value) or is_dataclass(value)
-    keys = tuple(key for key, _ in parts) if named else ()
-    return Spec(type(value), keys=keys, children=tuple(describe(part) for _, part in parts))
-
-
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield each part that is neither tensor nor container, its path, and whether the path ends in a name."""
     return (leaf for leaf in _leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 
+def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
+    """Return a copy of `value` with the next replacement in place of each tensor, in walking order.
+
+    Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
+    """
+    parts = _parts(value)
+    if parts is None:
+        return next(replacements) if isinstance(value, torch.Tensor) else value
+    if not tensors_of(value):
+        return value
+    return _rebuilt(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
+
+
+def describe(value: Any) -> Spec:
+    """Return the `Spec` of a value, which must not change between calls: classes, lengths, keys and constants."""
+    parts = _parts(value)
+    if parts is None:
+        is_tensor = isinstance(value, torch.Tensor)
+        return Spec(torch.Tensor) if is_tensor else Spec(type(value), constant=Constant(value))
+    has_indices = isinstance(value, tuple | list) or type(value) in _parsers
+    return Spec(type(value), () if has_indices else tuple(parts), tuple(map(describe, parts.values())))
+
+
 def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
     """Yield each tensor and constant, its path, and whether the path ends in a name."""
-    parser = _parsers.get(type(value))
-    if parser is not None:
-        for index, tensor in enumerate(parser.yieldTensors(value)):
-            yield tensor, f"{path}[{index}]", False
-    elif isinstance(value, torch.Tensor) or not _is_container(value):
+    parts = _parts(value)
+    if parts is None:
         yield value, path, is_named
     else:
-        for key, part in _parts(value):
+        for key, part in parts.items():
             yield from _leaves(part, path + step_to(type(value), key), isinstance(key, str))
 
 
 def step_to(container: type, key: Any) -> str:
     """Return the last step of the path of a container's part, as in code."""
-    if is_dataclass(container) and not issubclass(container, dict | UserDict):
-        return f".{key}"
-    return f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]"
+    if not isinstance(key, str):
+        return f"[{key!r}]"
+    is_field = is_dataclass(container) and not issubclass(container, dict | UserDict)
+    return f".{key}" if is_field else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict | UserDict)
-
-
-def _is_container(value: Any) -> bool:
-    is_record = is_dataclass(value) and not isinstance(value, type | torch.nn.Module)
-    return isinstance(value, tuple | list) or _is_dict(value) or is_record
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return (key, part) pairs in walking order; keys may be indices or field names. [] for no container."""
-    if not _is_container(value):
-        return []
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a container by key, field name or index, in walking order; None for other values."""
+    parser = _parsers.get(type(value))
+    if parser is not None:
+        return dict(enumerate(parser.yieldTensors(value)))
+    if isinstance(value, torch.Tensor):
+        return None
     if isinstance(value, tuple | list):
-        return list(enumerate(value))
-    if not _is_dict(value):
-        names = [field.name for field in fields(value)]
-        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    try:
-        return [(key, value[key]) for key in sorted(value)]
-    except TypeError:  # keys of several types, or without an order
-        return list(value.items())
+        return dict(enumerate(value))
+    if isinstance(value, dict | UserDict):
+        try:
+            return {key: value[key] for key in sorted(value)}
+        except TypeError:  # keys of several types, or without an order
+            return dict(value)
+    if is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
+        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+    return None
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the class of `value` with these parts, in their order."""
+    """Return a container of the class of `value` with these parts."""
     kind = type(value)
+    if kind in _parsers:
+        return _parsers[kind].reconstruct(value, iter(parts.values()))
     if isinstance(value, tuple):
         return kind(*parts.values()) if hasattr(value, "_fields") else kind(parts.values())
-    try:
-        twin = copy.copy(value)  # keeps what a subclass added: a default factory, attributes
+    try:  # a copy keeps the order of keys, and what a subclass added: a default factory, attributes
+        twin = copy.copy(value)
     except TypeError:
         return kind(parts.values()) if isinstance(value, list) else kind(**parts)
     for key, part in parts.items():
-        if _is_dict(value) or isinstance(value, list):
+        if isinstance(value, dict | UserDict | list):
             twin[key] = part
         else:
             object.__setattr__(twin, key, part)  # also in a frozen dataclass
@@ -210,13 +197,14 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two constants have the same type and contents."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    if _is_dict(one):
+    if isinstance(one, dict | UserDict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
         return _same(vars(one), vars(other))

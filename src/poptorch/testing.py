@@ -15,26 +15,23 @@ from popengine.settings import Counts
 from .compiling.losses import loss_field
 from .enums import OutputMode
 from .executor.wrapping import arguments_of, trainingModel
-from .nested_values import tensors_of, with_tensors
+from .nested_values import describe, tensors_of, with_tensors
 from .options import Options
 
 __all__ = ["Comparison", "allclose", "compare"]
 
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether two outputs have the same tuples and lists, and close values, where NaN equals NaN."""
-    if isinstance(ref_outputs, Tensor) and isinstance(test_outputs, Tensor):
-        if ref_outputs.shape != test_outputs.shape:
-            return False
-        kind = torch.promote_types(ref_outputs.dtype, test_outputs.dtype)
-        return torch.allclose(ref_outputs.to(kind), test_outputs.to(kind), rtol, atol, equal_nan=True)
-    if type(ref_outputs) is not type(test_outputs):
+    """Return whether two outputs have the same containers and constants, and close tensors, where NaN equals NaN."""
+    if describe(ref_outputs) != describe(test_outputs):
         return False
-    if isinstance(ref_outputs, (tuple, list)):
-        return len(ref_outputs) == len(test_outputs) and all(
-            allclose(ref, test, rtol, atol) for ref, test in zip(ref_outputs, test_outputs, strict=True)
-        )
-    return bool(ref_outputs == test_outputs)
+    pairs = zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True)
+    return all(ref.shape == test.shape and _is_close(ref, test, rtol, atol) for ref, test in pairs)
+
+
+def _is_close(ref: Tensor, test: Tensor, rtol: float, atol: float) -> bool:
+    kind = torch.promote_types(ref.dtype, test.dtype)
+    return torch.allclose(ref.to(kind), test.to(kind), rtol, atol, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -225,21 +222,20 @@ def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts)
     """Return the likely cause of the differences, or "all equal"."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
-    verdicts = {gradient for _, gradient in differing}
-    if len(verdicts) == 1 and len(differing) == len(rows) and "plain" in (verdict := min(verdicts)):
-        accumulation, replicas = counts.accumulation, counts.replicas
-        causes = {
-            accumulation * replicas: "micro-batches and replicas are summed, not averaged",
-            1 / (accumulation * replicas): "the mean over micro-batches and replicas is taken twice",
-            replicas: "replicas are summed, not averaged",
-            1 / replicas: "the mean over replicas is taken twice",
-            accumulation: "micro-batches are summed, not averaged",
-            1 / accumulation: "accumulation is scaled twice",
-        }
-        cause = {_times(factor): cause for factor, cause in causes.items()}.get(verdict)
-        return f"gradients are {verdict}" + (f": {cause}" if cause else "")
     if not differing:
         others = {loss, *(weight for *_, weight in rows)}
         return "all equal" if others == {"equal"} else "all gradients are equal"
-    first = f"{differing[0][0]}: {differing[0][1]}"
-    return f"{len(differing)} of {len(rows)} gradients differ, first {first}"
+    name, verdict = differing[0]
+    if "plain" not in verdict or any(gradient != verdict for _, gradient, _ in rows):
+        return f"{len(differing)} of {len(rows)} gradients differ, first {name}: {verdict}"
+    accumulation, replicas = counts.accumulation, counts.replicas
+    causes = {
+        accumulation * replicas: "micro-batches and replicas are summed, not averaged",
+        1 / (accumulation * replicas): "the mean over micro-batches and replicas is taken twice",
+        replicas: "replicas are summed, not averaged",
+        1 / replicas: "the mean over replicas is taken twice",
+        accumulation: "micro-batches are summed, not averaged",
+        1 / accumulation: "accumulation is scaled twice",
+    }
+    cause = {_times(factor): f": {cause}" for factor, cause in causes.items()}.get(verdict, "")
+    return f"gradients are {verdict}{cause}"
