@@ -104,21 +104,21 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
         names = _other_launcher(environment)
         if names is None:
             return Launch()
-        size, rank = _number(environment, names[0]), _number(environment, names[1])
-        local = _number(environment, names[2], 0)
+        size, rank = number(environment, names[0]), number(environment, names[1])
+        local = number(environment, names[2], 0)
         return Launch(size, 1, 1, rank, local, size, rank)
-    total, local = _number(environment, TOTAL), _number(environment, LOCAL, 1)
+    total, local = number(environment, TOTAL), number(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset = _number(environment, OFFSET, 0)
+    offset = number(environment, OFFSET, 0)
     return Launch(
         total_replicas=total,
         local_replicas=local,
-        ipus_per_replica=_number(environment, IPUS, 1),
+        ipus_per_replica=number(environment, IPUS, 1),
         replica_offset=offset,
-        local_instance=_number(environment, LOCAL_INSTANCE, 0),
-        instances=_number(environment, "OMPI_COMM_WORLD_SIZE", total // local),
-        instance=_number(environment, "OMPI_COMM_WORLD_RANK", offset // local),
+        local_instance=number(environment, LOCAL_INSTANCE, 0),
+        instances=number(environment, "OMPI_COMM_WORLD_SIZE", total // local),
+        instance=number(environment, "OMPI_COMM_WORLD_RANK", offset // local),
     )
 
 
@@ -137,7 +137,8 @@ def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | No
     return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the number in a variable. Raises ValueError if it is no number, or missing without a default."""
     text = environment.get(name)
     if text is None and default is not None:
         return default

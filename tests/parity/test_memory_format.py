@@ -131,5 +131,5 @@ def test_what_auto_chose_is_saved(tmp_path):
 def test_before_compilation_there_is_no_layout_and_only_three_can_be_asked_for():
     with pytest.raises(poptorch.Error):
         _ = executor("auto").memory_format
-    with pytest.raises(AssertionError, match="memoryFormat takes one of preserve, channels_last, auto"):
+    with pytest.raises(AssertionError, match="memoryFormat takes one of 'preserve', 'channels_last', 'auto'"):
         poptorch.Options().memoryFormat("NHWC")  # type: ignore[arg-type]

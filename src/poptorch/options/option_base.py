@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pprint
+import sys
 from collections.abc import Iterator
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -22,15 +24,26 @@ _WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict:
 _FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
-def expect(setter: str, value: T, kind: type, error: type[Exception] = AssertionError) -> T:
-    """Return a setter's argument. Raises `error` if it is not an instance of `kind`."""
-    if not isinstance(value, kind):
-        word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
-        is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
-        raise error(
-            f"{setter} takes {word}; found {value!r}" + (f"\n  fix: {word[2:]}.{value}" if is_name else "")
-        )
-    return value
+def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
+    """Return a setter's argument. Raises `error` if it is not an instance of `kind`, or not one of these words."""
+    if isinstance(kind, tuple):
+        if value in kind:
+            return value
+        raise error(f"{setter} takes one of {', '.join(map(repr, kind))}; found {value!r}")
+    if isinstance(value, kind):
+        return value
+    word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
+    is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
+    fix = f"\n  fix: {word[2:]}.{value}" if is_name else ""
+    raise error(f"{setter} takes {word}; found {value!r}{fix}")
+
+
+def expect_strings(setter: str, values: list[str]) -> list[str]:
+    """Return a copy of a setter's argument. Raises AssertionError if it is no list of strings."""
+    assert isinstance(values, list) and all(isinstance(value, str) for value in values), (
+        f"{setter} takes a list of strings; found {values!r}"
+    )
+    return list(values)
 
 
 class Freezable:
@@ -211,7 +224,4 @@ def plain(value: Any) -> Any:
 
 def printed(value: Any) -> str:
     """Return the `repr`, with dictionaries sorted by key, so that equal values print equally."""
-    if isinstance(value, dict):
-        items = sorted(value.items(), key=lambda item: repr(item[0]))
-        return "{" + ", ".join(f"{key!r}: {printed(item)}" for key, item in items) + "}"
-    return repr(value)
+    return pprint.pformat(value, width=sys.maxsize)

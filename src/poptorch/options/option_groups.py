@@ -11,7 +11,7 @@ import torch
 from poptorch.annotating.strategies import ExecutionStrategy
 from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, expect
+from poptorch.options.option_base import OptionsDict, expect, expect_strings
 
 BACKENDS = ("eager", "inductor")
 DEVICES = ("cpu", "cuda", "xpu")
@@ -54,22 +54,21 @@ class ExecutionOptions(OptionsDict):
         Args: input_group_size: replicas per group
         Raises: ValueError if the size does not divide the replication factor, or for the type All.
         """
-        if not isinstance(input_group_type, CommGroupType):
-            raise ValueError(f"input_group_type is a poptorch.CommGroupType; found {input_group_type!r}")
+        expect("inputReplicaGrouping", input_group_type, CommGroupType, ValueError)
         if input_group_type is CommGroupType.All:
             raise ValueError(
                 "input_group_type cannot be All: for the same input on all replicas use Consecutive with "
                 f"input_group_size={self.replication_factor}"
             )
         if input_group_type is CommGroupType.NoGrouping:
-            input_group_size, input_group_type = 1, CommGroupType.Consecutive
+            return self.set(input_group_size=1, input_cgt=CommGroupType.Consecutive)
         size = input_group_size
         if not isinstance(size, int) or size < 1 or self.replication_factor % size:
             raise ValueError(
                 f"input_group_size {size!r} must be a number from 1 that divides the replication factor "
                 f"{self.replication_factor}; call replicationFactor first"
             )
-        return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
+        return self.set(input_group_size=size, input_cgt=input_group_type)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
         """Choose which buffers forward may change if this process has several replicas. True (default):
@@ -135,8 +134,7 @@ class ExecutionOptions(OptionsDict):
 
         Takes precedence over the environment variable POPTORCH_BACKEND.
         """
-        assert backend in BACKENDS, f"compiler takes one of {', '.join(BACKENDS)}; found {backend!r}"
-        return self.createOrSet(backend=backend)
+        return self.createOrSet(backend=expect("compiler", backend, BACKENDS))
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
         """*Pando*: choose the layout of convolutions: the model's ("preserve"), "channels_last", or "auto".
@@ -146,10 +144,7 @@ class ExecutionOptions(OptionsDict):
         PyTorch; the results of "channels_last" differ by rounding. `executor.memory_format` is the layout of
         a compiled model.
         """
-        assert memory_format in MEMORY_FORMATS, (
-            f"memoryFormat takes one of {', '.join(MEMORY_FORMATS)}; found {memory_format!r}"
-        )
-        return self.createOrSet(memory_format=memory_format)
+        return self.createOrSet(memory_format=expect("memoryFormat", memory_format, MEMORY_FORMATS))
 
     def allowNewShapes(self, plans: int = 8) -> Self:
         """*Pando*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
@@ -182,10 +177,8 @@ class ExecutionOptions(OptionsDict):
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
         """Choose the buffers that `copyNamedBuffersToDevice` uploads."""
-        assert isinstance(buffers, list) and all(isinstance(name, str) for name in buffers), (
-            f"updatableNamedBuffers takes a list of buffer names; found {buffers!r}"
-        )
-        return self._set_popart("updatableNamedBuffers", list(buffers))
+        names = expect_strings("updatableNamedBuffers", buffers)
+        return self._set_popart("updatableNamedBuffers", names)
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
         """Log unexpected attributes of optimizers at the level DEBUG instead of WARN."""
@@ -222,8 +215,7 @@ class DeviceOptions(OptionsDict):
 
         Takes precedence over the environment variable POPTORCH_DEVICE.
         """
-        assert kind in DEVICES, f"device takes one of {', '.join(DEVICES)}; found {kind!r}"
-        return self.createOrSet(device_kind=kind)
+        return self.createOrSet(device_kind=expect("device", kind, DEVICES))
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
         """Recorded: any number of ipus is allowed. With POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no
@@ -338,10 +330,7 @@ class ReportingOptions(OptionsDict):
 
         Args: excludes: fragments of paths that are not to be shown
         """
-        assert isinstance(excludes, list) and all(isinstance(fragment, str) for fragment in excludes), (
-            f"sourceLocationExcludes takes a list of strings; found {excludes!r}"
-        )
-        self._source_location_excludes = list(excludes)
+        self._source_location_excludes = expect_strings("sourceLocationExcludes", excludes)
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 import torch
 
-from popengine.environment import is_set, read
+from popengine.environment import number, read
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
@@ -32,10 +32,7 @@ class Training(OptionsDict):
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
-        """Choose the mean (default) or the sum of gradients over micro-batches and replicas.
-
-        Raises: ValueError for any other value.
-        """
+        """Choose the mean (default) or the sum of gradients over micro-batches and replicas."""
         if not isinstance(reduction_type, ReductionType) or reduction_type is ReductionType.NoReduction:
             raise ValueError(
                 "accumulationAndReplicationReductionType takes poptorch.ReductionType.Sum or "
@@ -76,17 +73,11 @@ class Precision(OptionsDict):
     running_statistics_always_float: bool
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
-        """Set whether `poptorch.autocast` casts in this model.
-
-        Raises: ValueError if not a bool.
-        """
+        """Set whether `poptorch.autocast` casts in this model."""
         return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
-        """Set the policy of `poptorch.autocast`: which operations it casts, and to which types.
-
-        Raises: ValueError if not a `poptorch.autocasting.Policy`.
-        """
+        """Set the policy of `poptorch.autocast`: which operations it casts, and to which types."""
         expect("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
         return self.set(autocast_policy=autocast_policy)
 
@@ -101,10 +92,7 @@ class Precision(OptionsDict):
         return self._set_popart("enableFloatingPointChecks", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Recorded: PyTorch's kernels choose the type in which products are summed; see `halfKernels`.
-
-        Raises: ValueError if not torch.float or torch.half.
-        """
+        """Recorded: PyTorch's kernels choose the type in which products are summed; see `halfKernels`."""
         if dtype not in _PARTIALS:
             raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
         self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
@@ -119,14 +107,8 @@ class Precision(OptionsDict):
         end, and copies weights once per step. "auto" (default) is "native" for the types that the processor
         has units for (avx512_fp16, avx512_bf16), and "float32" for other types and for attention. Instances
         on different processors must use "native" or "float32".
-
-        Raises: ValueError for any other value.
         """
-        if kernels not in HALF_KERNELS:
-            raise ValueError(
-                f"halfKernels takes one of {', '.join(map(repr, HALF_KERNELS))}; found {kernels!r}"
-            )
-        return self.set(half_kernels=kernels)
+        return self.set(half_kernels=expect("halfKernels", kernels, HALF_KERNELS, ValueError))
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
         """Recorded: deprecated: operands of two types follow PyTorch's promotion; a layer's weights are
@@ -255,10 +237,8 @@ class Distributed(OptionsDict):
 
     def __init__(self) -> None:
         super().__init__()
-        self._read("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-        if self.numProcesses == 1 and is_set():
-            launch = read()
-            self._place(launch.instance, launch.instances)
+        launch = read()
+        self._place(launch.instance, launch.instances)
 
     @property
     def processId(self) -> int:
@@ -281,8 +261,9 @@ class Distributed(OptionsDict):
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
         """Read the number of processes and this process's id from two environment variables, at once. If
         neither is set, this is process 0 of 1."""
-        self._place(0, 1)
-        return self._read(var_num_processes, var_process_id)
+        if not any(map(os.environ.get, (var_num_processes, var_process_id))):
+            return self.disable()
+        return self._place(*(number(os.environ, name) for name in (var_process_id, var_num_processes)))
 
     def rowsByReplica(self, by_replica: bool) -> Self:
         """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
@@ -290,17 +271,6 @@ class Distributed(OptionsDict):
         False: each process reads a contiguous share of the order. The default is True for
         `popdist.poptorch.Options`, else False, as in PopTorch."""
         return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
-
-    def _read(self, var_num_processes: str, var_process_id: str) -> Self:
-        found = {name: os.environ.get(name) for name in (var_num_processes, var_process_id)}
-        if not any(found.values()):
-            return self
-        for name, text in found.items():
-            assert text and text.isdecimal(), (
-                f"{name} must hold a number, as {var_num_processes} and {var_process_id} say how many "
-                f"processes there are and which one this is; found {text!r}"
-            )
-        return self._place(int(found[var_process_id] or 0), int(found[var_num_processes] or 1))
 
     def _place(self, process_id: int, num_processes: int) -> Self:
         whole = isinstance(process_id, int) and isinstance(num_processes, int)

@@ -167,17 +167,10 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
 # Files and JSON -------------------------------------------------------------------------------------------
 
-_STRATEGIES = (
-    strategies.Stage,
-    strategies.Phase,
-    strategies.PipelinedExecution,
-    strategies.ShardedExecution,
-    strategies.SerialPhasedExecution,
-    strategies.ParallelPhasedExecution,
-)
+_STRATEGIES = "Stage Phase PipelinedExecution ShardedExecution SerialPhasedExecution ParallelPhasedExecution"
 _POPTORCH = SimpleNamespace(
     **{name: getattr(enums, name) for name in enums.__all__},
-    **{strategy.__name__: strategy for strategy in _STRATEGIES},
+    **{name: getattr(strategies, name) for name in _STRATEGIES.split()},
     TensorLocationSettings=option_parts.TensorLocationSettings,
 )
 _TORCH = SimpleNamespace(

@@ -8,9 +8,11 @@ import difflib
 import enum
 from typing import Any, Self
 
+from torch.utils._pytree import tree_leaves
+
 from popengine.errors import Error
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, merged, plain, printed
+from poptorch.options.option_base import Freezable, expect, merged, plain, printed
 
 _NAMES = """
     autoRecomputation cachePath convolutionOptions decomposeGradSum defaultBufferingDepth
@@ -46,7 +48,7 @@ class Popart(Freezable):
     def set(self, name: str, value: Any) -> Self:
         """Store a setting by name. Dots address a nested setting: "automaticLossScalingSettings.enabled"."""
         self.checkIsFrozen()
-        assert isinstance(name, str), f"_Popart.set takes the name of an option; found {name!r}"
+        name = expect("_Popart.set", name, str)
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
         return self
 
@@ -56,20 +58,14 @@ class Popart(Freezable):
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
         """Set all engine options. Only `autoReport.all` and `autoReport.directory` (profiles) are used."""
-        assert isinstance(engine_options, dict), (
-            f"setEngineOptions takes a dictionary of strings; found {engine_options!r}"
-        )
-        return self.set("engineOptions", dict(engine_options))
+        return self.set("engineOptions", dict(expect("setEngineOptions", engine_options, dict)))
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
         """Recorded: there are no graph patterns that could be switched on or off."""
-        self.checkIsFrozen()
         assert isinstance(patterns, dict) and all(
-            isinstance(name, str) and isinstance(on, bool | int) for name, on in patterns.items()
+            isinstance(name, str) and isinstance(on, int) for name, on in patterns.items()
         ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
-        assert isinstance(level, int), f"setPatterns takes an integer as level; found {level!r}"
-        self.patterns = dict(patterns)
-        self.patterns_level = int(level)
+        self.patterns, self.patterns_level = dict(patterns), int(expect("setPatterns", level, int))
         return self
 
     def check_names(self) -> None:
@@ -79,7 +75,7 @@ class Popart(Freezable):
         """
         known = _NAMES.split()
         for name, value in self.options.items():
-            if not _is_plain(value):
+            if not all(isinstance(leaf, int | float | str) for leaf in tree_leaves(value)):
                 raise Error(
                     f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
                     f"bools, numbers, strings, and lists or dictionaries of them"
@@ -99,11 +95,3 @@ class Popart(Freezable):
     def __repr__(self) -> str:
         patterns = f"patterns={printed(self.patterns)}, patterns_level={self.patterns_level}"
         return f"{type(self).__name__}(options={printed(self.options)}, {patterns})"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str)

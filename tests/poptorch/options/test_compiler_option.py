@@ -22,7 +22,7 @@ def test_the_environment_chooses_a_backend_and_the_option_wins_over_it(monkeypat
 
 
 def test_an_unknown_backend_is_refused_with_those_that_there_are(monkeypatch):
-    with pytest.raises(AssertionError, match="compiler takes one of eager, inductor; found 'gcc'"):
+    with pytest.raises(AssertionError, match="compiler takes one of 'eager', 'inductor'; found 'gcc'"):
         poptorch.Options().compiler("gcc")
     monkeypatch.setenv("POPTORCH_BACKEND", "gcc")
     with pytest.raises(poptorch.Error, match="POPTORCH_BACKEND is 'gcc'"):

@@ -32,7 +32,7 @@ def test_the_environment_chooses_a_device_and_the_option_wins_over_it(accelerato
 
 
 def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
-    with pytest.raises(AssertionError, match="device takes one of cpu, cuda, xpu; found 'ipu'"):
+    with pytest.raises(AssertionError, match="device takes one of 'cpu', 'cuda', 'xpu'; found 'ipu'"):
         poptorch.Options().device("ipu")
     monkeypatch.setenv("POPTORCH_DEVICE", "tpu")
     with pytest.raises(poptorch.Error, match="POPTORCH_DEVICE is 'tpu'"):

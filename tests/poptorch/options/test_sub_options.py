@@ -132,7 +132,7 @@ def test_a_process_that_can_not_be_is_refused(monkeypatch):
     with pytest.raises(AssertionError, match="process 3 of 3"):
         Options().Distributed.configureProcessId(3, 3)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "two")
-    with pytest.raises(AssertionError, match="OMPI_COMM_WORLD_SIZE must hold a number"):
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is 'two', and must be a number"):
         Options()
 
 
