@@ -15,7 +15,7 @@ import torch as _torch
 from popengine.environment import find_aliases as _find_aliases
 from popengine.profile import PLAN_WISH as _PLAN_WISH
 
-from .ignored_variables import log_recorded as _log_recorded
+from .logs import log_recorded as _log_recorded
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:

@@ -7,7 +7,7 @@ are read at import; `setLogLevel` changes the level later.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 TRACE = 5
 OFF = logging.CRITICAL + 1
@@ -21,6 +21,20 @@ LEVELS = {
     "OFF": OFF,
 }
 LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}  # 5 is not in use
+
+# PopTorch's environment variables that have no effect here, and why. The log lists those that are set.
+RECORDED = {
+    "POPTORCH_IPU_MODEL": "all ipus are models here",
+    "POPTORCH_SMALL_IPU_MODEL": "ipus have no size here",
+    "POPTORCH_IPU_MODEL_VERSION": "ipus have no version here",
+    "POPTORCH_WAIT_FOR_IPU": "there is always an ipu: they are logical devices",
+    "POPTORCH_EXPORT_PROTO_FILE": "there is no ONNX graph; a compiled model is written by save()",
+    "POPTORCH_EXPORT_PROTO_AS_BINARY": "there is no ONNX graph; a compiled model is written by save()",
+    "POPTORCH_MAX_GRAPH_LEN": "there is no ONNX graph",
+    "PVTI_OPTIONS": "profiles are asked for with options.enableProfiling() or POPLAR_ENGINE_OPTIONS",
+    "POPART_LOG_LEVEL": "there is one log: POPTORCH_LOG_LEVEL",
+    "POPLAR_LOG_LEVEL": "there is one log: POPTORCH_LOG_LEVEL",
+}
 
 logger = logging.getLogger("poptorch::python")
 logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
@@ -123,6 +137,13 @@ def configure(level: str, destination: str) -> None:
     except ValueError as error:
         setLogLevel("WARN")
         logger.warning("%s (from POPTORCH_LOG_LEVEL); using WARN", error)
+
+
+def log_recorded(environment: Mapping[str, str] = os.environ) -> None:
+    """Log, at INFO, each variable in `RECORDED` that is set."""
+    for name, why in RECORDED.items():
+        if name in environment:
+            logger.info("%s=%s has no effect: %s", name, environment[name], why)
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 import poptorch
 from poptorch.compiling.compilation_log import HARDWARE_RULES
-from poptorch.ignored_variables import RECORDED
+from poptorch.logs import RECORDED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 HEADING = re.compile(r"^## `([\w.]+)`( arguments| members)?$")

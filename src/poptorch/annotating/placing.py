@@ -160,8 +160,8 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[nn.Module, tuple[int, str | type]] = {}
     for key in marks:
-        rank = _rank(key)
-        for module in _named_by(key, model, names):
+        rank, modules = _named_by(key, model, names)
+        for module in modules:
             before = found.get(module)
             if before is None or rank > before[0]:
                 found[module] = rank, key
@@ -176,26 +176,23 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
     return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 
-def _rank(key: str | type) -> int:
-    """Return how specific a key is: 2 for a name, 1 for a range, 0 for `*` and a class."""
-    if not isinstance(key, str) or "*" in key:
-        return 0
-    return 1 if _RANGE.search(key) else 2
+def _named_by(key: str | type, model: nn.Module, names: list[str]) -> tuple[int, list[nn.Module]]:
+    """Return how specific a key is (2: a name, 1: a range, 0: `*` or a class), and the modules that it names.
 
-
-def _named_by(key: str | type, model: nn.Module, names: list[str]) -> list[nn.Module]:
-    """Return the modules that a key names. Raises Error if it, or a number of its range, names none."""
+    Raises:
+        Error: the key, or a number of its range, names no module
+    """
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]
         if not modules:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
-        return modules
+        return 0, modules
     span = _RANGE.search(key)
-    numbers = range(int(span[1]), int(span[2]) + 1) if span else [""]
-    modules = []
-    for number in numbers:
-        pattern = f"{key[: span.start()]}{number}{key[span.end() :]}" if span else key
+    numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
+    patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]
+    found: list[str] = []
+    for pattern in patterns:
         one = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
         matching = [name for name in names if one.fullmatch(name)]
         if not matching:
@@ -204,5 +201,5 @@ def _named_by(key: str | type, model: nn.Module, names: list[str]) -> list[nn.Mo
                 f"poptorch.annotate: no module is named {pattern!r}{f', of {key!r}' if span else ''}{near}\n"
                 "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part"
             )
-        modules += map(model.get_submodule, matching)
-    return list(dict.fromkeys(modules))
+        found += matching
+    return 0 if "*" in key else 1 if span else 2, list(dict.fromkeys(map(model.get_submodule, found)))

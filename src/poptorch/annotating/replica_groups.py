@@ -36,17 +36,15 @@ def _checked(name: str, given: Any) -> Grouping:
 def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
     """Return the group of each replica. Raises Error if the groups' size does not divide `replicas`."""
     kind, size, retrieval = grouping
-    if kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal) and (size < 1 or replicas % size):
+    size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(kind, size)
+    if size < 1 or replicas % size:
         raise Error(
             f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
         )
-    of = {
-        CommGroupType.All: lambda replica: 0,
-        CommGroupType.Consecutive: lambda replica: replica // size,
-        CommGroupType.Orthogonal: lambda replica: replica % (replicas // size),
-        CommGroupType.NoGrouping: lambda replica: replica,
-    }[kind]
-    return ReplicaGroups(tuple(map(of, range(replicas))), retrieval is VariableRetrievalMode.AllReplicas)
+    neighbours = [replica // size for replica in range(replicas)]
+    every_nth = [replica % (replicas // size) for replica in range(replicas)]
+    of = every_nth if kind is CommGroupType.Orthogonal else neighbours
+    return ReplicaGroups(tuple(of), retrieval is VariableRetrievalMode.AllReplicas)
 
 
 class GroupableParameter(nn.Parameter):

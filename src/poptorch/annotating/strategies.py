@@ -26,15 +26,13 @@ class Stage:
     >>> Stage("embedding", "layer0").ipu(1)
     """
 
+    blocks: list[str]
+
     def __init__(self, *block_ids: str) -> None:
         for block in block_ids:
             assert isinstance(block, str), f"Block ids are strings; found {block!r} in a Stage"
-        self._blocks = block_ids
+        self.blocks = list(block_ids)
         self._ipu: int | None = None
-
-    @property
-    def blocks(self) -> list[str]:
-        return list(self._blocks)
 
     def ipu(self, ipu: int) -> Self:
         assert isinstance(ipu, int) and ipu >= 0, (
@@ -44,11 +42,11 @@ class Stage:
         return self
 
     def freeze(self) -> StagePlan:
-        return StagePlan(self._blocks, self._ipu)
+        return StagePlan(tuple(self.blocks), self._ipu)
 
     def __repr__(self) -> str:
         ipu = "" if self._ipu is None else f".ipu({self._ipu})"
-        return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
+        return f"Stage({', '.join(map(repr, self.blocks))}){ipu}"
 
 
 class Phase:

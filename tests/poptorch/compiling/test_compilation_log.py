@@ -10,7 +10,7 @@ import torch
 
 import poptorch
 from poptorch.compiling.compilation_log import HARDWARE_RULES
-from poptorch.ignored_variables import log_recorded
+from poptorch.logs import log_recorded
 
 
 def chain(*ipus):
