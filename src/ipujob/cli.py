@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -21,8 +22,7 @@ from .client import Refused, Unreachable
 from .files import Faults, load_job, read, read_jobs, with_changes
 from .render import placed
 from .render import render as make_objects
-from .rules import crd
-from .spec import Job, count
+from .rules import count, crd
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
 conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
@@ -69,13 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Command, summary: str, more: str | None = None) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=summary,
-            description=more or summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def command(name: str, run: Command, summary: str, more: str = "") -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=more or summary)
         added.set_defaults(run=run)
         return added
 
@@ -162,38 +157,36 @@ def check(arguments: argparse.Namespace) -> int:
         except Faults as error:
             faults.append(str(error))
             continue
-        for document in [each for each in documents if each.is_job()] or documents:
+        for document in [each for each in documents if each.kind == "IPUJob"] or documents:
             try:
                 job = load_job(document)
-                print(f"{file}: {job.name}: {_describe(job)}")
             except Faults as error:
                 faults.append(str(error))
+                continue
+            shape = job.shape
+            print(
+                f"{file}: {job.name}: {count(shape.instances, 'instance')} of {count(shape.workers, 'worker')},"
+                f" in each worker {count(shape.replicas, 'replica')} of {count(shape.ipus_per_replica, 'ipu')},"
+                f" mode {job.mode}"
+            )
     if faults:
         raise Faults(faults)
     return 0
 
 
-def _describe(job: Job) -> str:
-    """Return one line about a job's instances, workers, replicas and ipus."""
-    shape = job.shape
-    return (
-        f"{count(shape.instances, 'instance')} of {count(shape.workers, 'worker')}, in each worker "
-        f"{count(shape.replicas, 'replica')} of {count(shape.ipus_per_replica, 'ipu')}, mode {job.mode}"
-    )
-
-
 def render(arguments: argparse.Namespace) -> int:
-    drop = [word for word in arguments.drop.split(",") if word]
-    if unknown := set(drop) - {"resources", "security"}:
+    drops = set(filter(None, arguments.drop.split(",")))
+    if unknown := drops - {"resources", "security"}:
         names = ",".join(sorted(unknown))
         raise Faults([f"ipujob: --drop {names}: only resources and security can be dropped"])
     made: list[Any] = []
     for document in read(arguments.file):
-        if not document.is_job():
+        if document.kind != "IPUJob":
             made.append(document.value)
             continue
-        document = with_changes(document, arguments.name, drop=drop)
+        document = with_changes(document, arguments.name)
         job = load_job(document, arguments.device, arguments.image)
+        job = dataclasses.replace(job, drops=(*job.drops, *drops))
         try:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
@@ -230,7 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder = Path(tempfile.mkdtemp(prefix="ipujob-"))
         try:
             skipped_programs.install(folder / "bin", dict(arguments.clone), real)
-            code = local.run(document.value, job, folder, variables)
+            code = local.LocalJob(document.value, job, folder, variables).run()
         finally:
             if arguments.keep:
                 print(f"ipujob: {job.name}: homes and logs are in {folder}", file=sys.stderr)
@@ -254,12 +247,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _dump(objects: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .pods import Object
@@ -19,7 +20,6 @@ _PLACES = {
     "Event": ("api/v1", "events"),
 }
 _TIMEOUT = 30  # seconds, of a call that isn't a watch
-_PATCH = "application/merge-patch+json"
 
 
 class Refused(Exception):
@@ -79,11 +79,12 @@ class Cluster:
     ) -> Iterator[str]:
         """Yield a line of JSON for each object of a kind, then for each change, for up to `seconds`."""
         params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
-        yield from self._lines(_path(kind, namespace), params)
+        with self._answer("GET", _path(kind, namespace), params=params, timeout=self._forever) as answer:
+            yield from answer.iter_lines()
 
     def create(self, made: Object) -> Object:
         """Create an object, and return it with the fields that the API server added."""
-        return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), made)
+        return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
         """Delete an object. Raises: Refused (409), if a newer object has its name, with another uid.
@@ -93,12 +94,13 @@ class Cluster:
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": known["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"
-        self._call("DELETE", _path_of(known), options)
+        self._call("DELETE", _path_of(known), json=options)
 
     def patch_status(self, known: Object, patch: Object) -> None:
         """Merge a patch into an object's status. Raises: Refused (409), if `known` is out of date."""
         body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
-        self._call("PATCH", f"{_path_of(known)}/status", body, _PATCH)
+        headers = {"Content-Type": "application/merge-patch+json"}
+        self._call("PATCH", f"{_path_of(known)}/status", json=body, headers=headers)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of a pod's log (of its first container, the worker).
@@ -109,33 +111,28 @@ class Cluster:
         """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
-        yield from self._lines(f"{_path_of(pod)}/log", params)
+        path = f"{_path_of(pod)}/log"
+        with self._answer("GET", path, params=params, timeout=self._forever) as answer:
+            yield from answer.iter_lines()
 
-    def _call(
-        self, method: str, path: str, body: Any = None, kind: str = "application/json", params: Any = None
-    ) -> Any:
-        content = None if body is None else json.dumps(body)
-        headers = {"Content-Type": kind} if content else {}
-        try:
-            answer = self._http.request(method, path, content=content, headers=headers, params=params)
-        except self._error as error:
-            raise self._unreachable(error) from None
-        if answer.is_error:
-            raise _refusal(answer.status_code, answer.text)
-        return answer.json()
+    def _call(self, method: str, path: str, **request: Any) -> Any:
+        """Send a request, and return the object in the answer."""
+        with self._answer(method, path, **request) as answer:
+            answer.read()
+            return answer.json()
 
-    def _lines(self, path: str, params: Any) -> Iterator[str]:
+    @contextmanager
+    def _answer(self, method: str, path: str, **request: Any) -> Iterator[Any]:
+        """Send a request, and yield the API server's answer, whose body has not been read."""
         try:
-            with self._http.stream("GET", path, params=params, timeout=self._forever) as answer:
+            with self._http.stream(method, path, **request) as answer:
                 if answer.is_error:
                     answer.read()
                     raise _refusal(answer.status_code, answer.text)
-                yield from answer.iter_lines()
+                yield answer
         except self._error as error:
-            raise self._unreachable(error) from None
-
-    def _unreachable(self, error: Exception) -> Unreachable:
-        return Unreachable(f"the cluster at {self.server} doesn't answer: {error or type(error).__name__}")
+            reason = error or type(error).__name__
+            raise Unreachable(f"the cluster at {self.server} doesn't answer: {reason}") from None
 
 
 def _refusal(status: int, text: str) -> Refused:

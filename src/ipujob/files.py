@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from .pods import Object
-from .rules import parse, warnings_of
-from .spec import Fault, Images, Job, Place
+from .rules import Fault, Images, Job, Place, parse, warnings_of
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
@@ -33,21 +32,18 @@ class Document:
 
     file: str
     value: Any
-    line: int
     lines: dict[Place, int] = field(repr=False)
     faults: tuple[Fault, ...] = ()  # duplicate keys
 
-    def is_job(self) -> bool:
-        return isinstance(self.value, dict) and self.value.get("kind") == "IPUJob"
-
+    @property
     def kind(self) -> str:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
     def locate(self, place: Place, message: str, fix: str = "") -> str:
         """Return a message with the file and the line of `place`, or of its nearest parent in the file."""
-        while place not in self.lines and place:
+        while place not in self.lines:
             place = place[:-1]
-        text = f"{self.file}:{self.lines.get(place, self.line)}: {message}"
+        text = f"{self.file}:{self.lines[place]}: {message}"
         return f"{text}\n  fix: {fix}" if fix else text
 
 
@@ -72,7 +68,7 @@ def read(file: str) -> list[Document]:
             duplicates = tuple(_walk(node, (), lines))
             value = loader.construct_document(node)
             if value is not None:
-                documents.append(Document(file, value, node.start_mark.line + 1, lines, duplicates))
+                documents.append(Document(file, value, lines, duplicates))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -105,11 +101,14 @@ def read_jobs(file: str) -> list[Document]:
         Faults: the file can't be read, or a document is an object of another kind
     """
     documents = read(file)
-    others = [document for document in documents if not document.is_job()]
-    if others:
-        fix = "kubectl create -f; ipujob render passes other kinds through"
-        said = "this is a {}, and only IPUJobs can be run"
-        raise Faults([each.locate(("kind",), said.format(each.kind()), fix) for each in others])
+    fix = "kubectl create -f; ipujob render passes other kinds through"
+    faults = [
+        each.locate(("kind",), f"this is a {each.kind}, and only IPUJobs can be run", fix)
+        for each in documents
+        if each.kind != "IPUJob"
+    ]
+    if faults:
+        raise Faults(faults)
     return documents
 
 
@@ -122,7 +121,7 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
         Faults: everything that is wrong with the document
     """
     if not isinstance(document.value, dict):
-        raise Faults([document.locate((), f"this is a {document.kind()}, not an IPUJob", "kind: IPUJob")])
+        raise Faults([document.locate((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")])
     job, faults = parse(document.value, device, images)
     faults = [*document.faults, *faults]
     if faults or job is None:
@@ -143,21 +142,15 @@ def named(value: Object, name: str | None = None) -> Object:
     return {**value, "metadata": metadata}
 
 
-def with_changes(
-    document: Document, name: str | None = None, command: str | None = None, drop: Sequence[str] = ()
-) -> Document:
+def with_changes(document: Document, name: str | None = None, command: str | None = None) -> Document:
     """Return a document with changes from the command line; a malformed document is returned unchanged.
 
     Args:
         name:    the job's name, in place of the file's
         command: a script for bash, in place of the worker's and the launcher's command
-        drop:    "resources", "security": fields of the template that pods don't get
     """
-    value = copy.deepcopy(document.value)
     try:
-        value = named(value, name)
-        annotations = value["metadata"].get("annotations") or {}
-        value["metadata"]["annotations"] = annotations | {f"pando/{word}": "drop" for word in drop}
+        value = named(copy.deepcopy(document.value), name)
         if command is not None:
             own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
             own |= {"command": ["/bin/bash", "-c", command], "args": []}

@@ -13,31 +13,23 @@ instance is kept in `status.instances`, and the status is written before pods ar
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from . import pods
-from .pods import (
-    ATTEMPT,
-    ENDED,
-    INSTANCE,
-    WORKER,
-    Object,
-    describe_end,
-    exit_code,
-    first_failed,
-    int_label,
-    is_terminating,
-    phase,
-    was_disrupted,
-    why_pending,
-)
-from .rules import parse, warnings_of
-from .spec import Images, Job
+from .pods import ATTEMPT, ENDED, INSTANCE, WORKER, Object, int_label, is_terminating, phase
+from .rules import Images, Job, parse, warnings_of
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
+_WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lost", "Failed": "failed"}
+_REASONS = {
+    "Running": "InstancesRun",
+    "Succeeded": "AllDone",
+    "Failed": "InstancesFailed",
+    "Invalid": "SpecRefused",
+}
 
 
 @dataclass(frozen=True)
@@ -79,18 +71,40 @@ def observe(
     if old.get("completionTime"):
         return _finished(value, job, own_pods, services, now)
     invalid = "; ".join(fault.message for fault in faults) or _changed(value, own_pods)
-    if job is None or invalid:
-        return Decision(_patch(old, _invalid(old, invalid, now), now))
+    if job is None or invalid:  # its pods are neither created nor deleted
+        conditions = _conditions(old, {"Running": "", "Invalid": invalid}, now)
+        status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
+        return Decision(_patch(old, status, now))
     instances, missing, gone = advance(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
-    notes = "; ".join(text for _, text in warnings_of(job, value))
-    status = {**old, **_status(job, old, instances, remaining, notes, now)}
-    if trouble and missing:
-        status["lastMessage"] = trouble
-    if any(phase(pod) != "Pending" for pod in own_pods):
-        status.setdefault("startTime", stamp(now))
+    word, message = _summary(job, list(instances.values()), remaining)
+    notes = "; ".join(text for _, text in warnings_of(job, value)) or "instances run"
+    conditions = {
+        "Running": notes if word == "Running" else "",
+        "Succeeded": message if word == "Completed" else "",
+        "Failed": message if word == "Failed" else "",
+        "Invalid": "",
+    }
+    states, phases = Counter(each["state"] for each in instances.values()), Counter(map(phase, remaining))
+    status = {
+        "launcherStatus": word,
+        "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
+        "desiredReplicas": job.shape.instances,
+        "lastMessage": trouble if trouble and missing else message,
+        "restartCount": sum(each["restarts"] for each in instances.values()),
+        "workersStatus": {
+            "active": len(remaining) - phases["Succeeded"] - phases["Failed"],
+            "succeeded": phases["Succeeded"],
+            "failed": phases["Failed"],
+        },
+        "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
+        "instances": instances,
+        "conditions": _conditions(old, conditions, now),
+    }
+    if "startTime" not in old and any(phase(pod) != "Pending" for pod in own_pods):
+        status["startTime"] = stamp(now)
     create = [pods.pod(job, number, attempt) for number, attempt in missing]
-    if instances and all(instance.state in ENDED for instance in instances):
+    if instances and all(state in ENDED for state in states):
         status["completionTime"] = stamp(now)
         gone += [pod for pod in remaining if _is_cleaned(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
@@ -105,16 +119,12 @@ def _finished(
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
-    status = {**old, "conditions": _conditions(old, {"Invalid": message}, now)}
-    delete = [
-        pod
-        for pod in own_pods
-        if not is_terminating(pod) and (phase(pod) not in ENDED or (job and _is_cleaned(job, pod)))
-    ]
-    delete += services
+    delete = [pod for pod in own_pods if phase(pod) not in ENDED or (job and _is_cleaned(job, pod))]
+    delete = [*(pod for pod in delete if not is_terminating(pod)), *services]
     if job and job.seconds_kept is not None:
         ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
         delete += [value] if now >= ended + timedelta(seconds=job.seconds_kept) else []
+    status = {"conditions": _conditions(old, {"Invalid": message}, now)}
     return Decision(_patch(old, status, now), tuple(delete))
 
 
@@ -129,75 +139,28 @@ def _changed(value: Object, own_pods: Sequence[Object]) -> str:
     return ""
 
 
-def _invalid(old: Object, message: str, now: datetime) -> Object:
-    """Return the status of a job with an invalid spec. Its pods are neither created nor deleted."""
-    conditions = _conditions(old, {"Running": "", "Invalid": message}, now)
-    return {**old, "launcherStatus": "Failed", "lastMessage": message, "conditions": conditions}
-
-
-def _status(
-    job: Job,
-    old: Object,
-    instances: Sequence[Instance],
-    remaining: Sequence[Object],
-    notes: str,
-    now: datetime,
-) -> Object:
-    """Return the fields of the status that follow from the instances' states and the remaining pods."""
-    states = [instance.state for instance in instances]
-    phases = [phase(pod) for pod in remaining]
-    word, message = _summary(job, instances, remaining)
-    conditions = {
-        "Running": (notes or "instances run") if word == "Running" else "",
-        "Succeeded": message if word == "Completed" else "",
-        "Failed": message if word == "Failed" else "",
-        "Invalid": "",
-    }
-    return {
-        "launcherStatus": word,
-        "currentReplicas": sum(state in ("Running", "Restarting", "Lost") for state in states),
-        "desiredReplicas": job.shape.instances,
-        "lastMessage": message,
-        "restartCount": sum(instance.restarts for instance in instances),
-        "workersStatus": {
-            "active": sum(each not in ENDED for each in phases),
-            "succeeded": phases.count("Succeeded"),
-            "failed": phases.count("Failed"),
-        },
-        "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
-        "instances": {
-            str(each.number): {"state": each.state, "restarts": each.restarts} for each in instances
-        },
-        "conditions": _conditions(old, conditions, now),
-    }
-
-
-def _summary(job: Job, instances: Sequence[Instance], remaining: Sequence[Object]) -> tuple[str, str]:
+def _summary(job: Job, instances: Sequence[Object], remaining: Sequence[Object]) -> tuple[str, str]:
     """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line."""
-    total = job.shape.instances
-    states = [instance.state for instance in instances]
+    total, states = job.shape.instances, Counter(each["state"] for each in instances)
     if not total:
         return "Pending", "no instances wanted"
-    if all(state == "Succeeded" for state in states):
+    if states["Succeeded"] == total:
         return "Completed", "All instances done"
-    if all(state in ENDED for state in states):
-        culprit = first_failed(remaining)
-        first = f": {culprit['metadata']['name']} {describe_end(culprit)}" if culprit else ""
-        return "Failed", f"{states.count('Failed')} of {total} instances failed{first}"
-    if all(state == "Pending" for state in states) and not any(each.restarts for each in instances):
-        return "Pending", f"waiting: {why_pending(remaining)}"
-    parts = [f"{states.count('Running')} of {total} instances running"]
-    parts += [f"{states.count(state)} {words}" for state, words in _WORDS.items() if state in states]
+    if states["Succeeded"] + states["Failed"] == total:
+        culprit = pods.first_failed(remaining)
+        first = f": {culprit['metadata']['name']} {pods.describe_end(culprit)}" if culprit else ""
+        return "Failed", f"{states['Failed']} of {total} instances failed{first}"
+    if states["Pending"] == total and not any(each["restarts"] for each in instances):
+        return "Pending", f"waiting: {pods.why_pending(remaining)}"
+    parts = [f"{states['Running']} of {total} instances running"]
+    parts += [f"{states[state]} {words}" for state, words in _WORDS.items() if states[state]]
     return "Running", ", ".join(parts)
 
 
-_WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lost", "Failed": "failed"}
-
-
-def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object]:
+def _conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
     """Return the job's conditions with new messages (by type); an empty message makes a condition "False"."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
-    for kind, message in true.items():
+    for kind, message in messages.items():
         before = conditions.get(kind, {})
         new = {
             "type": kind,
@@ -205,26 +168,15 @@ def _conditions(old: Object, true: dict[str, str], now: datetime) -> list[Object
             "reason": _REASONS[kind],
             "message": message or "no longer",  # some API servers treat an empty string as a missing field
         }
-        if (before or message) and {**before, **new} != before:
+        if (before or message) and before != {**before, **new}:
             is_same = before.get("status") == new["status"]
             since = before.get("lastTransitionTime") if is_same else None
-            conditions[kind] = new | {
-                "lastUpdateTime": stamp(now),
-                "lastTransitionTime": since or stamp(now),
-            }
+            conditions[kind] = new | {"lastUpdateTime": stamp(now), "lastTransitionTime": since or stamp(now)}
     return list(conditions.values())
 
 
-_REASONS = {
-    "Running": "InstancesRun",
-    "Succeeded": "AllDone",
-    "Failed": "InstancesFailed",
-    "Invalid": "SpecRefused",
-}
-
-
 def _patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that changes the status `old` to `new`; empty, if they are equal."""
+    """Return the merge patch that writes the fields `new` into the status `old`; empty, if `old` has them."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None removes
@@ -234,80 +186,66 @@ def _patch(old: Object, new: Object, now: datetime) -> Object:
 # ---- instances ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Instance:
-    """The state of an instance, and its remaining pods of all attempts."""
-
-    number: int
-    state: str
-    restarts: int
-    pods: tuple[Object, ...]
-
-
 def advance(
-    job: Job, record: Mapping[str, Any], pods: Sequence[Object]
-) -> tuple[list[Instance], list[tuple[int, int]], list[Object]]:
-    """Return the next state of each instance, (number, attempt) of pods to create, and the pods to delete.
+    job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
+) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
+    """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete.
 
     Args:
-        record: `status.instances`, by the instance's number as a text
-        pods:   all pods of the job
+        record:   `status.instances`: {"state", "restarts"} by the instance's number as a text
+        own_pods: all pods of the job
     """
-    instances, create = [], []
-    delete = [pod for pod in pods if int_label(pod, INSTANCE) >= job.shape.instances]
+    instances, create = {}, []
+    delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.shape.instances]
     for number in range(job.shape.instances):
-        known = record.get(str(number)) or {}
-        own_pods = tuple(pod for pod in pods if int_label(pod, INSTANCE) == number)
-        before = Instance(number, known.get("state", "Pending"), known.get("restarts", 0), own_pods)
-        after, missing, gone = _advance(job, before)
-        instances.append(after)
-        create += [(number * job.shape.workers + worker, after.restarts) for worker in missing]
+        known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
+        of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
+        instances[str(number)], missing, gone = _advance(job, known, of_instance)
+        create += [(number * job.shape.workers + worker, known["restarts"]) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
 
-def _advance(job: Job, instance: Instance) -> tuple[Instance, list[int], list[Object]]:
-    """Return the next state of an instance, the numbers of the workers to create, and the pods to delete."""
-    if instance.state in ENDED:
-        return instance, [], _leftovers(instance)
-    attempt = -1 if instance.state == "Lost" else instance.restarts  # -1: delete all pods of a lost attempt
-    current = [pod for pod in instance.pods if int_label(pod, ATTEMPT) == attempt]
-    if len(current) < len(instance.pods):
-        return instance, [], [pod for pod in instance.pods if pod not in current]
-    there = {int_label(pod, WORKER) for pod in current}
+def _advance(
+    job: Job, record: Object, own_pods: Sequence[Object]
+) -> tuple[Object, list[int], Sequence[Object]]:
+    """Return the next record of an instance, the numbers of the workers to create, and the pods to delete."""
+    state, restarts = record["state"], record["restarts"]
+    if state in ENDED:
+        return record, [], _leftovers(state, own_pods)
+    attempt = -1 if state == "Lost" else restarts  # -1: delete all pods of a lost attempt
+    others = [pod for pod in own_pods if int_label(pod, ATTEMPT) != attempt]
+    if others:
+        return record, [], others
+    there = {int_label(pod, WORKER) for pod in own_pods}
     missing = [worker for worker in range(job.shape.workers) if worker not in there]
-    if instance.state in ("Restarting", "Lost"):
-        instance = replace(instance, state="Pending")
-    failed = [pod for pod in current if phase(pod) == "Failed" and not _ended_by_ttl(job, pod)]
-    own = [pod for pod in failed if not (is_terminating(pod) or was_disrupted(pod))]
-    done = not missing and all(phase(pod) == "Succeeded" or _ended_by_ttl(job, pod) for pod in current)
-    if own or done:
-        return _end(job, instance, first_failed(own))
-    is_incomplete = missing or any(map(is_terminating, current))
-    if len(own) < len(failed) or (instance.state == "Running" and is_incomplete):
-        return replace(instance, state="Lost"), [], current
-    if not missing and any(phase(pod) != "Pending" for pod in current):
-        return replace(instance, state="Running"), [], []
-    return instance, missing, []
+    done = [pod for pod in own_pods if phase(pod) == "Succeeded" or _ended_by_ttl(job, pod)]
+    failed = [pod for pod in own_pods if phase(pod) == "Failed" and pod not in done]
+    own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]
+    if own_faults or (not missing and len(done) == len(own_pods)):
+        culprit = pods.first_failed(own_faults)
+        if restarts < job.restart_limit and _is_restarted(job, culprit):
+            return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
+        state = "Failed" if culprit else "Succeeded"
+        return {"state": state, "restarts": restarts}, [], _leftovers(state, own_pods)
+    is_incomplete = missing or any(map(is_terminating, own_pods))
+    if failed or (state == "Running" and is_incomplete):
+        return {"state": "Lost", "restarts": restarts}, [], own_pods
+    runs = state == "Running" or (not missing and any(phase(pod) != "Pending" for pod in own_pods))
+    return {"state": "Running" if runs else "Pending", "restarts": restarts}, missing, []
 
 
-def _end(job: Job, instance: Instance, culprit: Object | None) -> tuple[Instance, list[int], list[Object]]:
-    """Return what `_advance` returns, for an instance to restart or to end.
-
-    Args: culprit: the worker's pod that failed first; None: all workers succeeded
-    """
-    code = exit_code(culprit) if culprit else 0
-    if job.restarts.wanted(culprit is not None, code, instance.restarts):
-        again = replace(instance, state="Restarting", restarts=instance.restarts + 1)
-        return again, [], list(instance.pods)
-    ended = replace(instance, state="Failed" if culprit else "Succeeded")
-    return ended, [], _leftovers(ended)
+def _is_restarted(job: Job, culprit: Object | None) -> bool:
+    """Return whether the policy restarts an instance of which `culprit` failed first; None: all succeeded."""
+    if job.policy == "ExitCode":
+        return culprit is not None and pods.exit_code(culprit) in job.exit_codes
+    return job.policy == "Always" or (job.policy == "OnFailure" and culprit is not None)
 
 
-def _leftovers(instance: Instance) -> list[Object]:
+def _leftovers(state: str, own_pods: Sequence[Object]) -> list[Object]:
     """Return the pods to delete at an instance's end. Ended pods stay; after a failure only failed ones."""
-    kept = ENDED if instance.state == "Succeeded" else ("Failed",)
-    return [pod for pod in instance.pods if phase(pod) not in kept]
+    kept = ENDED if state == "Succeeded" else ("Failed",)
+    return [pod for pod in own_pods if phase(pod) not in kept]
 
 
 def _is_cleaned(job: Job, pod: Object) -> bool:

@@ -11,32 +11,31 @@ import argparse
 import contextlib
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .client import Cluster, Refused, Unreachable
 from .observe import observe, stamp
 from .pods import JOB, Object
-from .spec import Images
+from .rules import Images
 
 _ROUND = 10.0  # seconds between rounds, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens
 _LONGEST_DELAY = 60.0  # seconds until a refused creation is tried again, at most
 _HINTS = {  # by a part of the API server's message, the annotation that helps
-    "exceeded quota": "pando/resources: drop, or smaller resources in the template",
-    "PodSecurity": "pando/security: drop",
-    "podsecurity": "pando/security: drop",
+    "exceeded quota": " (annotation pando/resources: drop, or smaller resources in the template)",
+    "PodSecurity": " (annotation pando/security: drop)",
+    "podsecurity": " (annotation pando/security: drop)",
 }
 
 
-@dataclass(frozen=True)
-class Trouble:
+class Trouble(NamedTuple):
     """A creation that the API server refused: its message, and when to try again."""
 
     message: str
@@ -92,57 +91,53 @@ class Operator:
                 raise
             except Refused as error:  # the next round lists all objects again
                 if error.status not in (404, 409):
-                    self.log(f"{_name(job)}: {error}")
+                    self._log(job, str(error))
             except Exception as error:  # the other jobs go on
-                self.log(f"{_name(job)}: a fault of the operator: {type(error).__name__}: {error}")
+                self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
-        trouble = self.trouble.get(job["metadata"]["uid"])
+        uid, now = job["metadata"]["uid"], datetime.now(UTC)
+        trouble = self.trouble.get(uid)
         said = trouble.message if trouble else None
-        decision = observe(job, owned, datetime.now(UTC), said, self.device, images_in(self.images))
+        decision = observe(job, owned, now, said, self.device, images_in(self.images))
         create = () if trouble and self.clock() < trouble.until else decision.create
         if decision.status or create:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
-            self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(datetime.now(UTC))})
-            self._report(job, decision.status)
+            self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(now)})
+            self._report(job, decision.status, stamp(now))
         for each in decision.delete:
-            self.log(f"{_name(job)}: delete {each['kind']} {each['metadata']['name']}")
+            self._log(job, f"delete {each['kind']} {each['metadata']['name']}")
             try:
                 self.cluster.delete(each)
             except Refused as error:
                 if error.status not in (404, 409):  # deleted, or a new object with that name
                     raise
         for each in create:
-            self.log(f"{_name(job)}: create {each['kind']} {each['metadata']['name']}")
+            name = each["metadata"]["name"]
+            self._log(job, f"create {each['kind']} {name}")
             try:
                 self.cluster.create(each)
             except Refused as error:
-                if not (error.status == 409 and each["kind"] == "Service"):
-                    self._remember(job, each, error, trouble)
-                    return
+                if error.status == 409 and each["kind"] == "Service":
+                    continue
+                hint = next((hint for mark, hint in _HINTS.items() if mark in str(error)), "")
+                message = f"creating {name} was refused: {error}{hint}"
+                delay = min(trouble.delay * 2, _LONGEST_DELAY) if trouble else 1.0
+                self.trouble[uid] = Trouble(message, delay, self.clock() + delay)
+                self._log(job, f"{message}; tried again in {delay:g} s")
+                return
         if create or not decision.create:
-            self.trouble.pop(job["metadata"]["uid"], None)
+            self.trouble.pop(uid, None)
 
-    def _remember(self, job: Object, made: Object, error: Refused, before: Trouble | None) -> None:
-        """Record a refused creation for the job's status in the next round; double the delay of its retry."""
-        message = str(error)
-        hints = [f" (annotation {hint})" for mark, hint in _HINTS.items() if mark in message]
-        message = f"creating {made['metadata']['name']} was refused: {message}{hints[0] if hints else ''}"
-        delay = min(before.delay * 2, _LONGEST_DELAY) if before else 1.0
-        self.trouble[job["metadata"]["uid"]] = Trouble(message, delay, self.clock() + delay)
-        self.log(f"{_name(job)}: {message}; tried again in {delay:g} s")
-
-    def _report(self, job: Object, patch: Object) -> None:
+    def _report(self, job: Object, patch: Object, when: str) -> None:
         """Log a restart or an end of a job, and create an Event for it; do nothing for other patches."""
+        reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"
-        elif patch.get("launcherStatus") in ("Completed", "Failed"):
-            reason = patch["launcherStatus"]
-            said = patch.get("lastMessage") or job["status"]["lastMessage"]
-        else:
+        if reason not in ("Restarting", "Completed", "Failed"):
             return
-        self.log(f"{_name(job)}: {reason}: {said}")
-        metadata, when = job["metadata"], stamp(datetime.now(UTC))
+        said, metadata = said or job["status"]["lastMessage"], job["metadata"]
+        self._log(job, f"{reason}: {said}")
         name = f"{metadata['name']}.{secrets.token_hex(8)}"
         keys = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
         event = {
@@ -161,37 +156,10 @@ class Operator:
         try:
             self.cluster.create(event)
         except (Refused, Unreachable) as error:
-            self.log(f"{_name(job)}: no event: {error}")
+            self._log(job, f"no event: {error}")
 
-
-def _name(job: Object) -> str:
-    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
-
-
-def loop(operator: Operator, stop: threading.Event, wake: threading.Event) -> None:
-    """Run rounds until `stop` is set: at each change (`wake`), when a retry is due, and every 10 seconds."""
-    for kind, labels in (("IPUJob", ""), ("Pod", JOB)):
-        threading.Thread(target=_watch, args=(operator, kind, labels, wake, stop), daemon=True).start()
-    while not stop.is_set():
-        wake.clear()  # a change during the round starts the next round
-        try:
-            operator.round()
-        except (Refused, Unreachable) as error:
-            operator.log(str(error))
-        operator.beat()
-        retries = [trouble.until - operator.clock() for trouble in operator.trouble.values()]
-        stop.wait(_PAUSE)
-        wake.wait(max(0.0, min([_ROUND, *retries])))
-
-
-def _watch(operator: Operator, kind: str, labels: str, wake: threading.Event, stop: threading.Event) -> None:
-    """Set `wake` at each change of an object of this kind, and when a watch ends, until `stop` is set."""
-    while not stop.is_set():
-        with contextlib.suppress(Exception):  # the loop reports errors of the cluster
-            for _ in operator.cluster.watch(kind, operator.namespace, labels):
-                wake.set()
-        wake.set()
-        stop.wait(1)
+    def _log(self, job: Object, text: str) -> None:
+        self.log(f"{job['metadata']['namespace']}/{job['metadata']['name']}: {text}")
 
 
 def images_in(file: str | None) -> Images:
@@ -205,17 +173,35 @@ def images_in(file: str | None) -> Images:
 
 
 def operator(arguments: argparse.Namespace) -> int:
-    """Run the command `ipujob operator`, and return its exit code."""
-    cluster = Cluster()
+    """Run rounds for ever: at each change, when a retry is due, and every 10 seconds. A signal ends the process."""
+    cluster, wake = Cluster(), threading.Event()
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
 
     def log(text: str) -> None:
         print(f"{stamp(datetime.now(UTC))} {text}", flush=True)
 
-    stop, wake = threading.Event(), threading.Event()
+    def watch(kind: str, labels: str) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # `round` raises errors of the cluster, too
+                for _ in cluster.watch(kind, namespace, labels):
+                    wake.set()
+            wake.set()
+            time.sleep(1)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: (stop.set(), wake.set()))
+        signal.signal(number, lambda *_: sys.exit(0))
     log(f"operator of {'all namespaces' if namespace is None else namespace} at {cluster.server}")
     beat = Path(arguments.alive).touch if arguments.alive else lambda: None
-    loop(Operator(cluster, namespace, arguments.device, arguments.images, log, beat=beat), stop, wake)
-    return 0
+    made = Operator(cluster, namespace, arguments.device, arguments.images, log, beat=beat)
+    for watched in (("IPUJob", ""), ("Pod", JOB)):
+        threading.Thread(target=watch, args=watched, daemon=True).start()
+    while True:
+        wake.clear()  # a change during the round starts the next round
+        try:
+            made.round()
+        except (Refused, Unreachable) as error:
+            log(str(error))
+        beat()
+        retries = [trouble.until - made.clock() for trouble in made.trouble.values()]
+        time.sleep(_PAUSE)
+        wake.wait(max(0.0, min([_ROUND, *retries])))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
 
-from .spec import Job
+from .rules import Job
 
 PORT = 29500  # every pod has its own address, so all instances can use the same port
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
 SPEC = "pando/spec"  # annotation of a pod: hashes of the fields that the pod was made from
 _MAX_CORES = 16  # the most cores requested for a worker, if the template requests none
 _GRACE = 30  # seconds
+_SHM = "/dev/shm"
 ENDED = ("Succeeded", "Failed")
-_DISRUPTIONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity")
-_DISRUPTIONS += ("UnexpectedAdmissionError",)
+_DISRUPTIONS = {"Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity"}
+_DISRUPTIONS |= {"UnexpectedAdmissionError"}
 
 Object = dict[str, Any]
 
@@ -28,53 +29,47 @@ def pod(job: Job, number: int, attempt: int = 0) -> Object:
     """Return the pod of worker number % workers of instance number // workers, after `attempt` restarts."""
     instance, worker = divmod(number, job.shape.workers)
     name = f"{job.name}-worker-{number}"
-    first = f"{job.name}-worker-{instance * job.shape.workers}.{job.name}"
-    environment = variables(job, instance, str(worker), first) | {"PANDO_RESTARTS": str(attempt)}
-    made = template(job, environment)
-    made["metadata"]["labels"] |= {INSTANCE: str(instance), WORKER: str(worker), ATTEMPT: str(attempt)}
-    metadata = {**made["metadata"], "name": name}
-    spec = made["spec"] | {"hostname": name}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    made = template(job, instance, str(worker), job.host(instance), str(attempt))
+    made["metadata"]["name"] = made["spec"]["hostname"] = name
+    made["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
+    return {"apiVersion": "v1", "kind": "Pod", **made}
 
 
-def variables(job: Job, instance: int, rank: str | Object, address: str) -> dict[str, Any]:
-    """Return a worker's environment variables; they connect the workers, unless the job's mode is "single".
+def template(
+    job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
+) -> Object:
+    """Return the pod template of an instance's workers, without their names.
 
     Args:
-        rank:    the worker's number, or a `valueFrom` that reads it from the pod
-        address: the host name of the instance's first worker
-    """
-    partition = {"IPUOF_VIPU_API_PARTITION_ID": f"p-{job.name}-{job.namespace}-{instance}"}
-    if job.mode == "single":
-        return partition
-    workers = str(job.shape.workers)
-    return partition | {NUM_NODES: workers, NODE_RANK: rank, "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
-
-
-def template(job: Job, environment: Mapping[str, Any]) -> Object:
-    """Return the pod template of all workers, without a worker's name and number.
-
-    Args: environment: the worker's variables; each value is a text or a `valueFrom` object
+        rank:     the worker's number, as a text or a `valueFrom` object that reads it from the pod
+        address:  the host name of the instance's first worker
+        restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
     """
     made = copy.deepcopy(job.template)
-    metadata, spec = made.get("metadata") or {}, made["spec"]
-    kept = {key: value for key, value in metadata.items() if key in ("labels", "annotations")}
-    kept["labels"] = {**(metadata.get("labels") or {}), JOB: job.name}
-    container = spec["containers"][0]
-    container["image"] = job.image
-    container |= command(job)
+    metadata, spec = made.get("metadata", {}), made["spec"]
+    kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    kept["labels"] = {**kept.get("labels", {}), JOB: job.name, INSTANCE: str(instance)}
+    container, containers = spec["containers"][0], spec["containers"] + spec.get("initContainers", [])
+    container |= {"image": job.image, **_command(job)}
     if not container.get("args", True):
         del container["args"]
-    if job.device == "cuda":
-        environment = {**environment, "POPTORCH_DEVICE": "cuda"}
-    container["env"] = _environment(job, environment)
-    if "security" in job.drops:
-        _drop_security(spec)
+    container["env"] = _environment(job, instance, rank, address, restarts)
+    if "security" in job.drops:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
+        spec.pop("hostIPC", None)
+        for each in containers:
+            capabilities = each.get("securityContext", {}).get("capabilities", {})
+            if "add" in capabilities:
+                capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
     if "resources" in job.drops:
-        for each in spec["containers"] + (spec.get("initContainers") or []):
+        for each in containers:
             each.pop("resources", None)
-    _request_devices(job, container)
-    _mount_shared_memory(spec, container)
+    container["resources"] = _resources(job, container.get("resources", {}))
+    mounts = container.get("volumeMounts", [])
+    # Memory at /dev/shm, unless the template mounts it: the default, 64 MB, is too small for data loaders.
+    if not (spec.get("hostIPC") or any(each.get("mountPath", "").rstrip("/") == _SHM for each in mounts)):
+        container["volumeMounts"] = [*mounts, {"name": "pando-shm", "mountPath": _SHM}]
+        volume = {"name": "pando-shm", "emptyDir": {"medium": "Memory"}}
+        spec["volumes"] = [*spec.get("volumes", []), volume]
     spec |= {"restartPolicy": "Never"} | ({"subdomain": job.name} if job.has_service else {})
     if job.ttl is not None:
         spec["activeDeadlineSeconds"] = job.ttl
@@ -82,15 +77,63 @@ def template(job: Job, environment: Mapping[str, Any]) -> Object:
     return {"metadata": kept, "spec": spec}
 
 
+def _command(job: Job) -> dict[str, list[str]]:
+    """Return the fields `command` and `args` of a worker, where they differ from the template's."""
+    if job.mode == "launched":
+        return {"command": list(job.launch), "args": []}
+    if job.ttl is not None and not job.worker.get("command"):
+        return {"command": ["sleep", str(job.ttl)], "args": []}
+    if job.mode == "joined":
+        shape = job.shape
+        poprun = f"poprun --num-instances {shape.workers} --num-replicas {shape.workers * shape.replicas}"
+        poprun += f" --ipus-per-replica {shape.ipus_per_replica}"
+        return {"command": [*poprun.split(), *job.worker["command"]]}
+    return {}
+
+
+def _environment(
+    job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
+) -> list[Object]:
+    """Return a worker's variables: Pando's, then the file's, which can refer to these or override them."""
+    partition = f"p-{job.name}-{job.namespace}-{instance}"
+    added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
+    if job.mode != "single":  # the workers connect to each other
+        added |= {NUM_NODES: str(job.shape.workers), NODE_RANK: rank}
+        added |= {"MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+    if restarts is not None:
+        added["PANDO_RESTARTS"] = restarts
+    if job.device == "cuda":
+        added["POPTORCH_DEVICE"] = "cuda"
+    listed: list[Object] = [
+        {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
+        for name, value in added.items()
+    ]
+    listed += [*job.worker.get("env", []), *job.launch_env]
+    last = {variable["name"]: index for index, variable in enumerate(listed)}
+    return [listed[index] for index in sorted(last.values())]
+
+
+def _resources(job: Job, given: Object) -> Object:
+    """Return a worker's resources; requests for cores or GPUs, by its number of ipus, if there are none."""
+    ipus = job.shape.ipus_per_worker
+    kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
+    requested = {*given.get("limits", {}), *given.get("requests", {})}
+    is_requested = name in requested
+    if job.device == "cuda":
+        kind, name, amount = "limits", "nvidia.com/gpu", -(-ipus // job.ipus_per_gpu)
+        is_requested = any(str(each).startswith("nvidia.com/") for each in requested)
+    return given if is_requested else {**given, kind: {**given.get(kind, {}), name: str(amount)}}
+
+
 def service(job: Job) -> Object:
     """Return the headless Service that gives each worker a host name, also before the worker is ready."""
-    metadata = {"name": job.name, "labels": {JOB: job.name}}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {JOB: job.name},
         "ports": [{"name": "rendezvous", "port": PORT}],
     }
+    metadata = {"name": job.name, "labels": {JOB: job.name}}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
 
 
@@ -119,65 +162,6 @@ def field_hashes(owner: Object) -> dict[str, str]:
     }
 
 
-def command(job: Job) -> dict[str, list[str]]:
-    """Return the fields `command` and `args` of a worker, where they differ from the template's."""
-    own = job.worker
-    if job.mode == "launched":
-        return {"command": list(job.launch), "args": []}
-    if job.ttl is not None and not own.get("command"):
-        return {"command": ["sleep", str(job.ttl)], "args": []}
-    if job.mode == "joined":
-        shape = job.shape
-        poprun = f"poprun --num-instances {shape.workers} --num-replicas {shape.workers * shape.replicas}"
-        poprun += f" --ipus-per-replica {shape.ipus_per_replica}"
-        return {"command": [*poprun.split(), *own["command"]]}
-    return {}
-
-
-def _environment(job: Job, added: Mapping[str, Any]) -> list[Object]:
-    """Return a container's variables: `added`, then the file's, which can refer to these or override them."""
-    listed: list[Object] = [
-        {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
-        for name, value in added.items()
-    ]
-    listed += [*(job.worker.get("env") or []), *job.launch_env]
-    last = {variable["name"]: index for index, variable in enumerate(listed)}
-    return [listed[index] for index in sorted(last.values())]
-
-
-def _drop_security(spec: Object) -> None:
-    """Remove hostIPC and IPC_LOCK, which serve RDMA to IPUs, and which clusters often refuse."""
-    spec.pop("hostIPC", None)
-    for container in spec["containers"] + (spec.get("initContainers") or []):
-        capabilities = (container.get("securityContext") or {}).get("capabilities") or {}
-        if capabilities.get("add"):
-            capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
-
-
-def _request_devices(job: Job, container: Object) -> None:
-    """Add requests for cores or GPUs, by the worker's number of ipus, if the template requests none."""
-    given = container.get("resources") or {}
-    resources = {kind: dict(given[kind] or {}) for kind in ("limits", "requests") if kind in given}
-    named = {name for names in resources.values() for name in names}
-    ipus = job.shape.ipus_per_worker
-    if job.device == "cuda":
-        if not any(name.startswith("nvidia.com/") for name in named):
-            gpus = -(-ipus // job.ipus_per_gpu)
-            resources.setdefault("limits", {})["nvidia.com/gpu"] = str(gpus)
-    elif "cpu" not in named:
-        resources.setdefault("requests", {})["cpu"] = str(min(ipus, _MAX_CORES))
-    container["resources"] = {**given, **resources}
-
-
-def _mount_shared_memory(spec: Object, container: Object) -> None:
-    """Mount memory at /dev/shm, unless the template does: the default, 64 MB, is too small for loaders."""
-    mounts = container.get("volumeMounts") or []
-    if spec.get("hostIPC") or any(mount.get("mountPath", "").rstrip("/") == "/dev/shm" for mount in mounts):
-        return
-    container["volumeMounts"] = [*mounts, {"name": "pando-shm", "mountPath": "/dev/shm"}]
-    spec["volumes"] = [*(spec.get("volumes") or []), {"name": "pando-shm", "emptyDir": {"medium": "Memory"}}]
-
-
 # ---- the status of a pod ------------------------------------------------------------------------------------------
 
 
@@ -189,6 +173,12 @@ def phase(pod: Object) -> str:
 def is_terminating(pod: Object) -> bool:
     """Return whether a pod was deleted and waits for its containers to stop."""
     return pod["metadata"].get("deletionTimestamp") is not None
+
+
+def int_label(pod: Object, name: str) -> int:
+    """Return the number in a pod's label; -1, if the label is missing or no number."""
+    text = pod["metadata"].get("labels", {}).get(name, "")
+    return int(text) if text.isdecimal() else -1
 
 
 def exit_code(pod: Object) -> int | None:
@@ -207,53 +197,43 @@ def describe_end(pod: Object) -> str:
 
 def why_pending(pods: Sequence[Object]) -> str:
     """Return the cluster's first reason why pods don't run yet; a default text, if it gives none."""
+    unscheduled = (_condition(pod, "PodScheduled") for pod in pods)
+    reasons = [each["message"] for each in unscheduled if each["status"] != "True" and each.get("message")]
     for pod in pods:
-        for condition in pod.get("status", {}).get("conditions") or []:
-            is_held = condition["type"] == "PodScheduled" and condition["status"] != "True"
-            if is_held and condition.get("message"):
-                return condition["message"]
-    for pod in pods:
-        for container in _containers(pod):
+        for container in pod.get("status", {}).get("containerStatuses") or []:
             held = container.get("state", {}).get("waiting") or {}
             if held.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-                return ": ".join(filter(None, (held["reason"], held.get("message"))))
-    return "its pods have not begun"
+                reasons.append(": ".join(filter(None, (held["reason"], held.get("message")))))
+    return reasons[0] if reasons else "its pods have not begun"
 
 
-def int_label(pod: Object, name: str) -> int:
-    """Return the number in a pod's label; -1, if the label is missing or no number."""
-    text = pod["metadata"].get("labels", {}).get(name, "")
-    return int(text) if text.isdecimal() else -1
+def first_failed(pods: Sequence[Object]) -> Object | None:
+    """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
+    failed = (pod for pod in pods if phase(pod) == "Failed")
+    return min(
+        failed,
+        key=lambda pod: (_ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)),
+        default=None,
+    )
 
 
-def _containers(pod: Object) -> list[Object]:
-    return pod.get("status", {}).get("containerStatuses") or []
+def was_disrupted(pod: Object) -> bool:
+    """Return whether the cluster ended a pod (by eviction, for example), and not the program in it."""
+    reason = pod["status"].get("reason") or ""
+    # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
+    by_reason = reason in _DISRUPTIONS or reason.startswith("OutOf")
+    return by_reason or _condition(pod, "DisruptionTarget")["status"] == "True"
 
 
 def _ended(pod: Object) -> Object:
     """Return the `terminated` state of the first container, which runs the program; empty before its end."""
     name = pod["spec"]["containers"][0]["name"]
-    worker = next((each for each in _containers(pod) if each.get("name") == name), {})
+    containers = pod.get("status", {}).get("containerStatuses") or []
+    worker = next((each for each in containers if each.get("name") == name), {})
     return worker.get("state", {}).get("terminated") or {}
 
 
-def first_failed(pods: Sequence[Object]) -> Object | None:
-    """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
-    failed = [pod for pod in pods if phase(pod) == "Failed"]
-
-    def when(pod: Object) -> tuple[str, int]:
-        return _ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)
-
-    return min(failed, key=when, default=None)
-
-
-def was_disrupted(pod: Object) -> bool:
-    """Return whether the cluster ended a pod (by eviction, for example), and not the program in it."""
-    status = pod["status"]
-    disrupted = any(
-        condition["type"] == "DisruptionTarget" and condition["status"] == "True"
-        for condition in status.get("conditions") or []
-    )
-    reason = status.get("reason") or ""
-    # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
-    return disrupted or reason in _DISRUPTIONS or reason.startswith("OutOf")
+def _condition(pod: Object, kind: str) -> Object:
+    """Return a condition of a pod; one of status "", if the cluster has not set it."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    return next((each for each in conditions if each["type"] == kind), {"status": ""})

@@ -42,38 +42,34 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
     Args: follow: print the log of worker 0 meanwhile
     Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
     """
-    name, place = job["metadata"]["name"], job["metadata"]["namespace"]
+    name, place, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
     shown: dict[str, int] = {}  # by pod, the number of lines printed
     finished: set[str] = set()  # pods with a log that was printed to its end
     reached = time.monotonic()
     while True:
         try:
             now = _job(cluster, name, place)
-            if now["metadata"]["uid"] != job["metadata"]["uid"]:
+            if now["metadata"]["uid"] != uid:
                 raise Refused(404, f"{name} was deleted, and another one was created")
             for pod in _pods(cluster, now) if follow else ():
-                uid, before = pod["metadata"]["uid"], phase(pod)
-                if _number(pod) == 0 and before != "Pending" and uid not in finished:
+                one, before = pod["metadata"]["uid"], phase(pod)
+                if _number(pod) == 0 and before != "Pending" and one not in finished:
                     # A stream may end before its pod does: the next stream skips the printed lines.
-                    shown[uid] = _copy_log(cluster, pod, True, skip=shown.get(uid, 0))
-                    finished |= {uid} if before in ENDED else set()
-            reached = time.monotonic()
+                    shown[one] = _copy_log(cluster, pod, True, skip=shown.get(one, 0))
+                    finished |= {one} if before in ENDED else set()
+            status, reached = now.get("status", {}), time.monotonic()
+            if (word := status.get("launcherStatus")) in ("Completed", "Failed"):
+                print(f"{name}: {word}: {status.get('lastMessage', '')}", file=sys.stderr)
+                return int(word == "Failed")
         except Unreachable:
             if time.monotonic() - reached > _PATIENCE:
                 raise
-            now = job
-        status = now.get("status", {})
-        word = status.get("launcherStatus")
-        if word in ("Completed", "Failed"):
-            print(f"{name}: {word}: {status.get('lastMessage', '')}", file=sys.stderr)
-            return int(word == "Failed")
         time.sleep(_POLL)
 
 
 def status(arguments: argparse.Namespace) -> int:
-    cluster = Cluster()
+    cluster, last = Cluster(), None
     place = arguments.namespace or cluster.namespace
-    last = None
     while True:
         if arguments.name:
             text = _details(cluster, _job(cluster, arguments.name, place))
@@ -89,15 +85,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 def _job_table(jobs: Sequence[Object]) -> str:
     """Return a table with the columns of `kubectl get ipujobs`; "", if there is no job."""
-    fields = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
-    rows = [
-        (
-            job["metadata"]["name"],
-            *(job.get("status", {}).get(key, "") for key in fields),
-            _age(job["metadata"]),
-        )
-        for job in sorted(jobs, key=lambda job: job["metadata"]["name"])
-    ]
+    rows = []
+    for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
+        keys = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
+        fields = (job.get("status", {}).get(key, "") for key in keys)
+        rows.append((job["metadata"]["name"], *fields, _age(job["metadata"]["creationTimestamp"])))
     return _columns(["NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE"], rows)
 
 
@@ -106,17 +98,15 @@ def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
     if not values:
         return ""
     rows = [names, *([str(value) for value in row] for row in values)]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _age(metadata: Object) -> str:
-    """Return an object's age as kubectl prints it: 59s, 10m, 3h, 5d."""
-    then = datetime.fromisoformat(metadata["creationTimestamp"])
-    seconds = max(int((datetime.now(UTC) - then).total_seconds()), 0)
-    for unit, size, limit in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
-        if seconds < limit:
+def _age(created: str) -> str:
+    """Return the age of an object as kubectl prints it: 59s, 10m, 3h, 5d."""
+    seconds = max(int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()), 0)
+    for unit, size, most in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
+        if seconds < most * size:
             return f"{seconds // size}{unit}"
     return f"{seconds // 86400}d"
 
@@ -157,25 +147,20 @@ def logs(arguments: argparse.Namespace) -> int:
         reason = f"the job is {said.get('launcherStatus')}: {said.get('lastMessage')}"
         raise Refused(404, f"{which} has no pod: {reason}")
 
-    def copy(pod: Object) -> None:
-        prefix = f"[{pod['metadata']['name']}] " if arguments.all else ""
-        _copy_log(cluster, pod, arguments.follow, arguments.previous, prefix)
-
-    if len(pods) == 1 or not arguments.follow:
-        for pod in pods:
-            copy(pod)
-        return 0
     errors: list[Exception] = []
 
-    def follow(pod: Object) -> None:
+    def copy(pod: Object) -> None:
+        prefix = f"[{pod['metadata']['name']}] " if arguments.all else ""
         try:
-            copy(pod)
-        except (Refused, Unreachable) as error:
+            _copy_log(cluster, pod, arguments.follow, arguments.previous, prefix)
+        except (Refused, Unreachable, BrokenPipeError) as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=follow, args=(pod,), daemon=True) for pod in pods]
+    threads = [threading.Thread(target=copy, args=(pod,), daemon=True) for pod in pods]
     for thread in threads:
         thread.start()
+        if not arguments.follow:
+            thread.join()  # one log after the other
     for thread in threads:
         thread.join()
     if errors:
@@ -217,10 +202,12 @@ def _job(cluster: Cluster, name: str, namespace: str) -> Object:
 
 def _pods(cluster: Cluster, job: Object) -> list[Object]:
     """Return the pods that a job owns, ordered by their numbers."""
-    listed = cluster.list("Pod", job["metadata"]["namespace"], labels=f"{JOB}={job['metadata']['name']}")
-    uid = job["metadata"]["uid"]
-    owners = [{owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []} for pod in listed]
-    return sorted((pod for pod, uids in zip(listed, owners, strict=True) if uid in uids), key=_number)
+    metadata = job["metadata"]
+    listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
+    owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]
+    return sorted(
+        (pod for pod, uids in zip(listed, owners, strict=True) if metadata["uid"] in uids), key=_number
+    )
 
 
 def _number(pod: Object) -> int:

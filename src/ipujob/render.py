@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from . import pods
 from .pods import INSTANCE, JOB, Object
-from .rules import TTL
-from .spec import MAX_HOST, Job, exit_codes
+from .rules import MAX_HOST, TTL, Job
 
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -33,10 +32,9 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
 
 def _check_renderable(job: Job, way: str) -> None:
-    policy = job.restarts.policy
-    if way == "job" and job.shape.workers > 1 and policy != "Never":
+    if way == "job" and job.shape.workers > 1 and job.policy != "Never":
         raise ValueError(
-            f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {policy}\n"
+            f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.policy}\n"
             "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
         )
     last = f"{_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
@@ -47,14 +45,13 @@ def _check_renderable(job: Job, way: str) -> None:
 
 def _warnings(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of the job that the objects lack, since it needs the operator."""
-    policy = job.restarts.policy
     if job.clean != "None":
         yield f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}"
-    if way != "pod" and policy == "Always":
+    if way != "pod" and job.policy == "Always":
         yield "restartPolicy Always needs the operator: what succeeded is not run again"
-    if way == "pod" and policy != "Never":
-        yield f"restartPolicy {policy} needs the operator: bare pods are not started again"
-    if way == "job" and policy != "Never":
+    if way == "pod" and job.policy != "Never":
+        yield f"restartPolicy {job.policy} needs the operator: bare pods are not started again"
+    if way == "job" and job.policy != "Never":
         yield "PANDO_RESTARTS is not set: a Job's pods can't read how often they were started"
     if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
@@ -65,44 +62,36 @@ def _name(job: Job, instance: int) -> str:
     return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
 
 
-def _object(job: Job, instance: int, kind: tuple[str, str], name: str, spec: Object) -> Object:
-    """Return an object of `kind` (apiVersion, kind) for an instance, with the job's time to live, if any."""
+def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
+    """Return an object (of apiVersion `api`) for an instance, with the job's time to live, if any."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    kept = {} if job.seconds_kept is None else {"ttlSecondsAfterFinished": job.seconds_kept}
-    return {"apiVersion": kind[0], "kind": kind[1], "metadata": metadata, "spec": spec | kept}
+    if job.seconds_kept is not None:
+        spec["ttlSecondsAfterFinished"] = job.seconds_kept
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _job(job: Job, instance: int) -> Object:
     """Return an Indexed Job for an instance. Its pods have random names, but host names NAME-worker-0, ..."""
     name = f"{_name(job, instance)}-worker"
-    restarts = "0" if job.restarts.policy == "Never" else None
+    restarts = "0" if job.policy == "Never" else None
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
-    return _object(job, instance, ("batch/v1", "Job"), name, spec)
+    if job.shape.workers == 1 and job.policy != "Never":
+        spec["backoffLimit"] = job.restart_limit
+    return _object(job, instance, "batch/v1", "Job", name, spec)
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an Indexed Job.
-
-    Args:
-        address:  the host name of worker 0
-        restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
-    """
-    environment = pods.variables(job, instance, {"fieldRef": {"fieldPath": _INDEX}}, address)
-    if restarts is not None:
-        environment["PANDO_RESTARTS"] = restarts
-    template = pods.template(job, environment)
-    template["metadata"]["labels"][INSTANCE] = str(instance)
-    workers = job.shape.workers
-    limit = job.restarts.limit if workers == 1 and job.restarts.policy != "Never" else 0
+    """Return the spec of an Indexed Job without restarts; `address` and `restarts` are those of `pods.template`."""
+    workers, rank = job.shape.workers, {"fieldRef": {"fieldPath": _INDEX}}
     spec: Object = {
         "completionMode": "Indexed",
         "completions": workers,
         "parallelism": workers,
-        "backoffLimit": limit,
-        "template": template,
+        "backoffLimit": 0,
+        "template": pods.template(job, instance, rank, address, restarts),
     }
-    if job.restarts.policy == "ExitCode":
-        codes = {"operator": "NotIn", "values": sorted(exit_codes(job.restarts.codes))[-255:]}
+    if job.policy == "ExitCode":
+        codes = {"operator": "NotIn", "values": sorted(job.exit_codes)[-255:]}
         spec["podFailurePolicy"] = {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -116,15 +105,14 @@ def _job_set(job: Job, instance: int) -> Object:
     """Return a JobSet of one Indexed Job. It restarts all its workers together, and makes its own Service."""
     name = _name(job, instance)
     inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
-    inner["backoffLimit"] = 0
     inner["template"]["spec"].pop("subdomain", None)
     spec: Object = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": inner}}],
     }
-    if job.restarts.policy != "Never":
-        spec["failurePolicy"] = {"maxRestarts": job.restarts.limit}
-    return _object(job, instance, ("jobset.x-k8s.io/v1alpha2", "JobSet"), name, spec)
+    if job.policy != "Never":
+        spec["failurePolicy"] = {"maxRestarts": job.restart_limit}
+    return _object(job, instance, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)
 
 
 def placed(made: Object, value: Object) -> Object:

@@ -1,23 +1,23 @@
-"""The rules of an IPUJob: the CRD's schema, and the rules between fields. `parse` returns a job, or all faults."""
+"""The rules of an IPUJob. `parse` returns a job, a value that has passed every rule, or all faults.
+
+The rules are the CRD's schema, and those between fields.
+"""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import fnmatch
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from .spec import MAX_HOST, Fault, Images, Job, Place, Restarts, Shape, count
-
-_API = "graphcore.ai/v1alpha1"
+MAX_HOST = 63  # characters of a host name
 _MAX_NAME = 50  # characters; pods are called NAME-worker-K
 _IMAGE, TTL = "pando/image", "pando/ttl-seconds-after-finished"
 _KEEP = {"type": "string", "enum": ["keep", "drop"]}
@@ -30,9 +30,80 @@ _ANNOTATIONS = {
     TTL: {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _POD = ("spec", "workers", "template", "spec")
 _NO_TEMPLATE = {"spec": {"containers": [{"image": "", "command": ["true"]}]}}
+
+Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of instances, workers, replicas and ipus. Pod k is worker k % workers of instance k // workers."""
+
+    instances: int
+    workers: int  # of an instance
+    replicas: int  # of a worker
+    ipus: int  # of an instance
+
+    @property
+    def ipus_per_worker(self) -> int:
+        return self.ipus // self.workers
+
+    @property
+    def ipus_per_replica(self) -> int:
+        return self.ipus // (self.workers * self.replicas)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A valid IPUJob."""
+
+    name: str
+    namespace: str
+    shape: Shape
+    template: dict[str, Any] = field(repr=False)
+    image: str = ""  # of the worker; empty, if it is not used
+    device: str = "cpu"  # or cuda
+    ipus_per_gpu: int = 1
+    drops: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
+    mode: str = "single"  # or joined, launched
+    launch: tuple[str, ...] = ()
+    launch_env: tuple[dict[str, Any], ...] = ()
+    policy: str = "Never"  # or OnFailure, Always, ExitCode: when an instance restarts
+    restart_limit: int = 0  # the most restarts of an instance
+    exit_codes: frozenset[int] = frozenset()  # with which an instance restarts, if the policy is ExitCode
+    clean: str = "None"  # or Workers, All
+    ttl: int | None = None  # seconds, of an interactive job
+    seconds_kept: int | None = None  # after its end; then the IPUJob is deleted
+
+    @property
+    def worker(self) -> dict[str, Any]:
+        """Return the template's first container, in which the program runs."""
+        return self.template["spec"]["containers"][0]
+
+    @property
+    def has_service(self) -> bool:
+        return self.mode != "single"
+
+    def host(self, instance: int) -> str:
+        """Return the host name of an instance's first worker, at which its workers meet."""
+        return f"{self.name}-worker-{instance * self.shape.workers}.{self.name}"
+
+
+def count(number: int, word: str) -> str:
+    """Return a number with its noun, such as "2 workers"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+Place = tuple[str | int, ...]  # the path to a part of a document: keys and indices, from the top
+
+
+class Fault(NamedTuple):
+    """An error in a document: the path to the faulty part, a message, and a fix ("": none is known)."""
+
+    place: Place
+    message: str
+    fix: str = ""
 
 
 def parse(
@@ -46,68 +117,61 @@ def parse(
     """
     if value.get("kind") != "IPUJob":
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", "kind: IPUJob")]
-    faults = list(_check_value(value, _schema(), ()))
-    metadata = value.get("metadata")
-    if isinstance(metadata, dict) and not (metadata.get("name") or metadata.get("generateName")):
+    faults: list[Fault] = []
+    # The rules between fields are checked on the valid parts, so that all faults are found at once.
+    valid = _checked(value, _schema(), (), faults)
+    given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
+    if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
         faults.append(Fault(("metadata",), "the job has no name", fix))
-    # Faulty parts are removed, so that the rules between fields can be checked, too.
-    value = _without(value, [fault.place for fault in faults])
-    metadata, spec = value.get("metadata") or {}, value.get("spec") or {}
     job = _job(metadata, spec, device, images)
     faults += _check_job(job, metadata, spec)
     return (None, faults) if faults else (job, [])
 
 
-def _without(value: Mapping[str, Any], places: Sequence[Place]) -> Mapping[str, Any]:
-    """Return an object without the parts at these paths; if a path enters a list, without the whole list."""
-    value = copy.deepcopy(dict(value)) if places else value
-    for place in filter(None, places):
-        *above, last = takewhile(lambda key: isinstance(key, str), place)
-        parent: Any = value
-        for key in above:
-            parent = parent.get(key, {})
-        parent.pop(last, None)
-    return value
-
-
 def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
     """Return a `Job` from metadata and spec without their invalid fields; missing fields get defaults."""
-    of_workers, policy = spec.get("workers") or {}, spec.get("restartPolicy") or {}
-    launcher, template = spec.get("launcher") or {}, of_workers.get("template") or {}
-    workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance") or 1)
-    replicas = int(spec.get("modelReplicasPerWorker") or 1)
+    of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
+    launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
+    workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance", 1))
+    replicas = int(spec.get("modelReplicasPerWorker", 1))
     ipus = int(spec.get("ipusPerJobInstance", workers * replicas))
-    limit = policy.get("backOffLimit")
-    if not (template.get("spec") or {}).get("containers"):
+    if "containers" not in template.get("spec", {}):
         template = _NO_TEMPLATE
     written = template["spec"]["containers"][0]["image"]
     matching = (new for old, new in images or () if fnmatch.fnmatchcase(written, old))
-    annotations = metadata.get("annotations") or {}
+    annotations = metadata.get("annotations", {})
     return Job(
         name=metadata.get("name") or metadata.get("generateName") or "job",
         namespace=metadata.get("namespace") or "default",
         shape=Shape(spec.get("jobInstances", 1), workers, replicas, ipus),
         template=template,
         image="" if images is None else annotations.get(_IMAGE) or next(matching, written),
-        device=annotations.get("pando/device") or device,
-        ipus_per_gpu=int(annotations.get("pando/ipus-per-gpu") or 1),
+        device=annotations.get("pando/device", device),
+        ipus_per_gpu=int(annotations.get("pando/ipus-per-gpu", 1)),
         drops=tuple(word for word in ("resources", "security") if annotations.get(f"pando/{word}") == "drop"),
         mode="launched" if launcher else "joined" if workers > 1 else "single",
-        launch=tuple(launcher.get("command") or ()),
-        launch_env=tuple(launcher.get("env") or ()),
-        restarts=Restarts(
-            policy.get("type", "Never"), 3 if limit is None else limit, policy.get("exitCodes") or ""
-        ),
-        clean=spec.get("cleanPodPolicy") or "None",
-        ttl=(spec.get("interactive") or {}).get("ttl"),
-        seconds_kept=None if annotations.get(TTL) is None else int(annotations[TTL]),
+        launch=tuple(launcher.get("command", ())),
+        launch_env=tuple(launcher.get("env", ())),
+        policy=policy.get("type", "Never"),
+        restart_limit=policy.get("backOffLimit", 3),
+        exit_codes=frozenset(_exit_codes(policy.get("exitCodes", ""))),
+        clean=spec.get("cleanPodPolicy", "None"),
+        ttl=spec.get("interactive", {}).get("ttl"),
+        seconds_kept=int(annotations[TTL]) if TTL in annotations else None,
     )
+
+
+def _exit_codes(text: str) -> Iterator[int]:
+    """Yield the exit codes in a text such as "1,3-5"; codes above 255 are left out."""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), min(int(last or first), 255) + 1)
 
 
 def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault for each broken rule between fields, and for each unknown annotation of Pando."""
-    for key in metadata.get("annotations") or {}:
+    for key in metadata.get("annotations", {}):
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
             place = ("metadata", "annotations", key)
             yield Fault(place, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
@@ -121,10 +185,10 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         message = f"ipusPerJobInstance {shape.ipus} can't be shared out over {over}"
         fix = f"a multiple of {shape.workers * shape.replicas}"
         yield Fault(("spec", "ipusPerJobInstance"), message, fix)
-    if job.restarts.policy == "ExitCode" and not job.restarts.codes:
+    if job.policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):
         fix = "exitCodes: 1,3-5 names those that mean restart"
         yield Fault(("spec", "restartPolicy"), "restartPolicy ExitCode needs exitCodes", fix)
-    if job.ttl is not None and job.restarts.policy != "Never":
+    if job.ttl is not None and job.policy != "Never":
         yield Fault(("spec", "interactive"), "an interactive job isn't restarted", "take restartPolicy out")
     if job.launch and job.launch[0].rpartition("/")[2] in _MPI_LAUNCHERS:
         message = "there is no MPI here: write poprun --num-instances N --num-replicas R ..."
@@ -136,17 +200,18 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
-    place = ("metadata", named)
-    suffix = "bcdfg" if named == "generateName" else ""  # an API server adds five letters
-    name = job.name + suffix
-    said = f'name "{job.name}"' + (" with five letters added" if suffix else "")
+    """Yield a fault if pods and Service can't bear the job's name, which is in the field `named`."""
+    place, name, said = ("metadata", named), job.name, f'name "{job.name}"'
+    if named == "generateName":  # an API server adds five letters
+        name, said = name + "bcdfg", f"{said} with five letters added"
     last = f"{name}-worker-{max(job.shape.instances * job.shape.workers - 1, 0)}"
     if len(name) > _MAX_NAME or len(last) > MAX_HOST:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
         yield Fault(place, message, f"at most {_MAX_NAME} characters")
-    elif not _LABEL.fullmatch(name):
-        fix = "small letters, digits and dashes, no dash at the ends"
-        yield Fault(place, f"{said} can't be a host's", fix)
+    elif not re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+        yield Fault(
+            place, f"{said} can't be a host's", "small letters, digits and dashes, no dash at the ends"
+        )
     elif job.has_service and not name[0].isalpha():
         yield Fault(place, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
@@ -159,12 +224,12 @@ def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str
         yield ("spec", "ipusPerJobInstance"), message
     policy = job.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
-        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.restarts.policy}"
+        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.policy}"
         yield (*_POD, "restartPolicy"), message
     if spec["workers"].get("strategy"):
         yield ("spec", "workers", "strategy"), "workers.strategy has no effect: pods of a job don't change"
-    if job.restarts.codes and job.restarts.policy != "ExitCode":
-        message = f"exitCodes have no effect with restartPolicy {job.restarts.policy}"
+    if job.policy != "ExitCode" and (spec.get("restartPolicy") or {}).get("exitCodes"):
+        message = f"exitCodes have no effect with restartPolicy {job.policy}"
         yield ("spec", "restartPolicy", "exitCodes"), message
     if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
         fix = f"name one with Pando by {_IMAGE} or --image"
@@ -175,7 +240,6 @@ def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str
 # ---- the schema ----------------------------------------------------------------------------------------------------
 
 _TYPES = {"object": Mapping, "array": list, "string": str, "integer": int}
-_INT32 = 2**31 - 1
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 _RENAMED = {"modelReplicas": "modelReplicasPerWorker", "ipusPerModelReplica": "ipusPerJobInstance"}
 
@@ -194,7 +258,7 @@ def _schema() -> dict[str, Any]:
     names = {"name": text, "generateName": text, "namespace": text}
     metadata = {**names, "labels": words, "annotations": {**words, "properties": _ANNOTATIONS}}
     properties = {
-        "apiVersion": {**text, "enum": [_API]},
+        "apiVersion": {**text, "enum": ["graphcore.ai/v1alpha1"]},
         "kind": text,
         "metadata": {"type": "object", _OPEN: True, "properties": metadata},
         "spec": crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"],
@@ -203,53 +267,60 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _check_value(value: Any, schema: dict[str, Any], place: Place) -> Iterator[Fault]:
-    """Yield a fault for each part of a value that an API server would refuse or drop."""
-    name, shown = _path(place), reprlib.repr(value)
+def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]) -> Any:
+    """Return the parts of a value that an API server keeps, without empty fields; None, if it refuses the value.
+
+    Args: faults: gets a fault for each part that the API server would refuse or drop
+    """
+    before, kind = len(faults), schema.get("type")
+    if wrong := _wrong(value, schema):
+        message, fix = wrong
+        faults.append(Fault(place, f"{_path(place)} {message}", fix))
+        return None
+    if kind == "array":
+        items = [_checked(item, schema["items"], (*place, index), faults) for index, item in enumerate(value)]
+        return items if len(faults) == before else None
+    if kind != "object":
+        return value
+    missing = [key for key in schema.get("required", ()) if value.get(key) is None]
+    faults += [Fault(place, f"{_path((*place, key))} is missing") for key in missing]
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    valid = {}
+    for key, item in value.items():
+        inner, allowed = (*place, str(key)), known.get(key, others)
+        if allowed is None and schema.get(_OPEN):
+            valid[key] = item
+        elif allowed is None:
+            fix = f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _near(str(key), known)
+            fix = fix or "take it out: a cluster would leave it away"
+            faults.append(Fault(inner, f"{_path(inner)} is no field of an IPUJob", fix))
+        elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
+            valid[key] = part
+    return None if missing and place else valid
+
+
+def _wrong(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
+    """Return what is wrong with a value, its parts aside, and a fix ("": none is known); None for a valid one."""
+    kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
+    least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
-        if not re.search(schema["pattern"], str(value)):
-            message = f"{name} must be a whole number that matches {schema['pattern']}, and is {shown}"
-            yield Fault(place, message)
-        return
-    kind = schema["type"]
-    least, most = schema.get("minimum", 0), schema.get("maximum", _INT32)
+        is_valid = re.search(pattern, str(value))
+        return None if is_valid else (f"must be a whole number that matches {pattern}, and is {shown}", "")
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
         fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
-        yield Fault(place, f"{name} must be of type {kind}, and is {shown}", fix)
-    elif "enum" in schema and value not in schema["enum"]:
-        message = f"{name} {shown} is none of {', '.join(schema['enum'])}"
-        yield Fault(place, message, _near(value, schema["enum"]))
-    elif "pattern" in schema and not re.search(schema["pattern"], value):
-        yield Fault(place, f"{name} {shown} doesn't match {schema['pattern']}")
-    elif kind == "integer" and not least <= value <= most:
-        yield Fault(place, f"{name} is {value}, and must be within {least} to {most}")
-    elif not value and (schema.get("minItems") or schema.get("minLength")):
-        yield Fault(place, f"{name} must not be empty")
-    elif kind == "array":
-        for index, item in enumerate(value):
-            yield from _check_value(item, schema["items"], (*place, index))
-    elif kind == "object":
-        yield from _check_object(value, schema, place)
+        return f"must be of type {kind}, and is {shown}", fix
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{shown} is none of {', '.join(schema['enum'])}", _near(value, schema["enum"])
+    if kind == "string" and not re.search(pattern, value):
+        return f"{shown} doesn't match {pattern}", ""
+    if kind == "integer" and not least <= value <= most:
+        return f"is {value}, and must be within {least} to {most}", ""
+    if not value and (schema.get("minItems") or schema.get("minLength")):
+        return "must not be empty", ""
+    return None
 
 
-def _check_object(value: Mapping[str, Any], schema: dict[str, Any], place: Place) -> Iterator[Fault]:
-    known = schema.get("properties", {})
-    for key in schema.get("required", ()):
-        if value.get(key) is None:
-            yield Fault(place, f"{_path((*place, key))} is missing")
-    for key, item in value.items():
-        if key in known:
-            if item is not None:
-                yield from _check_value(item, known[key], (*place, key))
-        elif "additionalProperties" in schema:
-            yield from _check_value(item, schema["additionalProperties"], (*place, str(key)))
-        elif not schema.get(_OPEN):
-            message = f"{_path((*place, str(key)))} is no field of an IPUJob"
-            fix = f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _near(str(key), known)
-            yield Fault((*place, str(key)), message, fix or "take it out: a cluster would leave it away")
-
-
-def _near(word: str, known: Any) -> str:
+def _near(word: str, known: Iterable[str]) -> str:
     """Return a fix that names the most similar known word; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""

@@ -15,8 +15,7 @@ from ipujob import local, pods
 from ipujob.cli import main
 from ipujob.observe import observe
 from ipujob.render import render
-from ipujob.rules import parse
-from ipujob.spec import Shape
+from ipujob.rules import Shape, parse
 
 
 @pytest.fixture
