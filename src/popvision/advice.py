@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from popengine.profile import Profile
 
 from .analysis import Figures
-from .changes import Change, promised
+from .changes import promised
 from .times import is_cut_off, whole_steps
 from .units import cores_in_words, size
 
@@ -21,17 +23,7 @@ _CAUSES = {
 
 def sentences(profile: Profile, figures: Figures) -> list[str]:
     """Return the sentences of advice, the most serious first; an empty list if there are none."""
-    found = [
-        _too_large(figures),
-        _failed(profile),
-        _uneven(profile, figures),
-        *(_change(change, figures) for change in figures.changes),
-        *_hints(profile),
-        _shared_cores(profile, figures),
-        _host(figures),
-        _left_out(profile),
-    ]
-    return [sentence for sentence in found if sentence]
+    return [*_faults(profile, figures), *_faster(profile, figures), *_notes(profile, figures)]
 
 
 def machine_sentence(figures: Figures) -> str:
@@ -53,80 +45,62 @@ def stages_sentence(figures: Figures) -> str:
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
-def _too_large(figures: Figures) -> str:
-    if figures.fits is not False or not figures.capacity:
-        return ""
-    return (
-        f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is {size(figures.capacity)}."
-        ' Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller micro-batch or more stages need less.'
-    )
+def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
+    """Yield sentences about memory that does not suffice, failed calls, and a stage for which others wait."""
+    if figures.fits is False and figures.capacity:
+        yield (
+            f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is"
+            f' {size(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
+            " micro-batch or more stages need less."
+        )
+    if failed := profile.facts.get("failed_calls", 0):
+        yield f"{failed} call(s) failed and are not part of the figures."
+    if figures.slowest is not None and figures.unevenness >= _UNEVEN:
+        slowest, count = figures.stages[figures.slowest], len(figures.stages)
+        if sum(block.stage == slowest.stage for block in profile.blocks) > 1:
+            yield (
+                f"Stage {slowest.stage} ({slowest.blocks}) takes {figures.unevenness:.1f} times the average stage,"
+                " for which separate devices wait. Move one of its blocks,"
+                f" or let poptorch.AutoBalance({count}) cut the stages."
+            )
 
 
-def _failed(profile: Profile) -> str:
-    count = profile.facts.get("failed_calls", 0)
-    return f"{count} call(s) failed and are not part of the figures." if count else ""
+def _faster(profile: Profile, figures: Figures) -> Iterator[str]:
+    """Yield a sentence for each simulated change, and for each option that was measured at compilation."""
+    for change in figures.changes:
+        machines = {"on separate devices": change.apart, figures.here_is: change.here}
+        # None: there is no such host, or the speed of its cores at the same time was not measured.
+        gains = {
+            where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None
+        }
+        sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
+        unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
+        said = f"{change.what} would make it {', and '.join(sure)}{''.join(unsure)}"
+        yield f"{_CAUSES[change.kind]}: {said}. Then {change.also}."
+    for option, gain in profile.facts.get("hints", {}).items():
+        if gain > _WORTH:
+            yield (
+                f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine,"
+                " measured when the model was compiled. Results then differ in their last bits."
+            )
 
 
-def _change(change: Change, figures: Figures) -> str:
-    """Return sentences about the speedup of a change on each machine, and about its other effects."""
-    machines = {"on separate devices": change.apart, figures.here_is: change.here}
-    # None: there is no such host, or the speed of its cores at the same time was not measured.
-    gains = {where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None}
-    sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
-    unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
-    said = f"{change.what} would make it {', and '.join(sure)}{''.join(unsure)}"
-    return f"{_CAUSES[change.kind]}: {said}. Then {change.also}."
-
-
-def _uneven(profile: Profile, figures: Figures) -> str:
-    if figures.slowest is None or figures.unevenness < _UNEVEN:
-        return ""
-    slowest, count = figures.stages[figures.slowest], len(figures.stages)
-    if sum(block.stage == slowest.stage for block in profile.blocks) < 2:
-        return ""
-    return (
-        f"Stage {slowest.stage} ({slowest.blocks}) takes {figures.unevenness:.1f} times the average stage, for which"
-        f" separate devices wait. Move one of its blocks, or let poptorch.AutoBalance({count}) cut the stages."
-    )
-
-
-def _hints(profile: Profile) -> list[str]:
-    """Return a sentence for each option that made a micro-batch faster when the model was compiled."""
-    return [
-        f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine, measured"
-        " when the model was compiled. Results then differ in their last bits."
-        for option, gain in profile.facts.get("hints", {}).items()
-        if gain > _WORTH
-    ]
-
-
-def _shared_cores(profile: Profile, figures: Figures) -> str:
+def _notes(profile: Profile, figures: Figures) -> Iterator[str]:
+    """Yield sentences about the recorder's order, the host's time between calls, and steps without a trace."""
     ipus = len(profile.devices) * profile.counts.get("replicas", 1)
-    if figures.step_here is None or not figures.calls or ipus < 2:
-        return ""
-    return (
-        f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do. Without a"
-        f" recorder {cores_in_words(profile)} all of them, and the layout hardly matters."
-    )
-
-
-def _host(figures: Figures) -> str:
+    if figures.step_here is not None and figures.calls and ipus > 1:
+        yield (
+            f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do."
+            f" Without a recorder {cores_in_words(profile)} all of them, and the layout hardly matters."
+        )
     inside, between = figures.host.get("in calls", 0.0), figures.host.get("between calls", 0.0)
-    if between < 0.2 * (inside + between) or between < 0.05:
-        return ""
-    waited = figures.host.get("loader", 0.0)
-    cause = (
-        "the data loader: use more workers, or DataLoaderMode.Async"
-        if waited > between / 2
-        else "the program between calls: more deviceIterations make fewer calls"
-    )
-    return f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
-
-
-def _left_out(profile: Profile) -> str:
+    if between >= max(0.05, 0.2 * (inside + between)):
+        cause = "the program between calls: more deviceIterations make fewer calls"
+        if figures.host.get("loader", 0.0) > between / 2:
+            cause = "the data loader: use more workers, or DataLoaderMode.Async"
+        yield f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
     kept, steps = len(whole_steps(profile)), profile.facts.get("steps", 0)
     if is_cut_off(profile) and steps:
-        return "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
-    if kept >= steps:
-        return ""
-    return f"The trace holds {kept} of {steps} steps, the first and the last ones; totals count all of them."
+        yield "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
+    elif kept < steps:
+        yield f"The trace holds {kept} of {steps} steps, the first and the last ones; totals count all of them."

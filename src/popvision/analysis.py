@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from popengine.profile import Event, Profile
@@ -50,40 +51,32 @@ class Figures:
     fits: bool | None
     host: dict[str, float]
     copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for the page, with the properties `always` and `total` of needs and stages."""
-        data = asdict(self)
-        data["needs"] = [{**asdict(need), "always": need.always, "total": need.total} for need in self.needs]
-        data["stages"] = [{**asdict(stage), "total": stage.total} for stage in self.stages]
-        return data
+    groups: dict[str, list[dict[str, Any]]]  # see `grouped_rows`, by block, module, where and kind
 
 
 def figures(profile: Profile) -> Figures:
     """Return all figures; those that need events which a profile lacks are None or empty."""
-    events = times.steady_events(profile)
+    facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
-    step = times.step_of(profile, events, stages)
+    step, timed = times.step_of(profile, events, stages), times.on_the_stages_clock(profile, stages)
     totals = [stage.total for stage in stages]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
-    cores = profile.facts.get("threads", 0) if profile.facts.get("device", "cpu") == "cpu" else 0
+    cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
     apart = virtual.apart(step) if computed else None
-    needs = memory.needs(profile)
-    limit, limit_of, is_shared = memory.capacity(profile)
-    fits = memory.fits(profile, needs)
+    needs, held_by = memory.needs(profile), facts.get("capacity") or {}
+    limit, wanted = memory.capacity(profile, needs)
+    of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
     return Figures(
         samples_per_call=samples_per_call(profile),
         samples_per_second=_rate(profile, between=False),
         samples_per_second_overall=_rate(profile, between=True),
-        calls=profile.facts.get("calls", 0),
-        steps=profile.facts.get("steps", 0),
+        calls=facts.get("calls", 0),
+        steps=facts.get("steps", 0),
         step_seconds=_step_seconds(profile),
-        step_spread=times.spread_of(
-            [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
-        ),
+        step_spread=times.spread_of(of_step),
         step_apart=None if apart is None else apart / 1e9,
         step_here=None if here is None else here / 1e9,
         here_is=f"here, where {cores_in_words(profile)} all ipus",
@@ -99,20 +92,20 @@ def figures(profile: Profile) -> Figures:
         spread=spread,
         changes=changes(profile, step, spread) if computed else [],
         needs=needs,
-        wanted=memory.wanted(profile, needs),
+        wanted=wanted,
         capacity=limit,
-        capacity_of=limit_of + (", which all ipus share" if is_shared else ""),
-        fits=fits,
+        capacity_of=held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else ""),
+        fits=wanted <= limit if limit and needs else None,
         host=host_times(profile),
         copies=copies(events),
+        groups={by: grouped_rows(timed, by) for by in ("block", "module", "where", "kind")},
     )
 
 
 def samples_per_call(profile: Profile) -> int:
     """Return the number of rows in a call, over all instances."""
-    counts = profile.counts
-    per_step = counts.get("micro_batch_size", 1) * counts.get("accumulation", 1) * counts.get("groups", 1)
-    return per_step * counts.get("iterations", 1) * counts.get("instances", 1)
+    names = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
+    return math.prod(profile.counts.get(name, 1) for name in names)
 
 
 def _rate(profile: Profile, between: bool) -> float | None:
@@ -139,12 +132,9 @@ def _step_seconds(profile: Profile) -> float | None:
 
 def host_times(profile: Profile) -> dict[str, float]:
     """Return the host's seconds: "in calls", "between calls", and by the kind of the host's events."""
-    found: dict[str, float] = defaultdict(float)
-    calls = profile.calls
-    found["in calls"] = profile.facts.get("ns_in_calls", 0) / 1e9
-    if calls:
-        whole = (calls[-1].end - calls[0].start) / 1e9
-        found["between calls"] = max(0.0, whole - found["in calls"])
+    found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
+    if calls := profile.calls:
+        found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
     for event in profile.host:
         found[event.kind] += (event.end - event.start) / 1e9
     return dict(found)
@@ -153,12 +143,11 @@ def host_times(profile: Profile) -> dict[str, float]:
 def copies(events: list[Event]) -> dict[str, dict[str, float]]:
     """Return ns and bytes per step, by kind, of the instructions that move data: load, send and store."""
     steps = len({(event.call, event.step) for event in events}) or 1
-    found: dict[str, dict[str, float]] = {}
-    for event in events:
-        if event.kind in ("load", "send", "store"):
-            row = found.setdefault(event.kind, {"ns": 0.0, "bytes": 0.0})
-            row["ns"] += (event.end - event.start) / steps
-            row["bytes"] += event.bytes / steps
+    found = {}
+    for kind in ("load", "send", "store"):
+        if same := [event for event in events if event.kind == kind]:
+            ns = sum(event.end - event.start for event in same)
+            found[kind] = {"ns": ns / steps, "bytes": sum(event.bytes for event in same) / steps}
     return found
 
 

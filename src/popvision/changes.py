@@ -69,15 +69,13 @@ def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[
     """Return the change (or none) to the fewest micro-batches per step with 70 % of the largest gain."""
     found = []
     for factor in (2, 4, 8, 16):
-        count = factor * step.micro_batches
+        count, option, setting = factor * step.micro_batches, "options.deviceIterations", "iterations"
+        also = f"a call takes {factor} times the rows"
         if step.backward:
-            option, setting = "options.Training.gradientAccumulation", {"accumulation": count}
+            option, setting = "options.Training.gradientAccumulation", "accumulation"
             also = f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
-        else:
-            option, setting = "options.deviceIterations", {"iterations": count}
-            also = f"a call takes {factor} times the rows"
         more = replace(step, micro_batches=count)
-        found.append(change("micro-batches", more, f"{option}({count})", also, **setting))
+        found.append(change("micro-batches", more, f"{option}({count})", also, **{setting: count}))
     most = max(one.best for one in found)
     return [one for one in found if one.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
 
@@ -96,9 +94,9 @@ def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) 
 
 def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
     """Return the change to more replicas, for idle cores; nothing, if cores or memory are too few."""
-    factor = cores // step.replicas
-    limit, _, is_shared = memory.capacity(profile)
-    is_too_large = limit and is_shared and factor * memory.wanted(profile, memory.needs(profile)) > limit
+    factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
+    limit, wanted = memory.capacity(profile, memory.needs(profile))
+    is_too_large = limit and held_by.get("shared") and factor * wanted > limit
     if factor < 2 or profile.counts.get("instances", 1) > 1 or is_too_large:
         return []
     count = factor * step.replicas

@@ -7,6 +7,7 @@ for memory and for the time of a step.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,9 @@ from . import memory
 def chrome_trace(profiles: list[Profile]) -> str:
     """Return a trace as JSON: each profile's host and each of its replicas is a process, and each ipu a thread."""
     events: list[dict[str, Any]] = []
-    process = 1
+    process = 0
     for profile in profiles:
+        process += 1
         events += _host(profile, process)
         for replica in range(profile.counts.get("replicas", 1)):
             process += 1
@@ -30,7 +32,6 @@ def chrome_trace(profiles: list[Profile]) -> str:
             events += _flows(own, process)
             if replica == 0:
                 events += [*_memory(profile, process), *_operations(profile, own, process)]
-        process += 1
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
@@ -39,52 +40,47 @@ def _row(phase: str, name: str, process: int, thread: int, ns: float, **more: An
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
+def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
+    return _row("M", kind, process, thread, 0, args={"name": text})
+
+
 def _slice(event: Event, process: int) -> dict[str, Any]:
     """Return the slice of an instruction; `forward 2.5` is the forward of stage 2 for micro-batch 5."""
     kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
     place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
-    if event.bytes:
-        arguments["bytes"] = event.bytes
-    lasted = (event.end - event.start) / 1e3
-    return _row(
-        "X",
-        f"{kind} {place}".strip(),
-        process,
-        event.ipu,
-        event.start,
-        cat=event.kind,
-        dur=lasted,
-        args=arguments,
-    )
+    arguments |= {"bytes": event.bytes} if event.bytes else {}
+    more = {"cat": event.kind, "dur": (event.end - event.start) / 1e3, "args": arguments}
+    return _row("X", f"{kind} {place}".strip(), process, event.ipu, event.start, **more)
 
 
 def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield an arrow from each send to the end of its receive."""
-    sent = {
-        (event.channel, event.peer, event.step, event.micro_batch): event
-        for event in events
-        if event.kind == "send"
-    }
+    sent = {(*_transfer(event), event.peer): event for event in events if event.kind == "send"}
     for event in events:
-        key = (event.channel, event.ipu, event.step, event.micro_batch)
+        key = (*_transfer(event), event.ipu)
         if event.kind == "receive" and key in sent:
-            name = f"{process} " + " ".join(map(str, key))
-            for phase, end, ns in (("s", sent[key], sent[key].start), ("f", event, event.end)):
-                yield _row(phase, event.channel, process, end.ipu, ns, cat="transfer", bp="e", id=name)
+            more = {"cat": "transfer", "bp": "e", "id": f"{process} " + " ".join(map(str, key))}
+            yield _row("s", event.channel, process, sent[key].ipu, sent[key].start, **more)
+            yield _row("f", event.channel, process, event.ipu, event.end, **more)
+
+
+def _transfer(event: Event) -> tuple[str, int, int]:
+    return event.channel, event.step, event.micro_batch
 
 
 def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the detailed step's operations; they divide a computation's time as in the average run."""
-    inside: dict[tuple[str, int], list[Operation]] = {}
+    inside: dict[tuple[str, int], list[Operation]] = defaultdict(list)
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
-        inside.setdefault((piece.phase, piece.stage), []).append(operation)
+        inside[piece.phase, piece.stage].append(operation)
     for event in events:
         if event.kind != "compute" or not memory.is_detailed(profile, event):
             continue
-        operations = inside.get((event.phase, event.stage), [])
-        whole, at = sum(operation.ns for operation in operations) or 1, float(event.start)
+        operations, at = inside[event.phase, event.stage], float(event.start)
+        whole = sum(operation.ns for operation in operations) or 1
         for operation in operations:
             lasted = (event.end - event.start) * operation.ns / whole
             arguments = {"block": operation.block, "where": operation.where, "flops": operation.flops}
@@ -105,15 +101,10 @@ def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
     """Yield the calls and the host's events, and a counter of the time per step in each call."""
     yield _name("process_name", process, 0, f"{profile.name}, host")
     yield _name("thread_name", process, 0, "calls")
-    rows = [("call", call.start, call.end) for call in profile.calls]
-    for kind, start, end in rows + [(event.kind, event.start, event.end) for event in profile.host]:
-        yield _row("X", kind, process, 0, start, dur=(end - start) / 1e3)
+    for event in profile.host:
+        yield _row("X", event.kind, process, 0, event.start, dur=(event.end - event.start) / 1e3)
     for call in profile.calls:
+        ms = (call.end - call.start) / 1e6
+        yield _row("X", "call", process, 0, call.start, dur=1e3 * ms)
         if call.steps:
-            ms = (call.end - call.start) / 1e6 / call.steps
-            yield _row("C", "ms a step", process, 0, call.start, args={"ms": ms})
-
-
-def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    """Return the event that names a process or a thread."""
-    return _row("M", kind, process, thread, 0, args={"name": text})
+            yield _row("C", "ms a step", process, 0, call.start, args={"ms": ms / call.steps})

@@ -7,12 +7,13 @@ import gzip
 import os
 import sys
 import webbrowser
+from itertools import islice
 from pathlib import Path
 
 from popengine.environment import pando_version
 from popengine.profile import ProfileError, load
 
-from . import chrome, compare, html
+from . import chrome, html
 from .html import profiles_at
 from .machine import MachineError, machines
 from .plan import Estimates, profiles_of
@@ -84,21 +85,18 @@ def _numbers(text: str) -> list[int]:
 def _plan_flags_first(given: list[str]) -> list[str]:
     """Return the arguments with the options of `plan` before the program. After the program's name these are
     `--on`, `--json`, and `--replicas` and `--accumulation` with several numbers."""
-    rest, own, behind = given[1:], [], []
-    while rest:
-        word = rest.pop(0)
+    own, behind, words = ["plan"], [], iter(given[1:])
+    for word in words:
         name, _, value = word.partition("=")
-        if not any(part.endswith(".py") for part in behind) and not name.startswith("--"):
-            behind.append(word)
-        elif name == "--json" and not value:
-            own.append(word)
-        elif name in ("--on", "--replicas", "--accumulation", "--output"):
-            taken = [word] if value or not rest else [word, rest.pop(0)]
+        if name in ("--on", "--replicas", "--accumulation", "--output"):
+            taken = [word] if value else [word, *islice(words, 1)]
             is_plans = not behind or name == "--on" or (name != "--output" and "," in taken[-1])
             (own if is_plans else behind).extend(taken)
+        elif word == "--json" or (word.startswith("--") and not behind):
+            own.append(word)
         else:
-            (behind if behind else own).append(word)
-    return ["plan", *own, *behind]
+            behind.append(word)
+    return own + behind
 
 
 def _open(args: argparse.Namespace) -> None:
@@ -119,9 +117,8 @@ def _summary(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    for first, second in html.pairs_to_compare(args.report, args.other):
-        print(compare.text(load(first), load(second), (str(args.report), str(args.other))))
-    _show(html.write_comparison(args.report, args.other, args.output), args.open)
+    print(html.write_comparison(args.report, args.other, args.output))
+    _show(args.output, args.open)
 
 
 def _export(args: argparse.Namespace) -> None:

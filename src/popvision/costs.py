@@ -68,14 +68,12 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
     Args: ipus: ipus per replica, which decide how many replicas are in a rack
     """
     inside = min(replicas, max(1, machine.rack // ipus))
+    rings = (inside, machine.links * machine.share("links")), (-(-replicas // inside), machine.gateway)
     total = 0.0
-    for members, rate in (
-        (inside, machine.links * machine.share("links")),
-        (-(-replicas // inside), machine.gateway),
-    ):
+    for members, rate in rings:
         if members > 1:
-            total += 2 * (members - 1) * machine.message + 2 * (members - 1) / members * size / rate
             size /= members
+            total += 2 * (members - 1) * (machine.message + size / rate)
     return total
 
 
@@ -88,19 +86,9 @@ class Costs:
 
     def step(self, profile: Profile, micro_batches: int) -> StepModel:
         """Return a model of one replica's step for the simulation in virtual time, with costs in ns."""
-
-        def row(phase: str) -> tuple[float, ...]:
-            return tuple(1e9 * sum(self.phases[phase, stage].values()) for stage in range(len(profile.ipus)))
-
-        return StepModel(
-            profile.ipus,
-            row("F"),
-            row("B") if profile.training else (),
-            {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()},
-            micro_batches,
-            mode=profile.facts["mode"],
-            keeps_order=False,
-        )
+        costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
+        updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
+        return StepModel.of(profile, costs, updates=updates, micro_batches=micro_batches, keeps_order=False)
 
     def of_ipu(self, profile: Profile, ipu: int, micro_batches: int) -> Spent:
         """Return the seconds that an ipu spends in a step, by category: all micro-batches and the update."""
@@ -138,12 +126,9 @@ def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:
 def _updates(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
     """Yield each ipu with the seconds of its update: all-reduce, off-chip optimizer state, update rule."""
     facts = profile.facts
-    share = replicas if facts.get("shards_optimizer") else 1
     for row in profile.memory:
-        spent = Spent(float)
-        spent["links"] = all_reduce_seconds(row.gradients, replicas, len(profile.devices), machine)
-        if facts.get("optimizer_off_chip"):
-            spent["memory bandwidth"] += 2 * row.optimizer / share / machine.streaming
-        touched = 3 * row.weights + row.gradients + 2 * row.optimizer / share
-        spent["memory bandwidth"] += touched / (machine.local * machine.share("update"))
-        yield row.ipu, spent
+        state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)
+        touched = (3 * row.weights + row.gradients + state) / (machine.local * machine.share("update"))
+        off_chip = state / machine.streaming if facts.get("optimizer_off_chip") else 0.0
+        links = all_reduce_seconds(row.gradients, replicas, len(profile.devices), machine)
+        yield row.ipu, Spent(float, {"links": links, "memory bandwidth": touched + off_chip})

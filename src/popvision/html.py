@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from popengine.profile import Profile, ProfileError, load
 
 from .advice import machine_sentence, sentences, stages_sentence
-from .analysis import figures, grouped_rows
-from .compare import compare
+from .analysis import Figures, figures
+from .compare import compare, text
 from .memory import curve, detailed
 from .times import on_the_stages_clock
 
@@ -68,41 +69,39 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     # A profile's names may contain these, which could end the script element.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
-        "{{title}}": html.escape(title),
-        "{{style}}": (viewer / "viewer.css").read_text(),
-        "{{script}}": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
-        "{{data}}": data,
+        "title": html.escape(title),
+        "style": (viewer / "viewer.css").read_text(),
+        "script": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
+        "data": data,
     }
-    # Replace all marks in one pass, since the text of a part may contain a mark.
-    return re.sub(
-        "|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], (viewer / "index.html").read_text()
-    )
+    # All marks are replaced in one pass, since the text of a part may contain a mark.
+    return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], (viewer / "index.html").read_text())
 
 
-def entry(path: Path, label: str = "") -> dict[str, Any]:
+def entry(path: Path) -> dict[str, Any]:
     """Return the page's data of one profile, or the reason why it can't be read."""
-    label = label or path.parent.name
+    label = path.parent.name
     try:
-        return {"label": label, **page_data(load(path))}
+        profile = load(path)
+        return {"label": label, **page_data(profile, figures(profile))}
     except ProfileError as error:
         return {"label": label, "error": str(error)}
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
         return {"label": label, "error": f"{path} is damaged: {type(error).__name__}: {error}"}
 
 
-def page_data(profile: Profile) -> dict[str, Any]:
+def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
     """Return a profile, its figures, and its memory curves as plain values."""
-    found = figures(profile)
-    profile = on_the_stages_clock(profile, found.stages)
+    plain = asdict(found)
+    said = {
+        "warnings": sentences(profile, found),
+        "machine_says": machine_sentence(found),
+        "stages_say": stages_sentence(found),
+    }
     return {
-        "profile": json.loads(profile.to_json()),
-        "figures": {
-            **found.to_dict(),
-            "warnings": sentences(profile, found),
-            "machine_says": machine_sentence(found),
-            "stages_say": stages_sentence(found),
-        },
-        "groups": {by: grouped_rows(profile, by) for by in ("block", "module", "where", "kind")},
+        "profile": json.loads(on_the_stages_clock(profile, found.stages).to_json()),
+        "groups": plain.pop("groups"),
+        "figures": {**plain, **said},
         "curves": {
             str(ipu): [number for point in curve(profile, track) for number in point]
             for ipu, track in detailed(profile).items()
@@ -110,35 +109,37 @@ def page_data(profile: Profile) -> dict[str, Any]:
     }
 
 
-def write_comparison(first: Path, second: Path, target: Path) -> Path:
-    """Write a page that compares two runs, and return its path.
+def write_comparison(first: Path, second: Path, target: Path) -> str:
+    """Write a page that compares two runs, and return the comparison as a text for the terminal.
 
     Raises:
         ProfileError: a profile can't be read, or the runs have no profile of the same kind
     """
-    pairs = pairs_to_compare(first, second)
-    entries, comparisons = [], []
-    for one, other in pairs:
-        rows = [row.to_dict() for row in compare(load(one), load(other))]
-        comparisons.append({"first": len(entries), "second": len(entries) + 1, "rows": rows})
-        entries += [entry(one, _label(one, first)), entry(other, _label(other, second))]
-    target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
-    return target
-
-
-def pairs_to_compare(first: Path, second: Path) -> list[tuple[Path, Path]]:
-    """Return pairs of profiles of one kind, training or inference. Raises: ProfileError, if none exist."""
-    kinds = [
-        {load(path).training: path for path in reversed(profiles_at(place))} for place in (first, second)
+    found = [
+        {
+            profile.training: (path, profile)
+            for path in reversed(profiles_at(root))
+            for profile in [load(path)]
+        }
+        for root in (first, second)
     ]
-    shared = [kind for kind in (True, False) if kind in kinds[0] and kind in kinds[1]]
+    shared = [kind for kind in (True, False) if kind in found[0] and kind in found[1]]
     if not shared:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"
         )
-    return [(kinds[0][kind], kinds[1][kind]) for kind in shared]
-
-
-def _label(path: Path, root: Path) -> str:
-    inner = path.parent.name if path.parent != root and path != root else ""
-    return f"{root.name}: {inner}" if inner else root.name
+    entries, comparisons, texts = [], [], []
+    for kind in shared:
+        runs = []
+        for root, profiles in zip((first, second), found, strict=True):
+            path, profile = profiles[kind]
+            inner = path.parent.name if path.parent != root and path != root else ""
+            runs.append(figures(profile))
+            label = f"{root.name}: {inner}" if inner else root.name
+            entries.append({"label": label, **page_data(profile, runs[-1])})
+        rows = compare(*runs)
+        at = {"first": len(entries) - 2, "second": len(entries) - 1}
+        comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
+        texts.append(text(rows, (str(first), str(second))))
+    target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
+    return "\n".join(texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,18 @@ def machines(names: str | Sequence[str]) -> list[Machine]:
 def machine(name: str) -> Machine:
     """Return the machine with this name, or of this TOML file. Raises: MachineError, as `machines`."""
     data = _read(name)
-    kind = data.get("kind", "apart")
     title = Path(name).stem if name.endswith(".toml") else name
-    if kind == "here":
-        return Machine(title, str(data.get("description", "")), kind)
+    made = Machine(title, str(data.get("description", "")), data.get("kind", "apart"))
+    if made.kind == "here":
+        return made
     try:
         chip, pod, efficiency = (
             {constant: entry["value"] for constant, entry in data[part].items()}
             for part in ("chip", "pod", "efficiency")
         )
         cycles = chip["tiles"] * chip["clock"]
-        return Machine(
-            title,
-            str(data.get("description", "")),
-            kind,
+        return replace(
+            made,
             chips=int(pod["chips"]),
             tiles=int(chip["tiles"]),
             half=2 * cycles * chip["half_products"],

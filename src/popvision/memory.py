@@ -14,8 +14,7 @@ MOST_POINTS = 20_000  # of one curve
 
 @dataclass(frozen=True)
 class Need:
-    """The most bytes that one ipu holds. `between`: values that were sent to it and are not received yet;
-    `always`: the bytes that it holds during the whole step."""
+    """The most bytes that one ipu holds."""
 
     ipu: int
     weights: int
@@ -23,49 +22,34 @@ class Need:
     gradients: int
     optimizer: int
     activations: int
-    between: int
-
-    @property
-    def always(self) -> int:
-        return self.weights + self.buffers + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        return self.always + self.activations + self.between
+    between: int  # values that were sent to it and are not received yet
+    always: int  # held during the whole step
+    total: int
 
 
 def needs(profile: Profile) -> list[Need]:
     """Return the memory need of each ipu of replica 0."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
-    waiting = between(profile)
+    tracks, waiting = detailed(profile), between(profile)
     found = []
-    tracks = detailed(profile)
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
         peak = max(size for _, size in curve(profile, tracks[ipu])) if ipu in tracks else 0
         kept = row.weights, row.buffers, row.gradients, row.optimizer
-        found.append(Need(ipu, *kept, peak, waiting.get(ipu, 0)))
+        passing = peak, waiting.get(ipu, 0)
+        found.append(Need(ipu, *kept, *passing, sum(kept), sum(kept + passing)))
     return found
 
 
-def capacity(profile: Profile) -> tuple[int | None, str, bool]:
-    """Return the capacity in bytes (None: unknown), its name, and whether all ipus share it."""
-    found = profile.facts.get("capacity") or {}
-    return found.get("bytes"), found.get("of", ""), bool(found.get("shared"))
+def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
+    """Return the capacity in bytes (None: unknown), and the bytes to compare with it.
 
-
-def wanted(profile: Profile, needs: Sequence[Need]) -> int:
-    """Return the bytes to compare with the capacity: of all ipus of all replicas if they share it, else of
-    the ipu that needs most."""
-    if capacity(profile)[2]:
-        return profile.counts.get("replicas", 1) * sum(need.total for need in needs)
-    return max((need.total for need in needs), default=0)
-
-
-def fits(profile: Profile, needs: Sequence[Need]) -> bool | None:
-    """Return whether the profile's ipus fit into the capacity; None, if it or their need is unknown."""
-    limit = capacity(profile)[0]
-    return wanted(profile, needs) <= limit if limit and needs else None
+    These are the bytes of all ipus of all replicas if they share the memory, else of the ipu that needs most.
+    """
+    of_profile = profile.facts.get("capacity") or {}
+    totals = [need.total for need in needs]
+    shared = profile.counts.get("replicas", 1) * sum(totals)
+    return of_profile.get("bytes"), shared if of_profile.get("shared") else max(totals, default=0)
 
 
 def detailed(profile: Profile) -> dict[int, Track]:
@@ -117,8 +101,8 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
     found = {}
     for piece, operations in rows.items():
         ends = list(accumulate(operation.ns for operation in operations))
-        lives = (operation.live for operation in operations)
-        found[piece] = [(end / (ends[-1] or 1), live) for end, live in zip(ends, lives, strict=True)]
+        shares = (end / (ends[-1] or 1) for end in ends)
+        found[piece] = list(zip(shares, (operation.live for operation in operations), strict=True))
     return found
 
 
@@ -136,6 +120,6 @@ def between(profile: Profile) -> dict[int, int]:
                 received[part.channel, track.ipu, micro_batch] = end
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key, (time, size) in sent.items():
-        if key in received and received[key] > time:
+        if received.get(key, time) > time:
             changes[key[1]] += [(time, size), (received[key], -size)]
     return {ipu: max(accumulate(size for _, size in sorted(rows))) for ipu, rows in changes.items()}

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,10 @@ class Estimate:
     problems: tuple[str, ...]
 
     @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
     def bound_by(self) -> str:
         return max(CATEGORIES, key=lambda category: self.spent[category])
 
@@ -61,14 +65,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return an entry of `popvision plan --json`."""
-        return {
-            "machine": self.machine.name,
-            "items_per_second": self.items_per_second,
-            "seconds_per_update": self.seconds_per_update,
-            "memory_per_ipu": self.memory_per_ipu,
-            "fits": not self.problems,
-            "bound_by": self.bound_by,
-        }
+        own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
+        return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
     def in_words(self) -> list[str]:
         """Return this estimate's cells in `Estimates.table`."""
@@ -81,7 +79,7 @@ class Estimate:
             share(self.bubble),
             self.bound_by,
             size(max(self.memory_per_ipu, default=0)),
-            "DOES NOT FIT: " + "; ".join(self.problems) if self.problems else "fits",
+            "fits" if self.fits else "DOES NOT FIT: " + "; ".join(self.problems),
         ]
 
 
@@ -108,7 +106,7 @@ class Estimates:
                 for count in replicas or [profile.counts.get("replicas", 1)]
                 for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
             ]
-            found += sorted(choices, key=lambda one: (bool(one.problems), -one.items_per_second))
+            found += sorted(choices, key=lambda one: (not one.fits, -one.items_per_second))
         return Estimates(profiles, tuple(found))
 
     def to_json(self) -> str:
@@ -169,6 +167,9 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
     """
     code = 0
     for more in ({}, {"values": True}):
+        if more:
+            said = "the program failed while its weights had no values; again, with values"
+            print(f"popvision: {said}", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
             # Its output goes to standard error, since another program may read the plan on standard output.
@@ -180,11 +181,6 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
                 return {kind: load(path) for kind, path in found.items()}
         if not code:
             break
-        if not more:
-            print(
-                "popvision: the program failed while its weights had no values; again, with values",
-                file=sys.stderr,
-            )
     raise ProfileError(
         f"{' '.join(program)} compiled no model (it ended with {code})\n"
         "  fix: call an executor, or its compile(...), in that program"
@@ -193,46 +189,23 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
 
 def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
     """Return the estimate of a plan on a machine; `micro_batches`: of each replica in a step."""
+    counts, memory = profile.counts, memory_of(profile)
+    problems = []
+    if any(None in kinds.values() for kinds in memory.values()):
+        problems.append("a kernel needs memory of a size that only it knows")
+    loaded = micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load")
     if machine.kind == "here":
-        return _here(profile, machine, replicas, micro_batches)
-    costs = costs_on(profile, machine, replicas)
-    step = costs.step(profile, micro_batches)
-    loads = [costs.of_ipu(profile, ipu, micro_batches) for ipu in profile.devices]
-    spent = max(loads, key=lambda load: sum(load.values()))
-    length = virtual.apart(step)
-    taken = length / 1e9
-    from_host = (
-        micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load") / machine.host
-    )
-    if from_host > taken:  # a replica's rows reach its first ipu
-        taken, spent["host input"] = from_host, from_host
-    facts, memory = profile.facts, memory_of(profile)
-    problems = _unknown(memory)
-    chips = len(profile.devices) * replicas
-    if chips > machine.chips:
-        problems.append(f"needs {chips} chips, and has {machine.chips}")
-    for number, (ipu, kinds) in enumerate(memory.items()):
-        if facts.get("shards_optimizer"):
-            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
-        if facts.get("optimizer_off_chip"):
-            kinds["optimizer"] = 0
-        kinds["code"] = round(machine.code)
-        # The most that can wait, whatever the order of the ipus' instructions in time.
-        most = facts["between_most"][number] if "between_most" in facts else kinds["between"]
-        needed = total({**kinds, "between": most})
-        if needed > machine.memory:
-            problems.append(f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}")
-    items = _items(profile, replicas, micro_batches) / taken
-    return Estimate(
-        machine, replicas, micro_batches, taken, items, step.bubble(length), spent, memory, tuple(problems)
-    )
-
-
-def _items(profile: Profile, replicas: int, micro_batches: int) -> int:
-    """Return the number of rows in a step, over all instances."""
-    counts = profile.counts
+        taken, bubble, spent = _seconds_here(profile, replicas, micro_batches)
+        problems += _problems_here(profile, memory, replicas, loaded)
+    else:
+        taken, bubble, spent = _seconds_apart(profile, machine, replicas, micro_batches)
+        problems += _problems_apart(profile, memory, machine, replicas)
+        if loaded / machine.host > taken:  # a replica's rows reach its first ipu
+            taken = spent["host input"] = loaded / machine.host
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
-    return counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
+    rows = counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
+    items = rows / taken
+    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
 
 
 def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
@@ -246,43 +219,78 @@ def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _unknown(memory: Mapping[int, Mapping[str, int | None]]) -> list[str]:
-    """Return a list of one problem, if a number of bytes is unknown (None); else an empty list."""
-    is_unknown = any(None in kinds.values() for kinds in memory.values())
-    return ["a kernel needs memory of a size that only it knows"] if is_unknown else []
+def _seconds_apart(
+    profile: Profile, machine: Machine, replicas: int, micro_batches: int
+) -> tuple[float, float, Spent]:
+    """Return a step's seconds on separate devices, its bubble, and the busiest ipu's seconds by category."""
+    costs = costs_on(profile, machine, replicas)
+    step = costs.step(profile, micro_batches)
+    loads = [costs.of_ipu(profile, ipu, micro_batches) for ipu in profile.devices]
+    length = virtual.apart(step)
+    return length / 1e9, step.bubble(length), max(loads, key=lambda load: sum(load.values()))
+
+
+def _problems_apart(
+    profile: Profile, memory: dict[int, dict[str, Any]], machine: Machine, replicas: int
+) -> Iterator[str]:
+    """Yield why a plan fails on separate devices; put their code and optimizer state into `memory`."""
+    facts, chips = profile.facts, len(profile.devices) * replicas
+    if chips > machine.chips:
+        yield f"needs {chips} chips, and has {machine.chips}"
+    for number, (ipu, kinds) in enumerate(memory.items()):
+        if facts.get("shards_optimizer"):
+            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
+        if facts.get("optimizer_off_chip"):
+            kinds["optimizer"] = 0
+        kinds["code"] = round(machine.code)
+        # The most that can wait, whatever the order of the ipus' instructions in time.
+        most = facts["between_most"][number] if "between_most" in facts else kinds["between"]
+        needed = total({**kinds, "between": most})
+        if needed > machine.memory:
+            yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
 
 
 # ---- this machine ----------------------------------------------------------------------------------------
 
 
-def _here(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
-    facts, measured = profile.facts, profile.facts["measured"]
-    cores = facts.get("threads", 1)
-    spent = Spent(float)
+def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
+    """Return what `_seconds_apart` returns, on this host, whose cores share all ipus."""
+    measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
     for operation in profile.operations:  # to see which of both takes more of a core's time
         spent["compute"] += operation.flops / CORE_FLOPS
         spent["memory bandwidth"] += operation.bytes / CORE_BYTES
     if "steps" in measured:
-        taken, bubble = _line(measured["steps"], micro_batches * replicas), 0.0
-    else:
-        step = _step_here(profile, measured, replicas, micro_batches)
-        found = virtual.here(step, cores)
-        taken = (found if found is not None else step.work * replicas) / 1e9
-        bubble = max(0.0, 1 - step.work * replicas / 1e9 / (taken * cores))
-    memory = memory_of(profile)
-    state = sum(kinds["weights"] + kinds["optimizer"] for kinds in memory.values())
-    # In depth-first order up to twice as many micro-batches wait as on separate devices.
-    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) for kinds in memory.values())
-    each += sum(facts.get("between_most") or [0])
-    rows = sum(part.bytes for part in profile.parts if part.kind == "load") * micro_batches
-    each += 2 * rows * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
+        return _line(measured["steps"], micro_batches * replicas), 0.0, spent
+    costs = dict.fromkeys(((phase, stage) for phase in "FB" for stage in range(len(profile.ipus))), 0.0)
+    for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
+        costs[piece.phase, piece.stage] += took * 1e9
+    step = virtual.StepModel.of(
+        profile,
+        costs,
+        updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
+        micro_batches=micro_batches,
+        replicas=replicas,
+        sharing={count: (low, high) for count, low, high in measured["sharing"]},
+    )
+    found, work = virtual.here(step, cores), step.work * replicas
+    taken = work if found is None else found
+    return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
+
+
+def _problems_here(
+    profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
+) -> Iterator[str]:
+    """Yield why a plan fails on this host; `loaded`: the bytes of a replica's rows in a step."""
+    facts, by_ipu = profile.facts, memory.values()
     # The host's module has a copy of the weights; `base`: memory of the process and its libraries.
-    wanted = state + sum(kinds["weights"] for kinds in memory.values()) + replicas * each + facts["base"]
-    problems = _unknown(memory)
+    kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
+    # In depth-first order up to twice as many micro-batches wait as on separate devices.
+    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) for kinds in by_ipu)
+    each += sum(facts.get("between_most") or [0])
+    each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
+    wanted = kept + replicas * each
     if wanted > facts["available"]:
-        problems.append(f"needs {size(wanted)}, and {size(facts['available'])} are free")
-    items = _items(profile, replicas, micro_batches) / taken
-    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
+        yield f"needs {size(wanted)}, and {size(facts['available'])} are free"
 
 
 def _line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
@@ -290,31 +298,10 @@ def _line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
 
     Args: rows: one or two pairs (micro-batches, seconds)
     """
-    (first, taken), *more = rows
-    if not more:
-        return taken * micro_batches / first
-    ((second, longer),) = more
-    each = max(0.0, longer - taken) / (second - first)
-    return max(
-        taken * micro_batches / first if micro_batches < first else 0.0,
-        taken + each * (micro_batches - first),
-    )
-
-
-def _step_here(
-    profile: Profile, measured: Mapping[str, Any], replicas: int, micro_batches: int
-) -> virtual.StepModel:
-    stages = range(len(profile.ipus))
-    spent = {(phase, stage): 0.0 for stage in stages for phase in "FB"}
-    for piece, taken in zip(profile.pieces, measured["pieces"], strict=True):
-        spent[piece.phase, piece.stage] += taken * 1e9
-    return virtual.StepModel(
-        profile.ipus,
-        tuple(spent["F", stage] for stage in stages),
-        tuple(spent["B", stage] for stage in stages) if profile.training else (),
-        {ipu: taken * 1e9 for ipu, taken in zip(profile.devices, measured["updates"], strict=True)},
-        micro_batches,
-        replicas,
-        profile.facts.get("mode") != "pipelined",
-        sharing={count: (low, high) for count, low, high in measured["sharing"]},
-    )
+    first, taken = rows[0]
+    in_proportion = taken * micro_batches / first
+    if len(rows) == 1:
+        return in_proportion
+    each = max(0.0, rows[1][1] - taken) / (rows[1][0] - first)
+    on_line = taken + each * (micro_batches - first)
+    return max(in_proportion, on_line) if micro_batches < first else on_line

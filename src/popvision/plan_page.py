@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,14 +20,16 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 def page(plan: Any) -> str:
     """Return the HTML of the page of an `Estimates`; it needs no other file."""
     machine, profile, costs = plan.drawn
-    flops = {(phase, stage): 0 for stage in range(len(profile.ipus)) for phase in "FB"}
+    flops: Counter[tuple[str, int]] = Counter()
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
         flops[piece.phase, piece.stage] += operation.flops
+    parameters: Counter[int] = Counter()
+    for block in profile.blocks:
+        parameters[block.stage] += block.parameters
     stages = [
         (
-            *(stage, ipu, profile.stages[stage]),
-            f"{sum(block.parameters for block in profile.blocks if block.stage == stage):,}",
+            *(stage, ipu, profile.stages[stage], f"{parameters[stage]:,}"),
             *(f"{flops[phase, stage]:,}" for phase in "FB"),
             *(seconds(sum(costs.phases[phase, stage].values())) for phase in "FB"),
         )

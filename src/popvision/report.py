@@ -68,8 +68,23 @@ def summary(profile: Profile) -> str:
     found = figures(profile)
     lines = [f"{profile.name}: {kind_of_run(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
-    lines += _speed(profile, found)
-    lines += [indent(part, "  ") for part in (_stages(found), _memory(found)) if part]
+    if found.calls:
+        passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
+        lines += [
+            f"  throughput    {rate(found.samples_per_second)} in calls,"
+            f" {rate(found.samples_per_second_overall)} with the time between them",
+            f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
+            f"  virtual time  a step takes {seconds(found.step_apart)} on separate devices,"
+            f" {seconds(found.step_here)} {found.here_is}",
+            f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal,"
+            f" {share(found.bubble_apart)} on separate devices",
+            f"  compilation   {seconds(found.compile_seconds)}: {passes}",
+        ]
+    elif profile.facts.get("failed_calls", 0):
+        lines.append("  no call came to its end")
+    else:
+        lines.append("  nothing was run: the model was compiled and let go")
+    lines += [indent(table(rows), "  ") for rows in (_stages(found), _memory(found)) if len(rows) > 1]
     if found.capacity and found.needs:
         verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
         lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
@@ -77,40 +92,20 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _speed(profile: Profile, found: Figures) -> list[str]:
-    """Return lines about throughput, the bubble and compilation."""
-    if not found.calls:
-        failed = profile.facts.get("failed_calls", 0)
-        return [
-            "  no call came to its end" if failed else "  nothing was run: the model was compiled and let go"
-        ]
-    passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
-    return [
-        f"  throughput    {rate(found.samples_per_second)} in calls,"
-        f" {rate(found.samples_per_second_overall)} with the time between them",
-        f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
-        f"  virtual time  a step takes {seconds(found.step_apart)} on separate devices,"
-        f" {seconds(found.step_here)} {found.here_is}",
-        f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal,"
-        f" {share(found.bubble_apart)} on separate devices",
-        f"  compilation   {seconds(found.compile_seconds)}: {passes}",
-    ]
-
-
-def _stages(found: Figures) -> str:
-    """Return a table of each stage's costs; "" without stages."""
+def _stages(found: Figures) -> list[list[str]]:
+    """Return the rows of a table of each stage's costs, under the names of the columns."""
     rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
         times = [seconds(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)]
         rows.append([str(stage.stage), str(stage.ipu), *times, stage.blocks + mark])
-    return table(rows) if found.stages else ""
+    return rows
 
 
-def _memory(found: Figures) -> str:
-    """Return a table of each ipu's memory; "" if nothing was measured."""
+def _memory(found: Figures) -> list[list[str]]:
+    """Return the rows of a table of each ipu's memory, under the names of the columns."""
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
         kept = need.weights + need.buffers, need.gradients, need.optimizer
         rows.append([str(need.ipu), *map(size, (*kept, need.activations, need.between, need.total))])
-    return table(rows) if found.needs else ""
+    return rows

@@ -7,7 +7,7 @@ the trace) are in the clock's time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,21 +67,19 @@ def usages(events: list[Event]) -> list[Usage]:
     for event in events:
         if event.kind != "receive":
             steps[event.call, event.step, event.replica].append(event)
-    window: dict[int, int] = defaultdict(int)  # by replica
-    spent: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    window: Counter[int] = Counter()  # by replica
+    spent: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     for (_, _, replica), working in steps.items():
         computing = [event.start for event in working if event.kind == "compute"]
         start = min(computing, default=min(event.start for event in working))
         window[replica] += max(event.end for event in working) - start
         for event in working:
-            lasted = max(0, event.end - max(start, event.start))
-            kind = event.phase if event.kind == "compute" else event.kind
-            spent[replica, event.ipu][kind if kind in ("F", "B", "update") else "moving"] += lasted
-    found = []
-    for (replica, ipu), ns in sorted(spent.items()):
-        waiting = max(0, window[replica] - sum(ns.values()))
-        found.append(Usage(ipu, replica, ns["F"], ns["B"], ns["update"], ns["moving"], waiting))
-    return found
+            kind = event.phase if event.kind == "compute" else "U" if event.kind == "update" else "moving"
+            spent[replica, event.ipu][kind] += max(0, event.end - max(start, event.start))
+    return [
+        Usage(ipu, replica, ns["F"], ns["B"], ns["U"], ns["moving"], max(0, window[replica] - ns.total()))
+        for (replica, ipu), ns in sorted(spent.items())
+    ]
 
 
 def ideal_bubble(profile: Profile) -> float | None:
@@ -124,15 +122,7 @@ class StageTime:
     backward: float
     around: float
     update: float  # of one weight update
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.around
-
-    @property
-    def stretch(self) -> float:
-        """Return the factor that adds `around` to both phases in proportion."""
-        return 1 + self.around / (self.forward + self.backward or 1.0)
+    total: float  # without the update
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
@@ -150,10 +140,11 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         forward, backward = computed["F", stage], computed["B", stage]
-        runs = max(len(forward), len(backward)) or 1
-        surroundings = sum(_cost(same) * len(same) for same in around[stage].values()) / runs
+        costs = _cost(forward), _cost(backward)
+        surroundings = sum(_cost(same) * len(same) for same in around[stage].values())
+        each = surroundings / (max(len(forward), len(backward)) or 1)
         update = _cost(updates[ipu]) / profile.ipus.count(ipu)
-        found.append(StageTime(stage, ipu, blocks, _cost(forward), _cost(backward), surroundings, update))
+        found.append(StageTime(stage, ipu, blocks, *costs, each, update, sum(costs) + each))
     return found
 
 
@@ -219,11 +210,8 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
     changes = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
-    times, areas, busy = (
-        [0],
-        [0],
-        [0],
-    )  # at each time, the cores' computing time before it (`areas`), and the cores that compute then (`busy`)
+    # At each time, the cores' computing time before it (`areas`), and the cores that compute then (`busy`).
+    times, areas, busy = ([0] for _ in range(3))
     for time, change in changes:
         areas.append(areas[-1] + busy[-1] * (time - times[-1]))
         times.append(time)
@@ -247,21 +235,23 @@ def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
 
 def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
     """Return the model of a step for the simulation in virtual time, with measured costs."""
-    updates: dict[int, float] = defaultdict(float)
+    costs, updates = {}, defaultdict(float)
     for time in times:
+        # `around` is added to both phases in proportion.
+        stretch = time.total / (time.forward + time.backward or 1.0)
+        costs["F", time.stage], costs["B", time.stage] = time.forward * stretch, time.backward * stretch
         updates[time.ipu] += time.update
-    return StepModel(
-        profile.ipus,
-        tuple(time.forward * time.stretch for time in times),
-        tuple(time.backward * time.stretch for time in times) if profile.training else (),
-        dict(updates),
-        profile.facts.get("schedule_micro_batches", 1),
-        profile.counts.get("replicas", 1),
-        profile.facts.get("mode", "sharded"),
-        frozenset(event.stage for event in events if event.kind == "keep"),
-        _between(events),
-        _fixed(profile),
-        {count: (low, high) for count, low, high, _ in profile.facts.get("sharing", [])},
+    sharing = profile.facts.get("sharing", [])
+    return StepModel.of(
+        profile,
+        costs,
+        updates=updates,
+        micro_batches=profile.facts.get("schedule_micro_batches", 1),
+        replicas=profile.counts.get("replicas", 1),
+        ordered=frozenset(event.stage for event in events if event.kind == "keep"),
+        between=_between(events),
+        fixed=_fixed(profile),
+        sharing={count: (low, high) for count, low, high, _ in sharing},
     )
 
 

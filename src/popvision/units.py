@@ -11,21 +11,18 @@ def size(count: float | None) -> str:
     """Return a number of bytes with a unit, such as "1.5 MiB"; "–" for None."""
     if count is None:
         return "–"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    unit = 1 if abs(count) < 1 << 20 else 2 if abs(count) < 1 << 30 else 3
+    return f"{count / 1024**unit:.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
 
 
 def seconds(value: float | None) -> str:
     """Return seconds with a unit, such as "2.5 ms"; "–" for None."""
     if value is None:
         return "–"
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError
+    factor, unit = (1, "s") if value >= 1 else (1e3, "ms") if value * 1e3 >= 1 else (1e6, "µs")
+    return f"{value * factor:.3g} {unit}"
 
 
 def rate(value: float | None) -> str:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from popengine.order import ORDERS, Action, After, length, timeline
+from popengine.profile import Profile
 from popengine.virtual_time import Timeline
 
 WORTH_SHARING = 1e5  # ns of an average task; if tasks are shorter, the engine runs all of them on one core
@@ -43,6 +45,15 @@ class StepModel:
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     keeps_order: bool = True
 
+    @classmethod
+    def of(cls, profile: Profile, costs: Mapping[tuple[str, int], float], **more: Any) -> StepModel:
+        """Return the model of a plan's step; `costs`: ns by (phase, stage), `more`: the fields from `updates` on."""
+        forward, backward = (
+            tuple(costs[phase, stage] for stage in range(len(profile.ipus))) for phase in "FB"
+        )
+        mode = profile.facts.get("mode", "sharded")
+        return cls(profile.ipus, forward, backward if profile.training else (), mode=mode, **more)
+
     @property
     def phases(self) -> list[tuple[str, int]]:
         """Return (phase, stage) of each computation of a micro-batch, in order."""
@@ -60,14 +71,15 @@ class StepModel:
         return self.micro_batches * sum(self.costs) + sum(self.updates.values())
 
     @property
-    def tasks(self) -> list[int]:
-        """Return the number of tasks for each of `phases`: a backward has a second one, its gradient sum."""
-        return [1 + (phase == "B") for phase, _ in self.phases]
+    def tasks(self) -> int:
+        """Return the number of tasks of a replica in a step; a backward has a second one, its gradient sum."""
+        each = len(self.forward) + 2 * len(self.backward)
+        return each * self.micro_batches + sum(map(bool, self.updates.values()))
 
     @property
     def mean(self) -> float:
         """Return the ns of an average task."""
-        return self.work / (sum(self.tasks) * self.micro_batches + len(set(self.ipus)))
+        return self.work / (self.tasks or 1)
 
     def bubble(self, length: float) -> float:
         """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
@@ -103,8 +115,7 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
 
 def _on_cores(step: StepModel, cores: int, end: int) -> float | None:
     if cores == 1:
-        tasks = sum(step.tasks) * step.micro_batches + sum(map(bool, step.updates.values()))
-        return (step.work + tasks * step.between) * step.replicas + step.fixed
+        return (step.work + step.tasks * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
         return None
     speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
@@ -157,7 +168,8 @@ def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
 
 def _here(step: StepModel, cores: int) -> Timeline:
     """Simulate a step on cores that share all ipus of all replicas. The replicas have one copy of weights."""
-    costs = [cost + tasks * step.between for cost, tasks in zip(step.costs, step.tasks, strict=True)]
+    tasks = [1] * len(step.forward) + [2] * len(step.backward)
+    costs = [cost + count * step.between for cost, count in zip(step.costs, tasks, strict=True)]
     updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
     order = ORDERS[step.mode][1]
     return timeline(_actions(step), step.micro_batches, order, cores, costs, step.replicas, updates)[1]

@@ -189,8 +189,8 @@ def test_the_memory_cursor_tells_what_is_alive(chromium, report):
 def test_two_runs_are_compared_in_numbers_and_on_the_trace(chromium, tmp_path):
     simulated(2, 4).save(tmp_path / "one" / "training" / "profile.pop")
     simulated(2, 4, cost=lambda phase, stage: 2 * MS).save(tmp_path / "two" / "training" / "profile.pop")
-    page = html.write_comparison(tmp_path / "one", tmp_path / "two", tmp_path / "both.html")
-    chromium.open(page)
+    html.write_comparison(tmp_path / "one", tmp_path / "two", tmp_path / "both.html")
+    chromium.open(tmp_path / "both.html")
     chromium.screenshot(SHOTS / "compare-two.png")
     rows = chromium.value(
         "[...document.querySelectorAll('table.figures tbody tr')].map(row => row.innerText)"

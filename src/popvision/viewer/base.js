@@ -173,6 +173,16 @@ function legend(entries) {
   return make("div", { class: "legend" }, entries.map(([name, colour]) => make("span", {}, make("i", { style: { background: colour } }), name)));
 }
 
+/** How many of the first items have a property; after the first one without it no other has it. */
+function countWhile(size, has) {
+  let low = 0, high = size;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (has(middle)) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
 /** Round steps for an axis over `span`, about `count` of them. */
 function niceStep(span, count) {
   const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));

@@ -47,21 +47,7 @@ function stepsOf({ lanes, parts }) {
 }
 
 /** Index of the first action of a schedule at a tick or later. */
-function firstTick(ticks, tick) {
-  let low = 0, high = ticks.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (ticks[middle].tick < tick) low = middle + 1; else high = middle;
-  }
-  return low;
-}
+const firstTick = (ticks, tick) => countWhile(ticks.length, (i) => ticks[i].tick < tick);
 
 /** Index of the first event that ends after a time: events of a lane follow one another. */
-function firstEndingAfter(lane, time) {
-  let low = 0, high = lane.size;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (lane.end[middle] <= time) low = middle + 1; else high = middle;
-  }
-  return low;
-}
+const firstEndingAfter = (lane, time) => countWhile(lane.size, (i) => lane.end[i] <= time);

@@ -53,17 +53,8 @@ function liveness(entry, profile) {
   }
 
   /** The last instruction that has ended at the cursor. */
-  function instruction() {
-    let low = 0, high = ends.length;
-    while (low < high) { const middle = (low + high) >> 1; if (ends[middle] <= state.cursor) low = middle + 1; else high = middle; }
-    return low - 1;
-  }
-
-  function bytesAt(time) {
-    let low = 0, high = points.length - 1;
-    while (low < high) { const middle = (low + high + 1) >> 1; if (points[middle][0] <= time) low = middle; else high = middle - 1; }
-    return points[low][1];
-  }
+  const instruction = () => countWhile(ends.length, (i) => ends[i] <= state.cursor) - 1;
+  const bytesAt = (time) => points[Math.max(0, countWhile(points.length, (i) => points[i][0] <= time) - 1)][1];
 
   function tell() {
     const index = instruction(), running = track && index + 1 < ends.length ? parts[profile.programs[state.ipu][2 * (index + 1)]] : null;

@@ -14,9 +14,8 @@ class TracePicture {
     }
     this.calls = rows(this.profile.calls);
     this.host = rows(this.profile.host);
-    this.blocks = rows(this.profile.blocks);
     this.pieces = rows(this.profile.pieces);
-    this.hatches = new Map();
+    this.tile = null; // of updates, see `hatch`
     const starts = this.lanes.filter((lane) => lane.size).map((lane) => lane.start[0]);
     const ends = this.lanes.filter((lane) => lane.size).map((lane) => lane.end[lane.size - 1]);
     this.all = [Math.min(...starts, ...this.calls.map((call) => call.start)), Math.max(...ends, ...this.calls.map((call) => call.end))];
@@ -200,16 +199,16 @@ class TracePicture {
   }
 
   hatch(context) {
-    if (!this.hatches.has("update")) {
+    if (!this.tile) {
       const tile = document.createElement("canvas");
       tile.width = tile.height = 6;
       const paint = tile.getContext("2d");
       paint.fillStyle = "#4d5a68"; paint.fillRect(0, 0, 6, 6);
       paint.strokeStyle = "#c3ccd6"; paint.lineWidth = 1.2;
       paint.beginPath(); paint.moveTo(-1, 7); paint.lineTo(7, -1); paint.stroke();
-      this.hatches.set("update", context.createPattern(tile, "repeat"));
+      this.tile = context.createPattern(tile, "repeat");
     }
-    return this.hatches.get("update");
+    return this.tile;
   }
 
   /** The order of the schedule, stretched over the step that was measured. */
