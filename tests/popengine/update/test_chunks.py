@@ -29,7 +29,7 @@ def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
     weight = torch.empty(1024, 512)
     parts = [Part(weight, torch.empty(512, 1024).t(), {})]
     assert chunks(parts) == [[(0, 0, 0)]]
-    images = torch.empty(128, 128, 5, 5).to(memory_format=torch.channels_last)
+    images = torch.empty(256, 256, 5, 5).to(memory_format=torch.channels_last)
     parts = [Part(images, torch.empty_like(images), {})]
     assert len(chunks(parts)) == 2
 
