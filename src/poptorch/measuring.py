@@ -22,6 +22,7 @@ from popengine.piece import GETITEM
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import sharing, with_threads
+from popengine.run.ready_queue import JUDGED
 from popengine.settings import Hyper
 from popengine.update.group_update import init_state, update
 
@@ -82,17 +83,20 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
             _made_up((slot.shape[0] * product, *slot.shape[1:]) if slot.shape else (), slot.dtype)
             for slot in inputs
         ]
+        # Only after its first tasks does the engine know whether it should use several cores.
+        warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
         engine = Engine(plan, short, weights, seed=0)
         try:
-            rows.append((count * short.counts.replicas, _seconds(partial(engine.run, batch, hyper))))
+            rows.append((count * short.counts.replicas, _seconds(partial(engine.run, batch, hyper), warm)))
         finally:
             engine.close()
     return rows
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    """Return the median seconds of `work` in a few rounds, after one warm-up round."""
-    work()
+def _seconds(work: Callable[[], Any], warm: int = 1) -> float:
+    """Return the median seconds of `work` in a few rounds, after `warm` rounds of warm-up."""
+    for _ in range(warm):
+        work()
     began, found = time.perf_counter(), list[float]()
     while len(found) < _ROUNDS and (not found or time.perf_counter() - began < _SECONDS):
         start = time.perf_counter()

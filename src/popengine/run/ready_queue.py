@@ -49,7 +49,7 @@ def _gnu_library() -> ctypes.CDLL | None:
 
 WORTH_SHARING = 1e-4  # mean seconds of a task; below this, cores mostly wait for Python's lock
 _PATIENCE = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
-_JUDGED = 32  # tasks that are measured, after as many for warm-up
+JUDGED = 16  # tasks that are measured, after as many for warm-up
 _SENDS = -1  # in place of a core's index: the thread of tasks that communicate with other processes
 
 
@@ -171,7 +171,7 @@ class ReadyQueue:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._is_shared = False
-        self._judged, self._spent = 2 * _JUDGED if threads == 1 else 0, 0.0
+        self._judged, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
         cores = [*range(1, threads)]
         if rows.settings.training and rows.settings.counts.instances > 1:
@@ -284,7 +284,7 @@ class ReadyQueue:
                     task.work(task.index)
                 else:
                     self._recorder.perform(task.row, task.index, task.replica, task.work, core)
-                if core >= 0 and self._judged < 2 * _JUDGED:
+                if core >= 0 and self._judged < 2 * JUDGED:
                     self._judge(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
@@ -334,11 +334,11 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _judge(self, seconds: float) -> None:
-        """Add the seconds of one of the first tasks; then decide whether other cores take tasks too."""
+        """Add the seconds of one of the first tasks. Once the sum is large enough, other cores take tasks too."""
         self._judged += 1
-        if self._judged > _JUDGED:
+        if self._judged > JUDGED:
             self._spent += seconds
-        self._is_shared = self._judged == 2 * _JUDGED and self._spent > _JUDGED * WORTH_SHARING
+        self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
     def _failed(self, error: BaseException) -> None:
         self._rows.wake_peers(error)  # other processes may wait for this one

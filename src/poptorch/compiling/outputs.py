@@ -91,42 +91,35 @@ def resolve(
     Raises:
         Error: no tensor has the requested name
     """
-    weights = [slot.key for slot in graph.weights]
-    gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
-    names = [*traced, *weights]
+    gradients = [result for result in graph.results if result.kind == "gradient"]
+    # By name: the kind of anchor, and the result to be returned as an output, or the weight.
+    sources: dict[str, tuple[Any, Result | str]] = {n: ("output", graph.results[i]) for n, i in traced.items()}
+    for slot in graph.weights:
+        sources.setdefault(slot.key, ("weight", slot.key))
     if training:
-        names += [GRADIENT + key for key in gradients] + [UPDATED + key for key in gradients] + [LOSS_SCALE]
+        sources |= {GRADIENT + result.key: ("gradient", result) for result in gradients}
+        sources |= {UPDATED + result.key: ("updated", result.key) for result in gradients}
+        sources[LOSS_SCALE] = "", ""
     added: list[Result] = []
-
-    def another(result: Result) -> str:
-        """Add a result once more, as an output with its own mode; return its index."""
-        position = len(graph.results) + len(added)
-        added.append(replace(result, kind="output", key=str(position)))
-        return str(position)
-
     by_name: dict[str, Anchor | None] = {}
     for short, (long_name, mode, period) in requests.items():
-        name = _known(long_name, names, traced)
+        name = _known(long_name, sources, traced)
         if name is None:
             raise Error(
-                f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, names)}\n"
-                f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(names)}"
+                f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
+                f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(sources)}"
             )
-        if name in traced:
-            by_name[short] = Anchor("output", another(graph.results[traced[name]]), mode, period)
-        elif name == LOSS_SCALE:
-            by_name[short] = None
-        elif name.startswith(GRADIENT):
-            by_name[short] = Anchor("gradient", another(gradients[name.removeprefix(GRADIENT)]), mode, period)
-        elif name.startswith(UPDATED):
-            by_name[short] = Anchor("updated", name.removeprefix(UPDATED), mode, period)
-        else:
-            by_name[short] = Anchor("weight", name, mode, period)
+        kind, source = sources[name]
+        if isinstance(source, Result):  # once more, as an output with its own mode
+            position = str(len(graph.results) + len(added))
+            added.append(replace(source, kind="output", key=position))
+            source = position
+        by_name[short] = None if name == LOSS_SCALE else Anchor(kind, source, mode, period)
     graph = replace(graph, results=(*graph.results, *added)) if added else graph
-    return graph, Anchors(by_name, tuple(names))
+    return graph, Anchors(by_name, tuple(sources))
 
 
-def _known(name: str, names: list[str], traced: Container[str]) -> str | None:
+def _known(name: str, names: Container[str], traced: Container[str]) -> str | None:
     """Return the entry of `names` for a name, which may have PopTorch's prefix `model.`; else None."""
     if name in names:
         return name
