@@ -12,10 +12,8 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -27,10 +25,18 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
-from poptorch.data.loader_process import EpochEnd, Failed, Item, Ready, Restart, WorkerSettings, serve
-from poptorch.data.loader_state import RandomState, random_state, set_random_state
-from poptorch.enums import SharingStrategy, by_name
-from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, registered_parsers, with_tensors
+from poptorch.data.loader_process import (
+    EpochEnd,
+    Loaded,
+    Restart,
+    WorkerSettings,
+    pickled,
+    serve,
+    unpacked,
+)
+from poptorch.data.loader_state import LoaderState, random_state
+from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
+from poptorch.nested_values import registered_parsers
 
 
 class FetcherError(DataError, AssertionError):
@@ -41,7 +47,7 @@ class AsynchronousDataAccessor:
     """An iterable over a dataset that a worker process loads, up to `buffer_size` batches ahead.
 
     A batch is a view of shared memory and valid until the next batch has been taken: clone the tensors to keep them.
-    Tuples arrive as lists. A batch with other shapes or dtypes than the first one is pickled, which is slower.
+    Tuples arrive as lists. Of a larger batch than the first one some tensors are pickled, which is slower.
 
     Args:
         buffer_size: number of batches in shared memory; 1 counts as 2, as the latest one is still in use
@@ -62,29 +68,35 @@ class AsynchronousDataAccessor:
         sharing_strategy: SharingStrategy | str = SharingStrategy.ForkServer,
         rebatched_size: int | None = None,
     ) -> None:
-        self._check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
+        _check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
-        granted = slots if early_preload else 1
-        self._kept_back = list(range(granted, slots))  # slots sent to the worker at the first next()
-        strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        keep_tail = getattr(dataset, "_keeps_tail", False)
-        settings = WorkerSettings(slots, granted, load_indefinitely, rebatched_size, keep_tail)
-        self._process, self._connection = _start(dataset, strategy, settings)
+        self._process, self._connection = _start(
+            SharingStrategy(by_name(SharingStrategy, sharing_strategy)),
+            WorkerSettings(
+                dataset,
+                slots,
+                load_indefinitely,
+                rebatched_size,
+                registered_parsers(),
+                random_state(),
+                multiprocessing.get_start_method(),
+            ),
+        )
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0
+        self._kept_back: Iterable[int] = range(1, slots)  # slots that the worker may not fill yet
+        if early_preload:
+            self._grant_slots()
         self._held: int | None = None  # the slot of the latest batch
         self._ended = False  # whether next() raises StopIteration until iter()
-        self._restarts = (
-            False  # whether iter() restarts the worker: in the middle of an epoch, or if the worker waits
-        )
-        ready = self._receive("AsynchronousDataAccessor worker thread failed to start")
-        assert isinstance(ready, Ready)
-        self._ring = ready.ring
-        # Pickled state of a poptorch.DataLoader after the latest batch, and its part that is fixed per epoch.
-        self._state, self._begun = ready.state, None
-        self._skeleton = _with_lists(pickle.loads(ready.skeleton))
+        # Whether iter() restarts the worker: in the middle of an epoch, or if the worker waits.
+        self._restarts = False
+        # The pickled state of a poptorch.DataLoader after the latest batch, and its part that is fixed per epoch.
+        self._state = pickled(dataset.state_dict()) if hasattr(dataset, "_progress") else None  # type: ignore[union-attr]
+        self._begun: bytes | None = None
+        self._memory = self._receive("AsynchronousDataAccessor worker thread failed to start")
 
     def __len__(self) -> int:
         if self._length is None:
@@ -95,62 +107,69 @@ class AsynchronousDataAccessor:
         self._check_alive()
         if self._restarts:
             epoch = None
-            if not self._ended:
+            if not self._ended and self._state is not None:
+                epoch = pickle.loads(self._state)["epoch"] + 1
                 self._state = None  # arrives with the next batch
-                epoch = None if self._begun is None else pickle.loads(self._begun)["epoch"] + 1
-            self._generation += 1
-            self._send(Restart(self._generation, epoch))
-        self._ended = self._restarts = False
+            self._restart(epoch=epoch)
+        self._ended = False
         return self
 
     def __next__(self) -> Any:
         self._check_alive()
         if self._ended:
             raise StopIteration
-        while self._kept_back:
-            self._send(self._kept_back.pop(0))
+        self._grant_slots()
         while True:
             message = self._receive("An error occurred in the data fetcher")
-            if isinstance(message, Item) and message.generation == self._generation:
+            if message.generation != self._generation:
+                if isinstance(message, Loaded):
+                    self._send(message.slot)
+            elif isinstance(message, Loaded):
                 return self._take(message)
-            if isinstance(message, Item):
-                self._send(message.slot)
-            elif isinstance(message, EpochEnd) and message.generation == self._generation:
+            else:
+                assert isinstance(message, EpochEnd)
                 self._ended, self._restarts = True, not message.goes_on
                 self._state, self._begun = message.state, None
                 raise StopIteration
 
-    def _loader_state(self) -> dict[str, Any]:
+    def _loader_state(self) -> LoaderState:
         """Return the loader's state after the latest batch from `next()`. Raises: DataError, if not known"""
         if self._state is None:
             raise DataError(
                 "after a break the order of the new epoch is known with its first batch\n"
                 "  fix: call state_dict() before iter(loader), or after a batch"
             )
-        begun = {} if self._begun is None else pickle.loads(self._begun)
+        begun = {} if self._begun is None else {"begun": pickle.loads(self._begun)}
         return {**pickle.loads(self._state), **begun}
 
-    def _resume(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: LoaderState) -> None:
         """Restart the worker process at the position of a loader's `state_dict`."""
         self._check_alive()
+        self._state, self._begun, self._ended = pickled(state), None, False
+        self._restart(state=self._state)
+
+    def _restart(self, epoch: int | None = None, state: bytes | None = None) -> None:
         self._generation += 1
-        self._state, self._begun = pickle.dumps(state), None
-        self._ended = self._restarts = False
-        self._send(Restart(self._generation, state=self._state))
+        self._restarts = False
+        self._send(Restart(self._generation, epoch, state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards is an error; the latest batch stays valid."""
         self._stop()
 
-    def _take(self, item: Item) -> Any:
+    def _grant_slots(self) -> None:
+        """Let the worker fill the slots that were kept back."""
+        for slot in self._kept_back:
+            self._send(slot)
+        self._kept_back = ()
+
+    def _take(self, loaded: Loaded) -> Any:
+        """Return the batch in a slot, and give the slot of the batch before back to the worker."""
         if self._held is not None:
             self._send(self._held)
-        self._held, self._restarts = item.slot, True
-        self._state, self._begun = item.state, item.begun or self._begun
-        skeleton = self._skeleton
-        if item.skeleton is not None:
-            skeleton = _with_lists(pickle.loads(item.skeleton))
-        return skeleton if item.has_tensors else with_tensors(skeleton, iter(self._ring.views(item.slot)))
+        self._held, self._restarts = loaded.slot, True
+        self._state, self._begun = loaded.state, loaded.begun or self._begun
+        return unpacked(loaded.content, self._memory[loaded.slot])
 
     def _receive(self, complaint: str) -> Any:
         """Return the worker's next message. Raises an error that begins with `complaint` if the worker failed."""
@@ -159,11 +178,11 @@ class AsynchronousDataAccessor:
         # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
         with suppress(EOFError, OSError):
             message = self._connection.recv() if self._connection.poll() else None
-        if message is not None and not isinstance(message, Failed):
+        if message is not None and not isinstance(message, str):
             return message
-        reason = message.reason if message is not None else _cause_of_death(self._process)
+        reason = _cause_of_death(self._process) if message is None else message
         self.terminate()
-        raise (FetcherError if hasattr(self, "_ring") else DataError)(f"{complaint}: {reason}")
+        raise FetcherError(f"{complaint}: {reason}")
 
     def _send(self, message: int | Restart) -> None:
         with suppress(OSError):  # _receive reports a dead worker, with the cause
@@ -176,28 +195,27 @@ class AsynchronousDataAccessor:
                 "  fix: call terminate() after the last epoch, or make another loader"
             )
 
-    def _check(self, dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-        assert isinstance(buffer_size, int) and buffer_size > 0, (
-            f"buffer_size must be positive: {buffer_size}"
+
+def _check(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
+    assert isinstance(buffer_size, int) and buffer_size > 0, f"buffer_size must be positive: {buffer_size}"
+    assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
+    assert rebatched_size is None or rebatched_size > 1, (
+        f"rebatched_size must be None or greater than 1, got {rebatched_size}"
+    )
+    if isinstance(dataset, AsynchronousDataAccessor) or getattr(dataset, "is_asynchronous", False):
+        raise DataError(
+            f"the {type(dataset).__name__} already uses an AsynchronousDataAccessor\n"
+            f"  fix: iterate over it as it is, or make the DataLoader with mode=poptorch.DataLoaderMode.Sync"
         )
-        assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
-        assert rebatched_size is None or rebatched_size > 1, (
-            f"rebatched_size must be None or greater than 1, got {rebatched_size}"
-        )
-        if isinstance(dataset, AsynchronousDataAccessor):
-            raise DataError(
-                "the dataset already uses an AsynchronousDataAccessor: it is one; use it as it is"
-            )
-        if getattr(dataset, "is_asynchronous", False):
-            raise DataError(
-                f"the DataLoader already uses an AsynchronousDataAccessor (mode={dataset.mode.name})\n"
-                f"  fix: iterate over the loader itself, or make it with mode=poptorch.DataLoaderMode.Sync"
-            )
-        ragged = not getattr(dataset, "drops_last", True) and (dataset.combinedBatchSize or 1) > 1
-        assert not ragged or dataset._keeps_tail or rebatched_size is not None, (
-            "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
-            "'rebatched_size' to regroup the rows"
-        )
+    is_ragged = (
+        getattr(dataset, "mode", None) == DataLoaderMode.Sync
+        and not dataset.drops_last
+        and (dataset.combinedBatchSize or 1) > 1
+    )
+    assert not is_ragged or rebatched_size is not None, (
+        "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
+        "'rebatched_size' to regroup the rows"
+    )
 
 
 def _length(dataset: Any, rebatched_size: int | None) -> int | None:
@@ -218,15 +236,6 @@ def length_of(value: Any) -> int | None:
         return len(value)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _with_lists(value: Any) -> Any:
-    """Return the value with lists in place of plain tuples, as torch's loader returns them."""
-    if type(value) in (tuple, list):
-        return [_with_lists(part) for part in value]
-    if type(value) is dict:
-        return {key: _with_lists(part) for key, part in value.items()}
-    return value
 
 
 # The worker process ---------------------------------------------------------------------------------------
@@ -254,37 +263,8 @@ _GUARD = (
 _GRACE = 3.0  # seconds a worker gets to end its own workers
 
 
-@dataclass(frozen=True)
-class _Parcel:
-    """A callable for the worker: sets up the worker like this process, and returns the dataset.
-
-    Args:
-        dataset:      an iterable
-        start_method: of this process, used there for the processes of the dataset's own loader
-    """
-
-    dataset: Any
-    parsers: dict[type, ICustomArgParser]
-    random: RandomState
-    start_method: str
-
-    def __call__(self) -> Iterable[Any]:
-        multiprocessing.set_start_method(self.start_method, force=True)
-        for arg_type, parser in self.parsers.items():
-            registerCustomArgParser(arg_type, parser)
-        set_random_state(self.random)
-        return self.dataset
-
-
-def _opened(content: bytes) -> Iterable[Any]:
-    # Unpickled after the worker has set the import path, which it does after unpickling its own arguments.
-    return pickle.loads(content)()
-
-
-def _start(
-    dataset: Any, strategy: SharingStrategy, settings: WorkerSettings
-) -> tuple[BaseProcess, Connection]:
-    """Start a worker process that loads `dataset`. Returns it, and this process's end of the connection.
+def _start(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
+    """Start a worker process. Returns it, and this process's end of the connection.
 
     Raises: DataError, if the dataset can't be pickled, or the worker imports a script that makes a loader
     """
@@ -297,14 +277,10 @@ def _start(
         context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
     ours, theirs = context.Pipe()
     inherited = ours if strategy == SharingStrategy.Fork else None
+    as_bytes = strategy in (SharingStrategy.ForkServer, SharingStrategy.FileSystem)
     try:
-        method = multiprocessing.get_start_method()
-        load: Callable[[], Iterable[Any]] = _Parcel(dataset, registered_parsers(), random_state(), method)
-        if strategy in (SharingStrategy.ForkServer, SharingStrategy.FileSystem):
-            load = partial(_opened, pickle.dumps(load))
-        process = context.Process(
-            target=serve, args=(theirs, inherited, load, settings), name="poptorch-data", daemon=False
-        )
+        arguments = (theirs, inherited, pickle.dumps(settings) if as_bytes else settings)
+        process = context.Process(target=serve, args=arguments, name="poptorch-data", daemon=False)
         process.start()
     except BrokenPipeError as error:
         ours.close()

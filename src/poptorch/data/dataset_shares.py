@@ -6,7 +6,7 @@ Otherwise as in PopTorch: each process has a contiguous share of the order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,13 +62,13 @@ def partition_of(
     micro_batch: int | None,
     shuffle: bool,
     drop_last: bool,
-    others: Mapping[str, Any],
+    given: str | None,
     generator: torch.Generator | None = None,
 ) -> Sampler[int] | None:
     """Return a sampler of the rows of this process; None if torch's sampler is to read all rows.
 
     Args:
-        others:    the user's samplers, by the name of the loader's argument; None if not given
+        given:     the name of the loader's argument with a sampler of the user's, if there is one
         generator: the user's generator for the order
 
     Raises:
@@ -76,21 +76,20 @@ def partition_of(
         AssertionError: the dataset can't be partitioned
     """
     distributed, counts = options.Distributed, options._counts()
-    by_replica = distributed.rows_by_replica
-    if distributed.numProcesses == 1:
+    processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
+    is_iterable = isinstance(dataset, IterableDataset)
+    if processes == 1:
         # The options' seed orders the rows of a single process, too: any number has the same order.
         is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
-        has_sampler = any(value is not None for value in others.values())
-        if not is_seeded or has_sampler or micro_batch is None or isinstance(dataset, IterableDataset):
+        if not is_seeded or given or micro_batch is None or is_iterable:
             return None
-    for name, value in others.items():
-        if value is not None:
-            raise DataError(
-                f"{name} is mutually exclusive with auto_distributed_partitioning=True: both decide "
-                f"what process {distributed.processId} of {distributed.numProcesses} reads\n"
-                f"  fix: auto_distributed_partitioning=False, and a {name} that reads one share"
-            )
-    assert not isinstance(dataset, IterableDataset), (
+    if given:
+        raise DataError(
+            f"{given} is mutually exclusive with auto_distributed_partitioning=True: both decide "
+            f"what process {distributed.processId} of {processes} reads\n"
+            f"  fix: auto_distributed_partitioning=False, and a {given} that reads one share"
+        )
+    assert not is_iterable, (
         "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
         "(options.Distributed.processId) and set auto_distributed_partitioning=False"
     )
@@ -100,27 +99,25 @@ def partition_of(
     assert not shuffle or options.exists("random_seed"), (
         "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
     )
-    seed = options.random_seed if shuffle else None
     rows, combined = len(dataset), micro_batch * counts.product
-    width = micro_batch * counts.groups
     is_equal = options.exists("new_shapes")  # all processes then train on the last rows together
 
     def places_of(process: int) -> tuple[Callable[[], torch.Tensor], int]:
-        share = share_of(rows, combined, distributed.numProcesses, process, drop_last, is_equal)
+        share = share_of(rows, combined, processes, process, drop_last, is_equal)
         if not by_replica:
             return partial(torch.arange, share.start, share.start + share.size), share.leftovers
-        dealt = share.size * distributed.numProcesses if drop_last or is_equal else rows
-        return partial(_places_of_replicas, dealt, width, distributed.numProcesses, process), 0
+        dealt = share.size * processes if drop_last or is_equal else rows
+        return partial(_places_of_replicas, dealt, micro_batch * counts.groups, processes, process), 0
 
-    first, last = (-(-len(places_of(p)[0]()) // combined) for p in (0, distributed.numProcesses - 1))
+    first, last = (-(-len(places_of(p)[0]()) // combined) for p in (0, processes - 1))
     if first != last:
         logger.warning(
             "drop_last=False with %d elements gives the first of %d processes one batch more than the "
             "last, which will wait for ever in a collective; set drop_last=True",
             rows,
-            distributed.numProcesses,
+            processes,
         )
-    return ProcessSampler(rows, seed, *places_of(distributed.processId))
+    return ProcessSampler(rows, options.random_seed if shuffle else None, *places_of(distributed.processId))
 
 
 class ProcessSampler(Sampler[int]):

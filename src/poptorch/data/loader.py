@@ -19,7 +19,7 @@ from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_of
 from poptorch.data.dataset_shares import partition_of
 from poptorch.data.loader_state import Progress, Resumable, checked
-from poptorch.data.rows import grouped
+from poptorch.data.rows import grouped, rebatched
 from poptorch.enums import DataLoaderMode, by_name
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
@@ -85,24 +85,23 @@ class DataLoader(torch.utils.data.DataLoader):
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
         self.drops_last = drop_last
-        # Whether the worker regroups rows and keeps an incomplete batch at the end.
-        self._keeps_tail = not drop_last and self.mode != DataLoaderMode.Sync
         self._accessor: AsynchronousDataAccessor | None = None
-        self._group = options._counts().product if batch_sampler is not None else 1
-
-        async_options = dict(async_options or {})
-        assert "rebatched_size" not in async_options, (
+        assert "rebatched_size" not in (async_options or {}), (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
+
+        calls = options._counts().product  # micro-batches of a combined batch
+        self._group = 1 if batch_sampler is None else calls  # elements of the sampler per combined batch
         self._micro_batch = micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
-        combined = None if micro_batch is None else micro_batch * options._counts().product
-        self._combined_batch_size = combined
-        self._worker_size = worker_size = self._rebatching(rebatched_worker_size, batch_sampler)
+        self._combined_batch_size = None if micro_batch is None else micro_batch * calls
+        self._worker_size = self._rows_to_regroup(rebatched_worker_size, batch_sampler)
         self._shares = options.Distributed.numProcesses  # processes that have a position of their own
         if auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
-            generator = kwargs.get("generator")
-            sampler = partition_of(options, dataset, batch_size, bool(shuffle), drop_last, others, generator)
+            given = next((name for name, value in others.items() if value is not None), None)
+            sampler = partition_of(
+                options, dataset, batch_size, bool(shuffle), drop_last, given, kwargs.get("generator")
+            )
             if sampler is not None:
                 kwargs["sampler"], shuffle = sampler, None
             if options.Distributed.rows_by_replica:
@@ -113,8 +112,8 @@ class DataLoader(torch.utils.data.DataLoader):
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
-            kwargs["batch_size"] = worker_size or combined
-            kwargs["drop_last"] = drop_last and batch_size is not None and worker_size is None
+            kwargs["batch_size"] = self._worker_size or self._combined_batch_size
+            kwargs["drop_last"] = drop_last and batch_size is not None and self._worker_size is None
             kwargs["shuffle"] = shuffle
         super().__init__(
             dataset,
@@ -124,11 +123,17 @@ class DataLoader(torch.utils.data.DataLoader):
         )
         if not drop_last and not options.exists("new_shapes"):
             if batch_sampler is not None:
-                _warn_of_incomplete_batch(length_of(batch_sampler), self._group, "micro-batches")
-            elif combined is not None and self._rows() is not None:
-                _warn_of_incomplete_batch(self._rows(), combined, "rows")
+                _warn_of_incomplete_batch(length_of(batch_sampler), calls, "micro-batches")
+            elif (rows := self._rows()) is not None:
+                _warn_of_incomplete_batch(rows, self._combined_batch_size or 1, "rows")
         if self.mode != DataLoaderMode.Sync:
-            self._go_asynchronous(async_options)
+            if self.pin_memory:
+                self.pin_memory = False
+                logger.warning(
+                    "pin_memory=True has no effect in mode %s: batches arrive in shared memory",
+                    self.mode.name,
+                )
+            self._accessor = AsynchronousDataAccessor(self, **(async_options or {}))
 
     @property
     def combinedBatchSize(self) -> int | None:
@@ -173,24 +178,30 @@ class DataLoader(torch.utils.data.DataLoader):
             self._accessor._resume(state)
 
     def __len__(self) -> int:
-        if self._worker_size is None or self._combined_batch_size is None:
+        if self._worker_size is None:
             parts, size = super().__len__(), self._group
         else:
-            parts, size = self._rows(), self._combined_batch_size
+            parts, size = self._rows(), self._combined_batch_size or 1
         if parts is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length")
         return parts // size if self.drops_last else -(-parts // size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._accessor is not None:
-            batches = iter(self._accessor)
-        else:
-            batches = self._progress.epoch_of(self, self._epoch, self._group)
+        batches = self._progress.epoch_of(self) if self._accessor is None else iter(self._accessor)
         return _observed(batches, self.options._counts(), self._micro_batch)
 
-    def _epoch(self) -> Iterator[Any]:
+    def _epoch(self, head: int = 0) -> Iterator[Any]:
+        """Begin an epoch, and return its batches. Where rows are regrouped, `head` rows are left out first."""
         batches = super().__iter__()
+        if self._worker_size is not None:
+            return rebatched(batches, self._combined_batch_size or 1, not self.drops_last, head)
         return batches if self._group == 1 else grouped(batches, self._group, not self.drops_last)
+
+    def _parts_before(self, position: int) -> tuple[int, int]:
+        """Return what precedes batch `position` of an epoch: elements of the sampler, and rows of the next one."""
+        if self._worker_size is None:
+            return position * self._group, 0
+        return divmod(position * (self._combined_batch_size or 1), self._worker_size)
 
     @property
     def _index_sampler(self) -> Any:
@@ -222,13 +233,15 @@ class DataLoader(torch.utils.data.DataLoader):
         """Return the rows that this process reads in an epoch; None if not known."""
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
-    def _rebatching(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the rows that torch's loader loads at once if the worker regroups them, else None."""
+    def _rows_to_regroup(self, worker_size: int | None, batch_sampler: Any) -> int | None:
+        """Return the rows that torch's loader loads at once if its batches are to be regrouped, else None."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
         )
-        regroups = self._keeps_tail or self.mode == DataLoaderMode.AsyncRebatched
+        regroups = self.mode == DataLoaderMode.AsyncRebatched or (
+            self.mode == DataLoaderMode.Async and not self.drops_last
+        )
         if not regroups or batch_sampler is not None or combined in (None, 1):
             return None
         return worker_size or combined
@@ -242,15 +255,6 @@ class DataLoader(torch.utils.data.DataLoader):
                 "too few" if rows is None else rows,
                 "more" if combined is None else combined,
             )
-
-    def _go_asynchronous(self, async_options: dict[str, Any]) -> None:
-        if self.pin_memory:
-            logger.warning(
-                "pin_memory=True has no effect in mode %s: batches arrive in shared memory", self.mode.name
-            )
-            self.pin_memory = False
-        rebatched_size = None if self._worker_size is None else self._combined_batch_size
-        self._accessor = AsynchronousDataAccessor(self, **async_options, rebatched_size=rebatched_size)
 
 
 def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:

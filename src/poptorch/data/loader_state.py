@@ -59,29 +59,24 @@ class Progress:
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
 
-    def epoch_of(self, loader: Any, batches_of: Callable[[], Iterator[Any]], parts: int) -> Iterator[Any]:
-        """Return an iterator over the batches of the next epoch, or over the rest of the epoch in `wanted`.
-
-        Args:
-            batches_of: begins an epoch, and returns its batches
-            parts:      the number of elements of the sampler per batch
-        """
+    def epoch_of(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator over the batches of the next epoch, or over the rest of the epoch in `wanted`."""
         wanted, self.wanted = self.wanted, None
         if wanted is None:
             self.epoch += self.begun is not None  # a `break` has ended the one before
             self.position, self.begun = 0, _generators(loader)
-            return self._counted(loader, batches_of())
+            return self._counted(loader, loader._epoch())
         self.epoch, self.position = wanted["epoch"], wanted["position"]
-        begun = wanted["begun"] or wanted["now"]
+        self.begun = begun = wanted["begun"] or wanted["now"]
         now = None if wanted["begun"] is None else wanted["now"]["random"]
         loader._iterator = None  # persistent workers have begun another epoch
         _set_generators(loader, begun)
-        self.begun = begun
         if isinstance(loader.dataset, IterableDataset):
-            return self._counted(loader, _after_skip(batches_of(), self.position, now, ahead=0))
+            return self._counted(loader, _after_skip(loader._epoch(), self.position, now, ahead=0))
         begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-        self.iterate = partial(_after_skip, count=self.position * parts, random=now, ahead=1, begin=begin)
-        return self._counted(loader, batches_of())
+        parts, head = loader._parts_before(self.position)
+        self.iterate = partial(_after_skip, count=parts, random=now, ahead=1, begin=begin)
+        return self._counted(loader, loader._epoch(head))
 
     def _counted(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
