@@ -1,6 +1,7 @@
 """`cond` and `for_loop`: control flow that depends on values, in inference only."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ def cond(
     capture = current()
     if capture is None:
         chosen, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
-        return _outputs("cond", chosen(*_copies(given)))
+        return _outputs("cond", chosen, _copies(given))
     _check_inference(capture, "cond")
-    if not isinstance(condition, Tensor) or condition.numel() != 1:
-        found = tuple(condition.shape) if isinstance(condition, Tensor) else type(condition).__name__
-        raise Error(f"poptorch.cond() takes a bool tensor with one element as condition; found {found}")
+    words = "poptorch.cond() takes a bool tensor with one element as condition"
+    check_tensors(words, condition)
+    if condition.numel() != 1:
+        raise Error(f"{words}; found {tuple(condition.shape)}")
     bodies, inputs = [], []
     for body, given in ((then_body, then_inps), (else_body, else_inps)):
-        traced, outer = trace(capture, _flat("cond", body), given)
+        traced, outer = trace(capture, partial(_outputs, "cond", body), given)
         bodies.append(traced)
         inputs.append([*given, *outer])
     if bodies[0].outputs != bodies[1].outputs:
@@ -68,24 +70,24 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         raise Error(
             f"poptorch.for_loop() takes a count of turns that is known at compile time; found {count!r}"
         )
-    for index, value in enumerate(inputs):
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"(Object contained in list at index {index} is not torch.tensor) poptorch.for_loop takes tensors;"
-                f" found {type(value).__name__}"
-            )
+    wrong = [index for index, value in enumerate(inputs) if not isinstance(value, Tensor)]
+    if wrong:
+        raise ValueError(
+            f"(Object contained in list at index {wrong[0]} is not torch.tensor) poptorch.for_loop takes tensors;"
+            f" found {type(inputs[wrong[0]]).__name__}"
+        )
     capture = current()
     if capture is None:
         state = list(inputs)
         for _ in range(count):
-            state = _outputs("for_loop", body(*_copies(state)))
+            state = _outputs("for_loop", body, _copies(state))
         return state
     _check_inference(capture, "for_loop")
     if not inputs:
         raise Error(
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
         )
-    traced, outer = trace(capture, _flat("for_loop", body), inputs)
+    traced, outer = trace(capture, partial(_outputs, "for_loop", body), inputs)
     expected = tuple((tuple(value.shape), value.dtype) for value in inputs)
     if traced.outputs != expected:
         raise Error(
@@ -116,11 +118,9 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _flat(name: str, body: Callable[..., Any]) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda values: _outputs(name, body(*values))
-
-
-def _outputs(name: str, result: Any) -> list[Tensor]:
+def _outputs(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
+    """Call the body, and return its outputs as a list."""
+    result = body(*inputs)
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

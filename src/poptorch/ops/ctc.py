@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from .library import check_tensors, computed
+from .library import LIBRARY, check_tensors, computed
 
 aten = torch.ops.aten
 _NEVER = -math.inf
@@ -43,8 +43,8 @@ def ctc_loss(
     )
     if targets.dim() == 1 and single:
         targets = targets.unsqueeze(0)
-    losses = _CtcLoss.apply(log_probs, targets.to(torch.long), inputs, labels, blank, zero_infinity)
-    assert isinstance(losses, Tensor)
+    arguments = (log_probs, targets.to(torch.long), inputs, labels, blank, zero_infinity)
+    losses, _ = torch.ops.poptorch.ctc_loss(*arguments)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == "mean":
@@ -54,35 +54,27 @@ def ctc_loss(
     return losses.squeeze(0) if single else losses
 
 
-class _CtcLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        losses, alpha = torch.ops.poptorch.ctc_loss(*arguments)
-        ctx.save_for_backward(*arguments[:4], losses, alpha)
-        ctx.settings = arguments[4:]
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        return (torch.ops.poptorch.ctc_loss_backward(gradient, *saved, *ctx.settings), *[None] * 5)
-
-
-def _alphas(targets: Tensor) -> int:
-    """Return the width of the table of partial sums, for the longest target that the graph's shapes allow."""
-    return 2 * targets.shape[-1] + 1
-
-
-def _run(
+def _loss(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
-    missing = _alphas(targets) - alpha.shape[-1]
+    missing = _width_of_alpha(targets) - alpha.shape[-1]
     return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
 
 
-def _run_backward(
+def _loss_shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    steps, batch, _ = log_probs.shape
+    table = log_probs.new_empty((batch, steps, _width_of_alpha(targets)), dtype=torch.float32)
+    return log_probs.new_empty(batch), table
+
+
+def _width_of_alpha(targets: Tensor) -> int:
+    """Return the width of the table of partial sums, for the longest target that the graph's shapes allow."""
+    return 2 * targets.shape[-1] + 1
+
+
+def _gradient(
     gradient: Tensor,
     log_probs: Tensor,
     targets: Tensor,
@@ -98,24 +90,20 @@ def _run_backward(
     return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
 
 
-def _shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    steps, batch, _ = log_probs.shape
-    table = log_probs.new_empty((batch, steps, _alphas(targets)), dtype=torch.float32)
-    return log_probs.new_empty(batch), table
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.settings = inputs[4:]
+    ctx.set_materialize_grads(False)  # the second output has no gradient
 
 
-computed(
-    "ctc_loss(Tensor log_probs, Tensor targets, Tensor inputs, Tensor labels, int blank, bool zero_infinity) ->"
-    " (Tensor, Tensor)",
-    _run,
-    _shapes,
-)
-computed(
-    "ctc_loss_backward(Tensor gradient, Tensor log_probs, Tensor targets, Tensor inputs, Tensor labels,"
-    " Tensor losses, Tensor alpha, int blank, bool zero_infinity) -> Tensor",
-    _run_backward,
-    lambda gradient, log_probs, *rest: torch.empty_like(log_probs),
-)
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+    made = torch.ops.poptorch.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (made, *[None] * 5)
+
+
+computed("ctc_loss", _loss, _loss_shapes)
+computed("ctc_loss_backward", _gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs))
+torch.library.register_autograd("poptorch::ctc_loss", _backward, setup_context=_save, lib=LIBRARY)
 
 
 def ctc_beam_search_decoder(
@@ -200,9 +188,4 @@ def _sum(one: float, other: float) -> float:
     return high if low == _NEVER else high + math.log1p(math.exp(low - high))
 
 
-computed(
-    "ctc_beam_search_decoder(Tensor probs, Tensor lengths, int blank=0, int beam_width=100, int top_paths=1) ->"
-    " (Tensor, Tensor, Tensor)",
-    _decode,
-    _shapes_of_paths,
-)
+computed("ctc_beam_search_decoder", _decode, _shapes_of_paths)

@@ -6,10 +6,12 @@ registered by `registerCustomOp`, else one of `known_operations.py`.
 """
 
 import itertools
+import math
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,6 @@ from popengine.operations import calls_within
 
 from .known_operations import KNOWN, computed_here
 from .library import check_tensors, computed, listed
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _pretend(inputs: list[Tensor], handle: int) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _find(handle).outputs]
 
 
-computed("host_call(Tensor[] inputs, int handle) -> Tensor[]", _run, _pretend)
+computed("host_call", _run, _pretend)
 
 
 def calls_host(plan: Plan) -> bool:
@@ -145,13 +145,86 @@ def calls_host(plan: Plan) -> bool:
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
-def written_back(inputs: Sequence[Tensor], writes: Sequence[int], made: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the new values that a host call made into the inputs that it changes, and return its outputs."""
-    count = len(made) - len(writes)
-    with torch.no_grad():
-        for position, value in zip(writes, made[count:], strict=True):
-            inputs[position].copy_(value)
-    return list(made[:count])
+@dataclass(frozen=True)
+class HostFunction:
+    """A function that runs on the host each time a graph that calls it runs.
+
+    Args:
+        backward: `backward(gradients, inputs)`; None: autograd differentiates forward
+        writes:   positions of the inputs that forward changes in place
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    writes: tuple[int, ...] = ()
+
+    def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, with the shapes and dtypes of `like`; copy new values into the inputs it writes."""
+        wrong = [position for position in self.writes if not 0 <= position < len(inputs)]
+        if wrong:
+            raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
+        made = list(_HostFunctionGradient.apply(self, like, *inputs))
+        with torch.no_grad():
+            for position, value in zip(self.writes, made[len(like) :], strict=True):
+                inputs[position].copy_(value)
+        return made[: len(like)]
+
+
+class _HostFunctionGradient(torch.autograd.Function):
+    """Autograd function of a HostFunction: a host call in forward, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, op: HostFunction, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        # Backward reads the values that the inputs had before forward changed them.
+        ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
+        made = host_call(op.name, lambda *given: as_list(op.forward(*given)), inputs, like, op.writes)
+        ctx.mark_non_differentiable(*made[len(like) :])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs, op = ctx.saved_tensors, ctx.op
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        count = len(gradients) - len(op.writes)
+
+        def run(*given: Tensor) -> list[Tensor]:
+            sums, values = list(given[:count]), list(given[count:])
+            if op.backward is None:
+                return _differentiated(op.forward, sums, values, wanted)
+            made = as_list(op.backward(sums, values))
+            return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
+
+        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
+        scratch = range(count if op.backward is not None else count + len(inputs))
+        given, like = [*gradients[:count], *inputs], [inputs[i] for i in wanted]
+        made = dict(
+            zip(
+                wanted,
+                host_call(f"the backward of {op.name}", run, given, like, scratch=scratch),
+                strict=True,
+            )
+        )
+        return (None, None, *(made.get(i) for i in range(len(inputs))))
+
+
+def _differentiated(
+    forward: Callable[..., Any], gradients: list[Tensor], inputs: list[Tensor], wanted: list[int]
+) -> list[Tensor]:
+    """Return the gradients of forward's inputs at the positions `wanted`, by autograd."""
+    with torch.enable_grad():
+        leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
+        pairs = zip(as_list(forward(*leaves)), gradients, strict=True)
+        pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [leaves[i] for i in wanted],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return list(found)
 
 
 class CPU:
@@ -182,16 +255,9 @@ class CPU:
             )
         check_tensors(f"poptorch.CPU {self._name!r} takes tensors", *inputs)
         example = self._example(inputs)
-        many = isinstance(example, (list, tuple))
-        made = host_call(
-            f"poptorch.CPU {self._name!r}",
-            lambda *given: as_list(self._layer(*given)),
-            inputs,
-            as_list(example),
-            self._writes,
-        )
-        made = written_back(inputs, self._writes, made)
-        return type(example)(made) if many else made[0]
+        function = HostFunction(f"poptorch.CPU {self._name!r}", self._layer, writes=self._writes)
+        made = function(inputs, as_list(example))
+        return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
         """Return the layer's outputs for fake tensors, or for zeros if it fails with fake tensors."""
@@ -210,14 +276,7 @@ def as_list(value: Any) -> list[Tensor]:
 # Custom operations ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Implementation:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
-    writes: tuple[int, ...]
-
-
-_registered: dict[tuple[str, str, int], _Implementation] = {}
+_registered: dict[tuple[str, str, int], HostFunction] = {}
 
 
 def registerCustomOp(
@@ -239,7 +298,9 @@ def registerCustomOp(
         writes:   positions of the inputs that forward changes in place; buffers keep the new value. A change
             of any other input raises Error when the graph runs
     """
-    _registered[name, domain, version] = _Implementation(forward, backward, tuple(writes))
+    _registered[name, domain, version] = HostFunction(
+        f"the custom operation {domain}.{name}", forward, backward, tuple(writes)
+    )
 
 
 def custom_op(
@@ -275,104 +336,29 @@ def custom_op(
             f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
             " computes the outputs with torch"
         )
-    wrong = [position for position in found.writes if not 0 <= position < len(inputs)]
-    if wrong:
-        raise Error(
-            f"the custom operation {domain}.{name} writes input {wrong[0]}, and has {len(inputs)} inputs"
-        )
-    like = [(tuple(example.shape), example.dtype) for example in example_outputs]
-    made = _HostFunction.apply(f"{domain}.{name}", found, attributes, like, *inputs)
-    return written_back(inputs, found.writes, list(made))
-
-
-class _HostFunction(torch.autograd.Function):
-    """Autograd function of a custom operation: a host call in forward, and one in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, op: _Implementation, attributes: dict[str, Any], like: Any, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.name, ctx.op, ctx.attributes = name, op, attributes
-        # Backward reads the values that the inputs had before forward changed them.
-        ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
-        examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
-
-        def run(*given: Tensor) -> list[Tensor]:
-            return as_list(op.forward(*given, **attributes))
-
-        made = host_call(f"the custom operation {name}", run, inputs, examples, op.writes)
-        ctx.mark_non_differentiable(*made[len(examples) :])
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        inputs = ctx.saved_tensors
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        op, attributes = ctx.op, ctx.attributes
-        count = len(gradients) - len(op.writes)
-        gradients = gradients[:count]
-
-        def run(*given: Tensor) -> list[Tensor]:
-            sums, values = list(given[:count]), list(given[count:])
-            if op.backward is None:
-                return _differentiated(op.forward, attributes, sums, values, wanted)
-            made = as_list(op.backward(sums, values, **attributes))
-            return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
-
-        name = f"the backward of the custom operation {ctx.name}"
-        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
-        scratch = range(count if op.backward is not None else count + len(inputs))
-        made = host_call(name, run, [*gradients, *inputs], [inputs[i] for i in wanted], scratch=scratch)
-        made = dict(zip(wanted, made, strict=True))
-        return (None, None, None, None, *(made.get(i) for i in range(len(inputs))))
-
-
-def _differentiated(
-    forward: Callable[..., Any],
-    attributes: dict[str, Any],
-    gradients: list[Tensor],
-    inputs: list[Tensor],
-    wanted: list[int],
-) -> list[Tensor]:
-    with torch.enable_grad():
-        leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(as_list(forward(*leaves, **attributes)), gradients, strict=True)
-            if output.requires_grad
-        ]
-        outputs, passed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        return list(
-            torch.autograd.grad(
-                outputs, [leaves[i] for i in wanted], passed, allow_unused=True, materialize_grads=True
-            )
-        )
+    backward = None if found.backward is None else partial(found.backward, **attributes)
+    function = replace(found, forward=partial(found.forward, **attributes), backward=backward)
+    return function(inputs, example_outputs)
 
 
 def _check(attributes: dict[str, Any]) -> None:
+    largest = torch.finfo(torch.float32).max
     for key, value in attributes.items():
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
         if not isinstance(key, str):
             raise ValueError(f"attribute names must be strings; found {key!r}")
-        _check_ascii(key)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        wrong = next((item for item in items if not isinstance(item, (float, int, str))), None)
-        if wrong is not None:
+        wrong = [type(item).__name__ for item in items if not isinstance(item, (float, int, str))]
+        if wrong:
             raise ValueError(
-                f"attribute {key!r} must be a float, an int, a string, or a list of them; found"
-                f" {type(wrong).__name__}"
+                f"attribute {key!r} must be a float, an int, a string, or a list of them; found {wrong[0]}"
             )
         if len({type(item) for item in items}) > 1:
             raise ValueError(f"the values of attribute {key!r} must all be the same type; found {value!r}")
-        for item in items:
-            if isinstance(item, str):
-                _check_ascii(item)
-            elif isinstance(item, float) and abs(item) > _LARGEST and abs(item) != float("inf"):
+        for item in (key, *items):
+            if isinstance(item, str) and not item.isascii():
+                raise ValueError(f"{item} contains non-ASCII characters.")
+            if isinstance(item, float) and largest < abs(item) < math.inf:
                 raise Error(
                     f"{item} is too {'high' if item > 0 else 'low'} for a float attribute ({key!r}): 32 bits hold"
-                    f" ±{_LARGEST:.3e}"
+                    f" ±{largest:.3e}"
                 )
-
-
-def _check_ascii(text: str) -> None:
-    if not text.isascii():
-        raise ValueError(f"{text} contains non-ASCII characters.")

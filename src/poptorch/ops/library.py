@@ -65,10 +65,9 @@ class _MarkFunction(torch.autograd.Function):
         return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
 
 
-def computed(schema: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
+def computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
     """Register a computed operation, without a gradient. `pretend` is its implementation for fake tensors."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
 

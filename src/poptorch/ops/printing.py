@@ -8,10 +8,12 @@ The layout is PopTorch's, not that of torch or numpy: each innermost row is a li
     }
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from popengine.compile.recording.current_capture import current
 from .library import check_tensors, mark
 
 _FORMATS = ("auto", "fixed", "scientific", "none")
-_LEFT_OUT = "..."
 
 
 def ipu_print_tensor(
@@ -56,27 +57,27 @@ def ipu_print_tensor(
         raise KeyError(f"float_format must be one of {', '.join(_FORMATS)}; found {float_format!r}")
     if current() is None:
         return tensor
-    size = (summarise_threshold, edge_items, max_line_width, digits)
-    style = (float_format, separator, open_bracket, close_bracket)
-    return torch.ops.poptorch.ipu_print_tensor(tensor, title, print_gradient, *size, *style)
+    layout = (summarise_threshold, edge_items, max_line_width, digits, float_format, separator)
+    return torch.ops.poptorch.ipu_print_tensor(
+        tensor, title, print_gradient, *layout, open_bracket, close_bracket
+    )
 
 
-def _print(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: int | str) -> None:
-    text = _Layout(*layout).text(tensor.detach().cpu(), title)  # type: ignore[arg-type]
-    sys.stderr.write(text + "\n")  # one write, as other threads print, too
+def _print(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> None:
+    head = f"{title}: " if title else ""
+    lines = _Layout(tensor.detach().cpu(), *layout).lines()
+    sys.stderr.write(head + "\n".join(lines) + "\n")  # one write, as other threads print, too
     sys.stderr.flush()
 
 
-def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *layout: int | str) -> Tensor:
+def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> Tensor:
     if not print_gradient:
         return gradient
     return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *layout)
 
 
 mark(
-    "ipu_print_tensor(Tensor input, str title='', bool print_gradient=True, int summarise_threshold=1000,"
-    " int edge_items=3, int max_line_width=80, int digits=4, str float_format='auto', str separator=', ',"
-    " str open_bracket='(', str close_bracket=')') -> Tensor",
+    f"ipu_print_tensor{torch.library.infer_schema(ipu_print_tensor, mutates_args=())}",
     run=_print,
     gradient=_gradient,
 )
@@ -84,8 +85,9 @@ mark(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The layout of a printed tensor: arguments of `ipu_print_tensor`."""
+    """The layout of a printed tensor, by the arguments of `ipu_print_tensor`."""
 
+    tensor: Tensor
     summarise_threshold: int = 1000
     edge_items: int = 3
     max_line_width: int = 80
@@ -95,39 +97,25 @@ class _Layout:
     open_bracket: str = "("
     close_bracket: str = ")"
 
-    def text(self, tensor: Tensor, title: str) -> str:
-        short = 0 < self.summarise_threshold < tensor.numel()
-        head = f"{title}: " if title else ""
-        write = self._writer(tensor)
-        if tensor.dim() == 0:
-            return head + write(tensor.item())
-        lines = self._lines(tensor, 0, short, write)
-        return head + "\n".join(lines)
+    def lines(self) -> list[str]:
+        write = self._writer()
+        return [write(self.tensor.item())] if self.tensor.dim() == 0 else self._lines(self.tensor, "", write)
 
-    def _lines(self, part: Tensor, depth: int, short: bool, write: Callable[[object], str]) -> list[str]:
-        indent = " " * depth
-        shown = self._shown(len(part), short)
-        if part.dim() == 1:
-            values = [_LEFT_OUT if i is None else write(part[i].item()) for i in shown]
-            return self._row(values, indent)
-        lines = [indent + self.open_bracket]
-        for i in shown:
-            left_out = [f"{indent} {_LEFT_OUT}"]
-            lines += left_out if i is None else self._lines(part[i], depth + 1, short, write)
-        return [*lines, indent + self.close_bracket]
-
-    def _shown(self, length: int, short: bool) -> list[int | None]:
-        """Return the indices to print, with None in place of the indices that are left out."""
+    def _lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
+        shown: list[int | None] = list(range(len(part)))
         edge = self.edge_items
-        if not short or length <= 2 * edge:
-            return list(range(length))
-        return [*range(edge), None, *range(length - edge, length)]
+        if 0 < self.summarise_threshold < self.tensor.numel() and len(part) > 2 * edge:
+            shown[edge : len(part) - edge] = [None]
+        if part.dim() == 1:
+            return self._row(["..." if i is None else write(part[i].item()) for i in shown], indent)
+        inner = [[f"{indent} ..."] if i is None else self._lines(part[i], f"{indent} ", write) for i in shown]
+        return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _row(self, values: list[str], indent: str) -> list[str]:
+        """Return the lines of an innermost row, broken after separators where it is too long."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
-            last = position == len(values) - 1
-            item = value + (self.close_bracket if last else self.separator)
+            item = value + (self.close_bracket if position == len(values) - 1 else self.separator)
             started = line.strip() not in ("", self.open_bracket)
             if started and 0 < self.max_line_width < len((line + item).rstrip()):
                 lines.append(line)
@@ -135,19 +123,18 @@ class _Layout:
             line += item
         return [*lines, line if values else line + self.close_bracket]
 
-    def _writer(self, tensor: Tensor) -> Callable[[object], str]:
+    def _writer(self) -> Callable[[Any], str]:
+        """Return the function that writes an element."""
+        tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
-            return lambda value: str(int(value)) if isinstance(value, (bool, int)) else str(value)
-        digits, kind = self.digits, self.float_format
+            return lambda value: str(int(value)) if isinstance(value, bool) else str(value)
         if kind == "none" or digits == 0:
-            return lambda value: _shortest(float(value), tensor)  # type: ignore[arg-type]
-        if kind == "auto":
-            return lambda value: f"{value:.{digits}g}"
-        if kind == "scientific":
-            return lambda value: f"{value:.{digits - 1}e}"
-        finite = [abs(value) for value in tensor.flatten().tolist() if math.isfinite(value)]
-        whole = len(str(int(max(finite, default=0))))
-        return lambda value: f"{value:.{max(digits - whole, 0)}f}"
+            return lambda value: _shortest(value, tensor)
+        if kind == "fixed":
+            finite = [abs(value) for value in tensor.flatten().tolist() if math.isfinite(value)]
+            digits = max(digits - len(str(int(max(finite, default=0)))), 0)
+        style = {"auto": f".{digits}g", "scientific": f".{digits - 1}e", "fixed": f".{digits}f"}[kind]
+        return lambda value: format(value, style)
 
 
 def _shortest(value: float, tensor: Tensor) -> str:

@@ -24,9 +24,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
         size:  elements that the slice spans
         step:  step between the elements that are returned
     """
-    _check_slice("dynamic_slice", tensor, dim, start, size)
-    if not isinstance(step, int) or step < 1:
-        raise Error(f"dynamic_slice: step must be an integer from 1; found {step!r}")
+    _check_slice("dynamic_slice", tensor, dim, start, size, step)
     return tensor.index_select(dim, _indexes(start, size, step, tensor))
 
 
@@ -39,36 +37,29 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
     """
     _check_slice("dynamic_update", input, dim, start, size)
     check_tensors("dynamic_update: src must be a tensor", src)
-    if src.dtype != input.dtype:
-        raise Error(
-            f"dynamic_update: src is {src.dtype} and input {input.dtype}; they must have the same type\n"
-            f"  fix: src.to({input.dtype})"
-        )
     expected = list(input.shape)
     expected[dim] = size
-    if list(src.shape) != expected:
+    if (src.dtype, list(src.shape)) != (input.dtype, expected):
         raise Error(
-            f"dynamic_update: src has shape {tuple(src.shape)}; {tuple(expected)} fits into {tuple(input.shape)}"
-            f" along dimension {dim} with size {size}"
+            f"dynamic_update: src is {src.dtype} {tuple(src.shape)}; {input.dtype} {tuple(expected)} fits into"
+            f" {tuple(input.shape)} along dimension {dim} with size {size}"
         )
     return input.index_copy(dim, _indexes(start, size, 1, input), src)
 
 
-def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any) -> None:
-    check_tensors(f"{name} takes a tensor", tensor)
-    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any, step: Any = 1) -> None:
+    check_tensors(f"{name} takes a tensor, and its start is an integer tensor", tensor, start)
+    has_dim = isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim()
+    length = tensor.shape[dim] if has_dim else None
+    is_index = start.dtype in _INDEX_TYPES and start.numel() == 1
+    has_size = length is not None and isinstance(size, int) and 0 < size <= length
+    if not is_index or not has_size or not isinstance(step, int) or step < 1:
         raise Error(
-            f"{name}: dim must be a dimension of a tensor of shape {tuple(tensor.shape)}; found {dim!r}"
-        )
-    if not isinstance(start, Tensor) or start.dtype not in _INDEX_TYPES or start.numel() != 1:
-        found = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
-        raise Error(
-            f"{name}: start must be an integer tensor with one element; found {found}\n"
+            f"{name} takes one dimension of a tensor of shape {tuple(tensor.shape)}, a start, which is an integer"
+            f" tensor with one element, a size from 1 to the dimension's, and a step from 1; found {dim!r},"
+            f" {start.dtype} {tuple(start.shape)}, {size!r} and {step!r}\n"
             "  fix: torch.tensor([2]) where the start is known, tensor.narrow needs no tensor"
         )
-    length = tensor.shape[dim]
-    if not isinstance(size, int) or not 0 < size <= length:
-        raise Error(f"{name}: size must be an integer from 1 to {length}, the dimension; found {size!r}")
 
 
 def _indexes(start: Tensor, size: int, step: int, like: Tensor) -> Tensor:
@@ -134,13 +125,12 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
     Returns: row indices in `src`, int64, cloud after cloud
     """
     check_tensors("fps: src must be a tensor of points [N, F]", src)
-    if not isinstance(ptr, list) or len(ptr) < 2 or not all(isinstance(value, int) for value in ptr):
+    is_list = isinstance(ptr, list) and len(ptr) >= 2 and all(isinstance(value, int) for value in ptr)
+    if not is_list or sorted(ptr) != ptr or ptr[0] < 0 or ptr[-1] > len(src):
         raise Error(
-            f"fps: ptr must be a list of at least two integers, the boundaries of the clouds; found {ptr!r}\n"
-            "  fix: [0, len(src)] for a single cloud"
+            f"fps: ptr must be a list of at least two integers, the boundaries of the clouds, which rise from 0 to at"
+            f" most {len(src)}, the number of points; found {ptr!r}\n  fix: [0, len(src)] for a single cloud"
         )
-    if sorted(ptr) != ptr or ptr[0] < 0 or ptr[-1] > len(src):
-        raise Error(f"fps: ptr must rise from 0 to at most {len(src)}, the number of points; found {ptr}")
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
     # Random starts are drawn outside of the opaque operation, with the engine's generators.
@@ -170,7 +160,7 @@ def _farthest(points: Tensor, count: int, start: int) -> Tensor:
 
 
 computed(
-    "fps(Tensor src, int[] ptr, float ratio, Tensor starts) -> Tensor",
+    "fps",
     _sample,
     lambda src, ptr, ratio, starts: src.new_empty(sum(_counts(ptr, ratio)), dtype=torch.int64),
 )
@@ -192,16 +182,17 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
         raise Error(f"nearest: points of x have {x.shape[1]} coordinates, those of y {y.shape[1]}")
     distance = (x[:, None] - y[None]).square().sum(2)
     if batch_x is not None:
-        of_x, of_y = _batch("batch_x", batch_x, x), _batch("batch_y", batch_y, y)
+        of_x, of_y = _clouds("batch_x", batch_x, x), _clouds("batch_y", batch_y, y)
         distance = distance.masked_fill(of_x[:, None] != of_y[None], math.inf)
     return distance.argmin(1)
 
 
-def _batch(name: str, value: Any, points: Tensor) -> Tensor:
-    if isinstance(value, (list, tuple)):
-        if list(value) != sorted(value):
-            raise Error(f"nearest: {name} must be sorted; found {value}")
-        value = torch.tensor(value, device=points.device)
-    if not isinstance(value, Tensor) or value.shape != points.shape[:1]:
-        raise Error(f"nearest: {name} must hold one number for each of the {len(points)} points")
-    return value
+def _clouds(name: str, value: Any, points: Tensor) -> Tensor:
+    """Return the cloud of each point as a tensor [N]."""
+    is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
+    numbers = torch.as_tensor(value, device=points.device)
+    if not is_sorted or numbers.shape != points.shape[:1]:
+        raise Error(
+            f"nearest: {name} must be sorted and hold one number for each of the {len(points)} points; found {value}"
+        )
+    return numbers
