@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 import poptorch
-from poptorch.data.rows import grouped
+from poptorch.data.rows import concatenated
 from poptorch.nested_values import tensors_of, with_tensors
 
 logger = logging.getLogger("poptorch::python")
@@ -56,7 +56,7 @@ class Loaders:
         if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
             return loader
         if type(loader).__iter__ is not DataLoader.__iter__:
-            made: Any = JoinedBatches(loader, n, keep_tail=False)
+            made: Any = Joined(loader, n, concatenated, keep_tail=False)
         else:
             made = _combined(loader, options)
         self._check_length(loader, made, n, stage)
@@ -72,7 +72,7 @@ class Loaders:
         if isinstance(loader, poptorch.DataLoader):
             rows = loader.combinedBatchSize
         elif isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__:
-            made = JoinedBatches(loader, n, keep_tail=True)
+            made = Joined(loader, n, concatenated, keep_tail=True)
         elif isinstance(loader, DataLoader):
             made, rows = self._index_noting(loader, n)
         self._rows.append(rows)
@@ -88,7 +88,8 @@ class Loaders:
             sampler = BatchSampler(loader.sampler, size, drop_last=False)
         elif sampler is not None:
             size = getattr(sampler, "batch_size", None)
-            size, sampler = None if size is None else size * n, JoinedIndices(sampler, n)
+            size = None if size is None else size * n
+            sampler = Joined(sampler, n, _joined_indices, keep_tail=True)
         else:
             return loader, None
         noting = self._strategy.lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
@@ -158,38 +159,32 @@ def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]
     return {"sampler": sampler, "auto_distributed_partitioning": False}
 
 
-class JoinedBatches:
-    """A loader that joins every n batches of a loader with its own `__iter__`.
+class Joined:
+    """An iterable over every n consecutive elements of a loader or batch sampler, joined.
 
-    Args: keep_tail: also yield the last, incomplete group of batches
+    Args:
+        join:      returns the join of a list of elements
+        keep_tail: whether to yield the last elements if they are fewer
     """
 
-    def __init__(self, loader: DataLoader[Any], n: int, keep_tail: bool) -> None:
-        self.loader, self.dataset, self._n, self._keep_tail = loader, loader.dataset, n, keep_tail
-        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
+    def __init__(self, source: Any, n: int, join: Callable[[list[Any]], Any], keep_tail: bool) -> None:
+        self._source, self._n, self._join, self._keep_tail = source, n, join, keep_tail
+        for name in ("dataset", "sampler", "batch_sampler"):  # attributes that Lightning reads
+            setattr(self, name, getattr(source, name, None))
 
     def __iter__(self) -> Iterator[Any]:
-        return grouped(self.loader, self._n, self._keep_tail)
+        elements = iter(self._source)
+        while group := list(islice(elements, self._n)):
+            if len(group) == self._n or self._keep_tail:
+                yield self._join(group)
 
     def __len__(self) -> int:
-        calls, left = divmod(len(self.loader), self._n)
+        calls, left = divmod(len(self._source), self._n)
         return calls + (self._keep_tail and left > 0)
 
 
-class JoinedIndices:
-    """A batch sampler that joins the indices of every n batches of another batch sampler."""
-
-    def __init__(self, sampler: Any, n: int) -> None:
-        self._sampler, self._n = sampler, n
-        self.sampler = getattr(sampler, "sampler", None)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self._sampler)
-        while group := list(islice(batches, self._n)):
-            yield list(chain.from_iterable(group))
-
-    def __len__(self) -> int:
-        return -(-len(self._sampler) // self._n)
+def _joined_indices(batches: list[Any]) -> list[int]:
+    return list(chain.from_iterable(batches))
 
 
 def spread(value: Any, n: int) -> Any:

@@ -11,7 +11,6 @@ import copy
 import inspect
 import itertools
 import logging
-import numbers
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -63,18 +62,21 @@ class StepModule(nn.Module):
         return self._forward_module.load_state_dict(*args, **kwargs)
 
 
+_STEPS = {
+    "training": "training_step",
+    "testing": "test_step",
+    "sanity_checking": "validation_step",
+    "validating": "validation_step",
+    "predicting": "predict_step",
+}
+
+
 def _step_of(module: Any) -> str | None:
     """Return the name of the step that the module's trainer runs now; None outside a run."""
     trainer = module._trainer
-    if trainer is None:
-        return None
-    if trainer.training:
-        return "training_step"
-    if trainer.testing:
-        return "test_step"
-    if trainer.sanity_checking or trainer.validating:
-        return "validation_step"
-    return "predict_step" if trainer.predicting else None
+    return next(
+        (step for flag, step in _STEPS.items() if trainer is not None and getattr(trainer, flag)), None
+    )
 
 
 def replace_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -96,16 +98,16 @@ class Recording:
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization
         self._done: list[str] = []  # calls of manual optimization
+        self._before = {
+            name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+            for name, value in _attributes(module).items()
+        }
 
     def __enter__(self) -> Recording:
+        self._undo.callback(_restored, self._module, self._before)
         replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         if self._is_manual:
             replaced |= self._manual_optimization()
-        self._before = {
-            name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-            for name, value in _attributes(self._module).items()
-        }
-        self._undo.callback(_restore_attributes, self._module, self._before)
         for name, value in replaced.items():
             replace_until(self._undo, self._module, name, value)
         for path, metric in self._metrics.items():
@@ -120,7 +122,15 @@ class Recording:
 
     def finish(self, output: Any) -> None:
         """Note the tensors that the step left in the module's attributes, and choose the training loss."""
-        _note_attributes(self._module, self._before)
+        for what, value in _restored(self._module, self._before):
+            if what is None:
+                raise CaptureError(
+                    f"the step leaves a tensor that has no values yet in self.{value}\n"
+                    "  why: a step is captured once; of what it leaves, tensors in attributes, in lists that it appends"
+                    " to and in dictionaries come back after each call, and others don't\n"
+                    f"  fix: make self.{value} one of these, or return the value and keep it in a hook"
+                )
+            note(what, value)
         if self._is_manual:
             self._check_manual()
         elif self._step == "training_step":
@@ -144,9 +154,6 @@ class Recording:
                 f"`self.log({name}, ...)` was called, but the tensor must have a single element; it has shape"
                 f" {list(value.shape)}. You can try doing `self.log({name}, value.mean())`"
             )
-        if not isinstance(value, (Tensor, numbers.Number)):
-            kind = type(value).__name__
-            raise ValueError(f"`self.log({name}, {value})` was called, but `{kind}` values cannot be logged")
         if not isinstance(value, Tensor) or not is_traced(value):
             logger.warning(
                 "self.log(%r, ...): the value was a number when the model was compiled, and is logged unchanged: log"
@@ -279,17 +286,15 @@ def _refusal(what: str, fix: str) -> Callable[..., Any]:
 def _choose_loss(output: Any, module: Any) -> None:
     """Choose the loss in the output of training_step. Raises: CaptureError, if the output has no loss."""
     where = f"the return of {type(module).__name__}.training_step"
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is None:
-        raise CaptureError(
-            "Skipping backward by returning `None` from your `training_step` is not possible with IPUs\n"
-            f"  {where}\n"
-            "  why: the step is compiled, and trains at each call\n"
-            '  fix: return the loss, or a dictionary with the key "loss"'
-        )
+    loss: Any = output.get("loss") if isinstance(output, dict) else output
     if not is_traced(loss) or not loss.is_floating_point():
+        cause = f"training needs a loss that is computed in the step; found {type(loss).__name__}"
+        if loss is None:
+            cause = (
+                "Skipping backward by returning `None` from your `training_step` is not possible with IPUs"
+            )
         raise CaptureError(
-            f"{where} is {type(loss).__name__}, and training needs a loss that is computed in the step\n"
+            f"{cause}\n  {where}\n  why: the step is compiled, and trains at each call\n"
             '  fix: return a floating point tensor with one element, or a dictionary with the key "loss"'
         )
     _capture().choose_loss(loss, where)
@@ -310,54 +315,41 @@ def _attributes(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in parts}
 
 
-def _traced_attributes(module: Any) -> dict[str, Any]:
-    return {name: value for name, value in _attributes(module).items() if _holds_traced(value)}
-
-
 def _holds_traced(value: Any) -> bool:
     is_set = isinstance(value, (set, frozenset, deque))
     return any(map(is_traced, tensors_of(list(value) if is_set else value)))
 
 
-def _note_attributes(module: Any, before: dict[str, Any]) -> None:
-    """Note traced tensors that were appended to a list, put into a dictionary or assigned to an attribute.
+def _restored(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Restore the attributes that hold a traced tensor, and return notes of what they held.
 
-    Raises:
-        CaptureError: an attribute of another kind holds a traced tensor
+    Lists and dictionaries stay the same objects. The note of an attribute of another kind than a tensor or a
+    container of tensors is (None, its name).
     """
-    for name, now in _traced_attributes(module).items():
-        old = before.get(name)
-        if isinstance(now, list) and isinstance(old, list) and not _holds_traced(now[: len(old)]):
-            for item in filter(_holds_traced, now[len(old) :]):
-                note(("append", name), item)
-        elif isinstance(now, dict) and isinstance(old, dict):
-            for key, item in now.items():
-                if _holds_traced(item):
-                    note(("key", name, key), item)
+    notes: list[tuple[Any, Any]] = []
+    for name, now in _attributes(module).items():
+        if not _holds_traced(now):
+            continue
+        old: Any = before.get(name)
+        are_lists, are_dicts = (all(isinstance(v, kind) for v in (now, old)) for kind in (list, dict))
+        if are_lists and not _holds_traced(now[: len(old)]):
+            notes += [(("append", name), item) for item in now[len(old) :] if _holds_traced(item)]
+        elif are_dicts:
+            notes += [(("key", name, key), item) for key, item in now.items() if _holds_traced(item)]
         elif tensors_of(now):
-            note(("set", name), list(now) if type(now) is list else now)  # a copy: the list is restored
+            notes.append((("set", name), list(now) if are_lists else now))
         else:
-            raise CaptureError(
-                f"the step leaves a tensor that has no values yet in self.{name}\n"
-                "  why: a step is captured once; of what it leaves, tensors in attributes, in lists that it appends to"
-                " and in dictionaries come back after each call, and others don't\n"
-                f"  fix: make self.{name} one of these, or return the value and keep it in a hook"
-            )
-
-
-def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
-    """Restore the attributes that hold a traced tensor; lists and dictionaries stay the same objects."""
-    for name, now in _traced_attributes(module).items():
-        old = before.get(name)
-        if isinstance(now, list) and isinstance(old, list):
+            notes.append((None, name))
+        if are_lists:
             now[:] = old
-        elif isinstance(now, dict) and isinstance(old, dict):
+        elif are_dicts:
             now.clear()
             now.update(old)
         elif name in before:
             vars(module)[name] = old
         else:
             del vars(module)[name]
+    return notes
 
 
 # ---- counters --------------------------------------------------------------------------------------------
@@ -374,7 +366,7 @@ def _watch_counters(trainer: Any, undo: ExitStack) -> None:
     def watched(name: str) -> property:
         def get(owner: Any) -> Any:
             read.add(name)
-            return getattr(super(type(owner), owner), name)
+            return getattr(kind, name).__get__(owner)
 
         return property(get)
 
