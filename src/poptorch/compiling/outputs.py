@@ -93,7 +93,9 @@ def resolve(
     """
     gradients = [result for result in graph.results if result.kind == "gradient"]
     # By name: the kind of anchor, and the result to be returned as an output, or the weight.
-    sources: dict[str, tuple[Any, Result | str]] = {n: ("output", graph.results[i]) for n, i in traced.items()}
+    sources: dict[str, tuple[Any, Result | str]] = {
+        n: ("output", graph.results[i]) for n, i in traced.items()
+    }
     for slot in graph.weights:
         sources.setdefault(slot.key, ("weight", slot.key))
     if training:
