@@ -6,17 +6,15 @@ instance does not, or is gone, all raise an error within seconds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from popengine.environment import read
-from popengine.run.instances.all_reduce import AllReduce, by_dtype, copy_from_flat, even_cuts, flattened
+from popengine.run.instances.all_reduce import AllReduce
 from popengine.run.instances.process_group import ProcessGroup, group_of
 
 T = TypeVar("T")
@@ -37,27 +35,20 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     """
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
-    tensor = (
-        value.detach().clone()
-        if isinstance(value, Tensor)
-        else torch.tensor(float(value), dtype=torch.float64)
-    )
+    tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
     group = _group()
-    if group is not None:
-        if op in ("min", "max"):
-            rows = all_gather(tensor.unsqueeze(0))
-            tensor = rows.amin(0) if op == "min" else rows.amax(0)
-        else:
-            flat = tensor.cpu().reshape(-1)
-            _after_barrier(
-                group,
-                f"popdist.collectives.all_reduce({op})",
-                {"value": tensor},
-                lambda: AllReduce(group, _TAG, 1).all_reduce([flat]),
-            )
-            tensor = flat.reshape(tensor.shape).to(tensor.device)
-            if op == "mean":
-                tensor = tensor / group.size
+    if op in ("min", "max"):
+        rows = all_gather(tensor.unsqueeze(0))
+        tensor = rows.amin(0) if op == "min" else rows.amax(0)
+    elif group is None:
+        tensor = tensor.clone()
+    else:
+        flat = tensor.cpu().reshape(-1).clone()
+        what = f"popdist.collectives.all_reduce({op})"
+        _after_barrier(group, what, {"value": tensor}, lambda: AllReduce(group, _TAG, 1).all_reduce([flat]))
+        tensor = flat.reshape(tensor.shape).to(tensor.device)
+        if op == "mean":
+            tensor = tensor / group.size
     return tensor if isinstance(value, Tensor) else tensor.item()
 
 
@@ -74,35 +65,22 @@ def broadcast(values: Any, root: int = 0) -> Any:
         return values
     if root not in group.ranks:
         raise ValueError(f"broadcast: instance {root} is not one of {group.ranks}")
-    tensors = {"value": values} if isinstance(values, Tensor) else dict(values)
-    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    named = {"value": values} if isinstance(values, Tensor) else dict(values)
+    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor)}
 
     def work() -> None:
-        detached = [value.detach() for value in tensors.values()]
-        for chosen in by_dtype(detached):
-            mine = [detached[index] for index in chosen]
-            flat = flattened([value.cpu() for value in mine])
-            _broadcast(group, flat, group.ranks.index(root))
-            copy_from_flat(flat, mine)
+        # As a sum of bytes, all zero in the other instances, so that the root sends each byte once.
+        flat = torch.cat([_bytes_of(value) for value in tensors.values()])
+        if group.ranks[group.rank] != root:
+            flat.zero_()
+        AllReduce(group, _TAG, 1).all_reduce([flat])
+        parts = flat.split([value.nbytes for value in tensors.values()])
+        for value, part in zip(tensors.values(), parts, strict=True):
+            value.copy_(part.clone().view(value.dtype).view(value.shape))
 
-    with torch.no_grad():
+    if tensors:
         _after_barrier(group, f"popdist.collectives.broadcast(root={root})", tensors, work)
     return values
-
-
-def _broadcast(group: ProcessGroup, flat: Tensor, root: int) -> None:
-    """Broadcast as scatter and all-gather, so that the root sends each element once."""
-    cuts = even_cuts(flat.numel(), group.size)
-    shares = [flat[start:stop] for start, stop in pairwise(cuts)]
-    if group.rank == root:
-        begun = [group.send(shares[peer], peer, _TAG) for peer in group.peers if shares[peer].numel()]
-    elif shares[group.rank].numel():
-        begun = [group.receive(shares[group.rank], root, _TAG)]
-    else:
-        begun = []
-    for work, peer in begun:
-        group.wait(work, peer, "popdist.collectives.broadcast")
-    AllReduce(group, _TAG, 1).all_gather(flat, cuts)
 
 
 def all_gather(value: Tensor) -> Tensor:
@@ -113,33 +91,28 @@ def all_gather(value: Tensor) -> Tensor:
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
-    group = _group()
-    if group is None:
-        return value.detach().clone()
-
-    def work() -> Tensor:
-        over_instances = AllReduce(group, _TAG, 1)
-        rows = torch.zeros(group.size, dtype=torch.int64)
-        rows[group.rank] = len(value)
-        over_instances.all_gather(rows, list(range(group.size + 1)))
-        width = math.prod(value.shape[1:])
-        cuts = [0, *(rows.cumsum(0) * width).tolist()]
-        flat = torch.empty(cuts[-1], dtype=value.dtype)
-        flat[cuts[group.rank] : cuts[group.rank + 1]] = value.detach().reshape(-1).cpu()
-        over_instances.all_gather(flat, cuts)
-        return flat.view(-1, *value.shape[1:]).to(value.device)
-
     row = value.new_empty(1, *value.shape[1:])
-    return _after_barrier(group, "popdist.collectives.all_gather", {"a row": row}, work)
+    found = _all_gather_bytes(_bytes_of(value).numpy().tobytes(), {"a row": row})
+    flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
+    return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
 
 def all_gather_bytes(value: bytes) -> bytes:
     """Return the bytes of all instances, concatenated in the order of the instances."""
-    # torch.frombuffer takes no empty buffer.
-    tensor = (
-        torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-    )
-    return all_gather(tensor).numpy().tobytes()
+    return _all_gather_bytes(value, {})
+
+
+def _all_gather_bytes(value: bytes, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of all instances, which must have `tensors` of equal shapes and dtypes."""
+    group, what = _group(), "popdist.collectives.all_gather"
+    if group is None:
+        return value
+    return b"".join(_after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, _TAG, what)))
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """Return the bytes of a tensor, without a copy if possible: [bytes], uint8."""
+    return value.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:

@@ -139,7 +139,7 @@ class ProcessGroup(Connections):
             if min(readings) == what:
                 return  # peers at other barriers send their shards first
             self._gather_parts(min(readings))
-        texts = self._all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
+        texts = self.all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
         raise Error(differences(whats, others, self.ranks))
 
@@ -181,15 +181,17 @@ class ProcessGroup(Connections):
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
             raise self._error() from error
-        parts = self._all_gather_bytes(file.getvalue(), _READ, name)
+        parts = self.all_gather_bytes(file.getvalue(), _READ, name)
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
-    def _all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes of all instances, of any length."""
+    def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
+        """Return the bytes of all instances, of any length. Call it in `after_barrier`."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
         sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
         numbers = [int(one.view(torch.int64)) for one in sizes]
-        value = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        value = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)[
+            :-1
+        ]  # a buffer must not be empty
         return [one.numpy().tobytes() for one in self._all_gather(value, numbers, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
