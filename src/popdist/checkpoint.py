@@ -126,17 +126,14 @@ class Checkpoint:
     def _state(self) -> dict[str, Any]:
         """Return the contents of this instance's file: its share of weights and optimizer state, and more."""
         training = training_state(self._model)
-        grouped, is_shared = self._grouped(), training.pop("shares_state")
-        shares = {}
+        has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):
             names = sorted(training[kind])
-            chosen = set(names[self._launch.instance :: self._launch.instances]) | grouped
-            if is_shared and kind == "optimizer":
-                chosen = names  # this instance has a shard only
-            shares[kind] = {name: training[kind][name] for name in names if name in chosen}
+            chosen = {*names[self._launch.instance :: self._launch.instances], *self._grouped()}
+            if kind == "weights" or not has_shard:
+                training[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
             **training,
-            **shares,
             "calls": self.calls,
             "host_random": random_state(),
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
@@ -154,16 +151,14 @@ class Checkpoint:
         # For each replica of this instance the saved replica; and the file that holds the first of these.
         replicas = [(self._launch.instance * here + i) % count for i in range(here)]
         own = saved[replicas[0] // each]
-        whole = {
-            kind: {name: value for file in saved for name, value in file[kind].items()}
-            for kind in ("weights", "optimizer")
-        }
-        for kind in whole:
-            whole[kind].update({n: v for n, v in own[kind].items() if n in self._grouped()})
+        state = dict(own)
+        for kind in ("weights", "optimizer"):
+            state[kind] = {name: value for file in saved for name, value in file[kind].items()}
+            state[kind] |= {name: own[kind][name] for name in self._grouped() & own[kind].keys()}
         # Before the first call there is one set of buffers for all replicas of an instance.
         sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
-        buffers = [dict(found[place if place < len(found) else 0]) for found, place in sets]
-        set_training_state(self._model, {**own, **whole, "buffers": buffers})
+        state["buffers"] = [dict(found[place if place < len(found) else 0]) for found, place in sets]
+        set_training_state(self._model, state)
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
             raise poptorch.Error(

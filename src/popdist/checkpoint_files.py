@@ -13,14 +13,13 @@ current checkpoint.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
 import threading
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,57 +60,51 @@ class Writing(threading.Thread):
         self.failure = ""  # Checkpoint.wait warns of it
 
     def run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:
-            self.failure = str(error)
-        finally:
-            self._state = {}
-        if self.place.instance == 0 and not (self.failure and not self.place.unfinished.exists()):
+        for step in (self._write, self._complete):
             try:
-                self._complete()
+                step()
             except Exception as error:
                 self.failure = self.failure or str(error)
 
     def _write(self) -> None:
         """Write this instance's file, and then `done`, or `failed` with the reason."""
+        state, self._state = self._state, {}  # freed when it is written
         folder, name = self.place.unfinished, f"instance-{self.place.instance}"
         part = folder / f"{name}.pt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = {part.name: _save(part, self._state)}
+            written = {part.name: _save(part, state)}
             _write_text(folder / f"{name}.done", json.dumps(written))
         except Exception as error:
             if isinstance(error, OSError):
                 error = OSError(error.errno, error.strerror, str(self.place.directory))
-            with contextlib.suppress(OSError):  # on a full disk, this takes the space of the partial file
+            with suppress(OSError):  # on a full disk, this takes the space of the partial file
                 part.write_text(f"instance {self.place.instance}: {error}")
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 part.rename(folder / f"{name}.failed")
             raise error from None
 
     def _complete(self) -> None:
         """Rename the folder when all files are in it (remove it after an error); remove old checkpoints."""
-        folder = self.place.unfinished
+        directory, folder, complete = self.place.directory, self.place.unfinished, self.place.complete
+        if self.place.instance or not folder.exists():
+            return
         try:
-            sums = self._sums_of_all(folder)
-            manifest = {"format": _FORMAT, "replicas": self._replicas, "files": sums}
+            manifest = {"format": _FORMAT, "replicas": self._replicas, "files": self._sums_of_all(folder)}
             _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
             for path in folder.glob("*.done"):
                 path.unlink()
             _sync(folder)
-            if self.place.complete.exists():  # a damaged checkpoint
-                shutil.rmtree(self.place.complete)
-            folder.rename(self.place.complete)
-            _sync(self.place.directory)
+            if complete.exists():  # a damaged checkpoint
+                shutil.rmtree(complete)
+            folder.rename(complete)
+            _sync(directory)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        for path in complete_checkpoints(self.place.directory)[self._keep :]:
+        killed = (path for path in directory.glob(f"call-*{_UNFINISHED}") if self.place.run not in path.name)
+        for path in (*complete_checkpoints(directory)[self._keep :], *killed):
             shutil.rmtree(path, ignore_errors=True)
-        for path in self.place.directory.glob(f"call-*{_UNFINISHED}"):
-            if self.place.run not in path.name:  # of a killed run
-                shutil.rmtree(path, ignore_errors=True)
 
     def _sums_of_all(self, folder: Path) -> dict[str, Any]:
         """Return sizes and checksums by file. Raises: RuntimeError, if an instance did not write its file."""
@@ -168,38 +161,21 @@ def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
-class _ChecksumFile(io.BufferedWriter):
-    """A file that computes its checksum while it is written, and keeps the error that torch.save hides."""
-
-    sum = 0
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write data, add them to the checksum, and return their size."""
-        self.sum = zlib.crc32(data, self.sum)
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-
 def _save(path: Path, state: Any) -> list[int]:
     """Write a file to the disk and return its size and checksum."""
-    with _ChecksumFile(io.FileIO(path, "wb")) as file:
+    with open(path, "wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:
-            raise file.error or error from None
-        file.flush()
-        os.fsync(file.fileno())
-        return [file.tell(), file.sum]
+        except RuntimeError as error:  # torch's own, raised after the error of the disk
+            raise error.__context__ or error from None
+    _sync(path)
+    return _checksum(path)
 
 
 def _checksum(path: Path) -> list[int]:
     """Return the size and the checksum of a file; an empty list, if it can't be read."""
     size, total = 0, 0
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         while part := file.read(1 << 24):
             size, total = size + len(part), zlib.crc32(part, total)
         return [size, total]
@@ -209,16 +185,14 @@ def _checksum(path: Path) -> list[int]:
 def _write_text(path: Path, text: str) -> None:
     """Write a small file atomically: to a temporary file, which is then renamed."""
     temporary = path.with_name(f".{path.name}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(text)
+    _sync(temporary)
     temporary.rename(path)
 
 
-def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, after files were created or renamed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file to the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
