@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import poptorch
@@ -11,25 +12,23 @@ from poptorch.options import Distributed
 __all__ = ["Options"]
 
 
-def _refuse(name: str) -> NoReturn:
-    """Raise a RuntimeError about a call that contradicts poprun."""
-    raise RuntimeError(
-        f"Cannot call `{name}` with popdist.poptorch.Options\n"
-        "  why: poprun decides how many replicas there are and where they run\n"
-        "  fix: leave the call out and use poprun's options, or poptorch.Options without poprun"
-    )
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """Return a method that raises a RuntimeError about a call that contradicts poprun."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"Cannot call `{name}` with popdist.poptorch.Options\n"
+            "  why: poprun decides how many replicas there are and where they run\n"
+            "  fix: leave the call out and use poprun's options, or poptorch.Options without poprun"
+        )
+
+    return refuse
 
 
 class _FixedDistributed(Distributed):
-    # These methods raise with any arguments.
-    def disable(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("Distributed.disable")
-
-    def setEnvVarNames(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("Distributed.setEnvVarNames")
-
-    def configureProcessId(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("Distributed.configureProcessId")
+    disable = _refused("Distributed.disable")
+    setEnvVarNames = _refused("Distributed.setEnvVarNames")
+    configureProcessId = _refused("Distributed.configureProcessId")
 
 
 class Options(poptorch.Options):
@@ -64,8 +63,5 @@ class Options(poptorch.Options):
         """Return the number of ipus that a replica of the model uses."""
         return self._ipus_per_replica
 
-    def replicationFactor(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse("replicationFactor")
-
-    def useIpuId(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse("useIpuId")
+    replicationFactor = _refused("replicationFactor")
+    useIpuId = _refused("useIpuId")
