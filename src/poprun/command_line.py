@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from popengine.environment import CHECKPOINTS, pando_version
 
@@ -117,11 +117,10 @@ class _Parser(argparse.ArgumentParser):
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
-        add, switch = self.add_argument, self._add_switch
+        switch = {"type": _switch, "metavar": "yes|no"}
+        add = self.add_argument
         add("--num-replicas", **number, default=1, help="replicas in all instances")
-        text = (
-            "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many of these as there are"
-        )
+        text = "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many as there are"
         add("--num-instances", default="1", metavar="N", help=text)
         add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, the same on all hosts")
         text = "with --num-instances 2:8: the most that this node runs"
@@ -135,28 +134,22 @@ class _Parser(argparse.ArgumentParser):
         add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
         text = "where the first instance leaves compiled models as files"
         add("--executable-cache-path", metavar="DIR", help=text)
-        switch("--tag-output", False, "begin each line with its instance's number")
+        add("--tag-output", **switch, default=False, help="begin each line with its instance's number")
         add("--only-output-from-instance", **number, help="silence the others")
         add("--only-stdout-from-instance", **number, help="silence the others' standard output")
-        switch("--numa-aware", False, "keep each instance on the cores of one NUMA node")
-        switch("--print-topology", False, "print which instance runs which replicas, and where")
+        add("--numa-aware", **switch, default=False, help="keep each instance on the cores of a NUMA node")
+        add("--print-topology", **switch, default=False, help="print which instance runs which replicas")
         for name in ("--mpi-global-args", "--mpi-local-args"):
             add(name, **several, metavar="TEXT", help="-x and --tag-output count")
-        switch("--allow-run-as-root", None, "accepted; every user may run poprun")
+        add("--allow-run-as-root", **switch, help="accepted; every user may run poprun")
         add("--import-config", metavar="FILE", help="options from a file; the command line's come first")
         add("--export-config", metavar="FILE", help="write the options to a file")
         add("-v", "--verbose", dest="verbosity", action="count", default=0, help="say more; -vv: say all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
         for name in _RECORDED:
-            if name in _SWITCHES:
-                switch(f"--{name}", None, "accepted, of no effect here")
-            else:
-                add(f"--{name}", metavar="VALUE", help="accepted, of no effect here")
-
-    def _add_switch(self, name: str, default: bool | None, text: str) -> None:
-        """Add an option with the values yes and no; without a value it is yes."""
-        self.add_argument(name, type=_switch, default=default, metavar="yes|no", help=text)
+            kind: dict[str, Any] = switch if name in _SWITCHES else {"metavar": "VALUE"}
+            add(f"--{name}", **kind, help="accepted, of no effect here")
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
@@ -206,37 +199,30 @@ class _Parser(argparse.ArgumentParser):
 
     def checked_instances(self, options: argparse.Namespace) -> tuple[int, int]:
         """Return the smallest (0: it is fixed) and largest number of instances; exit if options are wrong."""
-        words = str(options.num_instances).split(":")
-        if not all(word.isdecimal() for word in words) or len(words) > 2:
-            self.error(
-                f"argument --num-instances: invalid value: {options.num_instances!r}; 4 or 2:8 is meant"
-            )
-        fewest, instances = (0, *map(int, words))[-2:]
-        least = {"num_replicas": options.num_replicas, "ipus_per_replica": options.ipus_per_replica}
-        for name, value in {**least, "num_instances": int(words[0])}.items():
+        text, replicas = str(options.num_instances), options.num_replicas
+        if not re.fullmatch(r"\d+(:\d+)?", text):
+            self.error(f"argument --num-instances: invalid value: {text!r}; 4 or 2:8 is meant")
+        smallest, *largest = map(int, text.split(":"))
+        least = {"num-replicas": replicas, "ipus-per-replica": options.ipus_per_replica}
+        for name, value in {**least, "num-instances": smallest}.items():
             if value < 1:
-                self.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+                self.error(f"--{name} must be at least 1, got {value}")
         if options.hang_timeout is not None and not options.hang_timeout >= 0:
             self.error(f"--hang-timeout must not be negative, got {options.hang_timeout:g}")
-        replicas = options.num_replicas
+        fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest and not options.checkpoint_dir:
+            self.error(f"--num-instances {text} needs --checkpoint-dir, from which the training goes on")
+        if all(replicas % count for count in range(fewest or most, most + 1)):
+            meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
-                f"--num-instances {fewest}:{instances} needs --checkpoint-dir, from which the training goes on"
-            )
-        if fewest and not any(replicas % count == 0 for count in range(fewest, instances + 1)):
-            self.error(
-                f"--num-replicas {replicas} is not a multiple of any number from {fewest} to {instances}"
-            )
-        if not fewest and replicas % instances:
-            self.error(
-                f"--num-replicas {replicas} is not a multiple of --num-instances {instances}: "
+                f"--num-replicas {replicas} is not a multiple of {meant}: "
                 "every instance runs the same number of replicas"
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)
-            if chosen is not None and not 0 <= chosen < instances:
-                self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {instances - 1}")
-        return fewest, instances
+            if chosen is not None and not 0 <= chosen < most:
+                self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {most - 1}")
+        return fewest, most
 
     def mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options for mpirun that have an effect here, and the words that have none."""
