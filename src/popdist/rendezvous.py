@@ -92,9 +92,7 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
                 f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
                 f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
             )
-        if (
-            looks % 50 == 0 and launch.instance not in missing
-        ):  # about once per second, so that poprun can kill a peer that hangs
+        if looks % 50 == 0:  # about once per second, so that poprun can kill a peer that hangs
             news = {"for": missing[0], "what": "popdist.init()", "count": looks}
             store.set(f"pando/waits/{launch.instance}", json.dumps(news))
         looks += 1
@@ -157,18 +155,16 @@ def _interface(address: str) -> str | None:
         own = own_address(address)
         if is_one_host() or is_loopback(own):
             return next((name for name in ("lo", "lo0") if name in names), None)
-        return next((name for name in names if _has(name, own)), None)
+        if sys.platform == "linux":
+            return next((name for name in names if _ipv4_address(name) == own), None)
     return None
 
 
-def _has(interface: str, address: str) -> bool:
-    """Return whether an interface has this IPv4 address; False on systems other than Linux."""
-    if sys.platform != "linux":
-        return False
+def _ipv4_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface on Linux; "" if it has none."""
     import fcntl
 
     request = struct.pack("256s", interface.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-        return socket.inet_ntoa(answer[20:24]) == address
-    return False
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+    return ""

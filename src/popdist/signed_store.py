@@ -29,12 +29,10 @@ from popengine.environment import SECRET
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _LARGEST = 1 << 22  # bytes of a message that the server reads
-ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
+_ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-
-
 _WARNING = (
     f"the store at {{}} serves every caller: {SECRET} is not set\n"
     f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value in all processes"
@@ -42,14 +40,18 @@ _WARNING = (
 
 
 class StoreError(RuntimeError):
-    """An error: the server is gone or has another secret, or a key was not set in time."""
+    """An error: the server is gone, or a key was not set in time."""
+
+
+class SecretError(StoreError):
+    """An error: what serves there has another secret, or is no store."""
 
 
 class _Channel:
     """A connected socket that sends and receives signed JSON messages."""
 
     def __init__(self, connected: socket.socket, secret: str, is_server: bool) -> None:
-        self._socket = connected
+        self._socket, self._file = connected, connected.makefile("rb")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name, value in _KEEPALIVE.items():
@@ -86,13 +88,10 @@ class _Channel:
 
     def _read(self, size: int) -> bytes:
         """Return the next `size` bytes. Raises: ConnectionError, if the other end is gone."""
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(min(size - len(data), 1 << 16))
-            if not part:
-                raise ConnectionError("the other end has closed the connection")
-            data += part
-        return bytes(data)
+        data = self._file.read(size)
+        if len(data) < size:
+            raise ConnectionError("the other end has closed the connection")
+        return data
 
 
 class Server:
@@ -194,22 +193,21 @@ class SignedStore(dist.Store):
         patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
         timeout:  seconds after which a server that does not answer is gone; None: no limit
     Raises:
-        StoreError: no server listens there in this time, or it has another secret
+        StoreError: no server listens there in this time; a SecretError, if it has another secret
     """
 
     def __init__(
         self, host: str, port: int, secret: str, patience: float, timeout: float | None = None
     ) -> None:
         super().__init__()
-        self._patience = patience
-        self._lock = threading.Lock()
+        self._patience, self._lock = patience, threading.Lock()
         self._socket = _connected(host, port, patience)
         try:
             self._socket.settimeout(timeout)
             self._channel = _Channel(self._socket, secret, is_server=False)
             self._call("get", [])
         except (OSError, StoreError) as error:
-            raise StoreError(
+            raise SecretError(
                 f"{host}:{port} does not take this process's secret, or serves something else ({error})"
             ) from None
 
@@ -281,9 +279,7 @@ def _connected(host: str, port: int, patience: float) -> socket.socket:
     until = time.monotonic() + patience
     while True:
         try:
-            connected = socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1))
-            connected.settimeout(None)
-            return connected
+            return socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1))
         except OSError as error:
             if time.monotonic() > until:
                 raise StoreError(str(error)) from None
@@ -297,8 +293,8 @@ def _resolved(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
     return family, str(address[0])
 
 
-def own_address(host: str) -> str:
-    """Return this host's address on the route to another host, which need not answer.
+def own_address(host: str = _ELSEWHERE) -> str:
+    """Return this host's address on the route to another host, which need not answer; by default the default route.
 
     Debian's hosts file maps the host's own name to a loopback address. For that name the result is the address of the
     default route, by which other hosts reach this one.
@@ -306,7 +302,7 @@ def own_address(host: str) -> str:
     family, address = _resolved(host)
     if is_loopback(address) and host not in ("localhost", address):
         with suppress(OSError):
-            return own_address(ELSEWHERE)
+            return own_address()
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]

@@ -2,9 +2,9 @@
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 
-`command_line.py` parses the arguments; `agent.py` passes them to torch.distributed.elastic, which starts and
-restarts the instances; `nodes.py` connects several popruns; `hangs.py` ends instances that hang; `guard.py` ends all
-processes when one of poprun's own is killed.
+`command_line.py` parses the arguments; `agent.py` starts the instances of this host in each round; `nodes.py` connects
+several popruns, of which one leads (`election.py`); `hangs.py` ends instances that hang; `guard.py` ends
+all processes when one of poprun's own is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The agent: starts and watches the instances of one node by torch.distributed.elastic.
+"""The agent: starts this node's instances in each round, and watches them.
 
-Elastic starts the instances, copies their output, ends all when one fails, and starts all again. This agent
-adds popdist's variables, a message about the instance that failed first, and a time limit for the others to
-end.
+torch.distributed.elastic starts the processes, redirects and prefixes their output, and ends them. Its own agent is
+not used: poprun's leader decides when rounds end, and poprun names the instance that ended first.
 """
 
 from __future__ import annotations
@@ -12,21 +11,15 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
+from popdist.signed_store import StoreError
 from popengine.environment import SECRET, STACK, STORE, path_with_aliases
 
 from . import Log
@@ -34,10 +27,10 @@ from . import instance as instance_program
 from .command_line import CommandLine
 from .election import Lost, Misfit
 from .guard import exit_code
-from .hangs import Hangs
+from .hangs import Hangs, stack_file
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Nodes
-from .topology import Node, cores_of, launch_of, local_instances
+from .nodes import Nodes, Round
+from .topology import Node, cores_of, launch_of
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
@@ -56,171 +49,183 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         nodes = Nodes(request, node, log)
-        agent = _Agent(request, node, nodes, log, folder)
-        try:
-            result: RunResult | None = agent.run()  # pyright: ignore[reportAssignmentType]
-            # None: the instances of other nodes have ended the training well.
-            code = agent.exit_code if result is not None and result.is_failed() else 0
-        except Lost as error:
-            log.error(str(error))
-            code = CONSEQUENCE if WATCH in os.environ and not request.is_elastic else agent.exit_code
+        code = Agent(request, nodes, log, folder).run()
     except Misfit as error:
         log.error(f"error: {error}")
         return 2
     except SignalException as error:
         return 128 + error.sigval  # no `leave`: the other nodes may wait for this node to return
-    nodes.leave(has_failed=code != 0)
+    nodes.leave()
     return code
 
 
-class _Agent(LocalElasticAgent):
-    def __init__(self, request: CommandLine, node: Node, nodes: Nodes, log: Log, folder: str) -> None:
-        self._request, self._node, self._nodes, self._log = request, node, nodes, log
-        count = local_instances(request, node.count)
-        self._first = 0  # number of this node's first instance
-        self._folder = folder
-        self._running: dict[int, int] = {}  # local instance, by its pidfd, which is readable after its end
-        self._ended: list[int] = []  # local instances in the order of their ends
-        self._hangs: Hangs | None = None
-        self.exit_code = 1
-        program = [word.replace("$", "$$") for word in request.program]  # elastic replaces `${names}`
-        spec = WorkerSpec(
-            role="instance",
-            local_world_size=count,
-            rdzv_handler=nodes,
-            entrypoint=sys.executable,
-            args=("-I", "-S", instance_program.__file__, os.getpid(), *program),
-            max_restarts=request.max_restarts,
-            monitor_interval=1e-3,  # `_monitor_workers` waits
-        )
-        prefix = "[${rank}] " if request.tags_output else None
-        logs = DefaultLogsSpecs(folder)
-        super().__init__(spec, logs, log_line_prefix_template=prefix, shutdown_timeout=PATIENCE_AT_SIGNALS)
+@dataclass(frozen=True)
+class Agent:
+    """Runs this node's share of a training."""
 
-    # ---- called by elastic, whose decorator hides the types of its methods --------------------------------
+    request: CommandLine
+    nodes: Nodes
+    log: Log
+    folder: str  # for the output and the stacks of instances
 
-    def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, store: Any, group_rank: int, *args: Any
-    ) -> list[Worker]:
-        """Return this node's workers in the current round."""
-        current = self._nodes.round
-        self._first, size = current.first_instance(self._nodes.name), current.instances
-        self._worker_group.spec.local_world_size = count = current.counts[self._nodes.name]
-        silent = {i: _silenced(self._request, self._first + i) for i in range(count)}
-        tee = Std.ALL if self._request.tags_output else Std.NONE
-        self._logs_specs = DefaultLogsSpecs(self._folder, silent, {i: tee & ~silent[i] for i in range(count)})
-        return [Worker(i, self._first + i, self._first + i, size, size) for i in range(count)]
+    def run(self) -> int:
+        """Run this node's instances in all rounds; return poprun's exit code."""
+        code = None  # of the last round
+        try:
+            while code != 0 and (current := self.nodes.next_round()) is not None:
+                code = self._run_round(current)
+            return 0
+        except Lost as error:
+            if str(error):
+                self.log.error(str(error))
+            is_consequence = WATCH in os.environ and not self.request.is_elastic
+            return code or (CONSEQUENCE if is_consequence else 1)
 
-    def _exit_barrier(self) -> None:
-        """Do nothing: `_monitor_workers` has already waited for the other nodes."""
+    def _run_round(self, current: Round) -> int | None:
+        """Run this node's instances in one round.
 
-    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
-        super()._set_local_rank_env(worker_env, local_rank, spec)
-        current = self._nodes.round
-        launch = launch_of(self._request, self._first + local_rank, current.instances, local_rank)
-        worker_env |= launch.variables()
-        cores = cores_of(local_rank, spec.local_world_size) if self._request.numa_aware else []
-        if cores:
-            worker_env["POPRUN_CORES"] = ",".join(map(str, cores))
-        share = len(cores) or len(os.sched_getaffinity(0)) // spec.local_world_size
-        worker_env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-        worker_env |= dict(self._request.variables)
-        path = worker_env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
-        worker_env["PYTHONPATH"] = path_with_aliases(path)
-        worker_env |= {STORE: self._nodes.address, SECRET: self._nodes.secret}
-        worker_env[STACK] = str(self._stack_file(self._first + local_rank))
-        # The round's number, which is equal on all nodes: the instances' rendezvous has it in its keys.
-        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(current.number)
-        worker_env["PANDO_RESTARTS"] = str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number)
-
-    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, worker_group: WorkerGroup
-    ) -> dict[int, Any]:
-        current, request = self._nodes.round, self._request
-        self._remaining_restarts = 1 if request.is_elastic else request.max_restarts - current.number
-        if request.is_elastic:
-            nodes = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
-            self._log.warning(f"round {current.number} of {current.instances} instances begins: {nodes}")
+        Returns: 0, if all instances of all nodes have succeeded; the exit code, if an instance of this node has
+            failed; None, if the round has ended for another reason
+        """
+        if self.request.is_elastic:
+            places = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
+            self.log.warning(f"round {current.number} of {current.instances} instances begins: {places}")
         elif current.number:
-            self._log.warning(
-                f"all instances start again, {current.number} of at most {request.max_restarts} times"
-            )
-        pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        context = self._pcontext
-        assert context is not None
-        close = context.close
-        context.close = lambda death_sig=None, timeout=PATIENCE: close(death_sig, timeout)
-        for descriptor in self._running:
-            os.close(descriptor)
-        self._running, self._ended = {os.pidfd_open(pid): local for local, pid in pids.items()}, []
-        processes = {self._first + local: pid for local, pid in pids.items()}
-        for instance, pid in processes.items():
-            self._log.debug(f"instance {instance} is process {pid}")
-        self._hangs = Hangs(
-            self._nodes.store,
-            f"attempt/{current.number}/pando",
-            processes,
-            {instance: self._stack_file(instance) for instance in processes},
-            current.instances,
-            request,
-            self._log,
-        )
-        return pids
+            times = f"{current.number} of at most {self.request.max_restarts} times"
+            self.log.warning(f"all instances start again, {times}")
+        variables = [self._variables(current, local) for local in range(current.counts[self.nodes.name])]
+        first = current.first_instance(self.nodes.name)
+        with Instances(self.request, first, variables, self.folder) as instances:
+            for instance, pid in instances.running.items():
+                self.log.debug(f"instance {instance} is process {pid}")
+            hangs = Hangs(self.nodes.store, current, self.folder, self.request, self.log)
+            while (failed := instances.first_failure) is None:
+                if instances.running:
+                    with suppress(StoreError):  # `must_stop` handles a lost connection
+                        hangs.look(instances.running)
+                elif self.nodes.are_done():
+                    return 0
+                if self.nodes.must_stop():
+                    return None
+                instances.wait(_LOOK)
+            first_node = self.nodes.first_failure()
+        return self._report(current, instances, failed, first_node)
 
-    def _stack_file(self, instance: int) -> Path:
-        return Path(self._folder) / f"stack-{self._nodes.round.number}-{instance}"
+    def _variables(self, current: Round, local: int) -> dict[str, str]:
+        """Return the environment variables of an instance that differ from this process's."""
+        count = current.counts[self.nodes.name]
+        instance = current.first_instance(self.nodes.name) + local
+        master, _, port = current.address.rpartition(":")
+        cores = cores_of(local, count) if self.request.numa_aware else []
+        threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
+        variables = {
+            **launch_of(self.request, instance, current.instances, local).variables(),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": str(list(current.counts).index(self.nodes.name)),
+            "GROUP_WORLD_SIZE": str(len(current.counts)),
+            "MASTER_ADDR": master,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **dict(self.request.variables),
+            "POPRUN_CORES": ",".join(map(str, cores)),
+            "TORCHELASTIC_RUN_ID": "poprun",
+            # The round's number, which is equal on all nodes: the instances' rendezvous has it in its keys.
+            "TORCHELASTIC_RESTART_COUNT": str(current.number),
+            "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
+            STORE: self.nodes.address,
+            SECRET: self.nodes.secret,
+            STACK: stack_file(self.folder, current, instance),
+        }
+        variables["PYTHONPATH"] = path_with_aliases(variables["PYTHONPATH"])
+        return variables
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = PATIENCE) -> None:
-        super()._shutdown(death_sig, timeout)
+    def _report(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
+        """Print which instance failed first, with its last lines if they were hidden; return poprun's exit code.
 
-    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, worker_group: WorkerGroup
-    ) -> RunResult:
-        """Wait a moment for an instance to end, record the order of ends, and return the instances' state."""
-        gone, _, _ = select.select(list(self._running), [], [], _LOOK)
-        for descriptor in gone:
-            self._ended.append(self._running.pop(descriptor))
-            os.close(descriptor)
-        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        if result.is_failed():
-            self._report(result)
-        elif result.state == WorkerState.SUCCEEDED and not self._nodes.are_done():
-            return RunResult(state=WorkerState.HEALTHY)  # another node may fail, and all start again
-        elif self._running and self._hangs is not None:
-            self._hangs.look()
-        return result
-
-    # ---- failures ----------------------------------------------------------------------------------------
-
-    def _report(self, result: RunResult) -> None:
-        """Set `exit_code`, and print which instance failed first, with its last lines if they were hidden."""
-        failed = {rank - self._first: failure for rank, failure in result.failures.items()}
-        first = next((local for local in self._ended if local in failed), min(failed))
-        code = failed[first].exitcode
-        self.exit_code = exit_code(code)
+        Args:
+            failed:     the instance of this node that failed first
+            first_node: the node that noticed a failure first
+        """
+        code, total = instances.exit_codes[failed], current.instances
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        number = self._first + first
-        node = self._nodes.first_failure()
-        early = [str(self._first + local) for local in takewhile(first.__ne__, self._ended)]
-        total = self._nodes.round.instances
-        if node != self._nodes.name:
-            self._log.error(f"instance {number} failed with {how}, after an instance of node {node}")
-            self.exit_code = CONSEQUENCE if WATCH in os.environ else self.exit_code
+        early = [str(instance) for instance in takewhile(failed.__ne__, instances.exit_codes)]
+        is_consequence = first_node != self.nodes.name
+        if is_consequence:
+            self.log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
         elif early:  # perhaps too early: with fewer calls than the others
             several = "s" if len(early) > 1 else ""
             ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
-            self._log.error(f"{ends}; then instance {number} failed, with {how}")
+            self.log.error(f"{ends}; then instance {failed} failed, with {how}")
         else:
-            self._log.error(f"instance {number} of {total} failed first, with {how}")
-        if not self._request.is_elastic and (lost := self._nodes.lost()):
-            self._log.error(lost)
-        assert self._pcontext is not None
-        silent = _silenced(self._request, number)
-        files = [(Std.OUT, self._pcontext.stdouts), (Std.ERR, self._pcontext.stderrs)]
-        lines = [line for std, paths in files if std in silent for line in _last_lines(paths[first])]
-        if lines:
-            self._log.error(f"the last lines of instance {number}:")
+            self.log.error(f"instance {failed} of {total} failed first, with {how}")
+        if lines := instances.last_hidden_lines(failed):
+            self.log.error(f"the last lines of instance {failed}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)
+        return CONSEQUENCE if is_consequence and WATCH in os.environ else exit_code(code)
+
+
+class Instances:
+    """The processes of this node's instances in one round. Leaving the `with` statement ends them.
+
+    Args:
+        first:     number of the first instance
+        variables: of each instance, added to this process's environment
+        folder:    for the output of instances that are silenced or have prefixes
+    """
+
+    def __init__(
+        self, request: CommandLine, first: int, variables: Sequence[dict[str, str]], folder: str
+    ) -> None:
+        places = range(len(variables))
+        self._first, self._silent = first, {i: _silenced(request, first + i) for i in places}
+        tee = Std.ALL if request.tags_output else Std.NONE
+        program = ("-I", "-S", instance_program.__file__, os.getpid(), *request.program)
+        self._context = start_processes(
+            name="instance",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(places, program),
+            envs=dict(enumerate(variables)),
+            logs_specs=DefaultLogsSpecs(folder, self._silent, {i: tee & ~self._silent[i] for i in places}),
+            log_line_prefixes={i: f"[{first + i}] " for i in places},
+        )
+        self.running = {first + i: pid for i, pid in self._context.pids().items()}
+        self.exit_codes: dict[int, int] = {}  # by instance, in the order of their ends
+        self._ends = {os.pidfd_open(pid): instance for instance, pid in self.running.items()}
+
+    def __enter__(self) -> Instances:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SignalException):
+            self._context.close(error.sigval, PATIENCE_AT_SIGNALS)
+        else:
+            self._context.close(signal.SIGTERM, PATIENCE)
+        for descriptor in self._ends:
+            os.close(descriptor)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an instance ends, and record its exit code."""
+        ended, _, _ = select.select(list(self._ends), [], [], seconds)
+        for descriptor in ended:
+            instance = self._ends.pop(descriptor)
+            os.close(descriptor)
+            _, status = os.waitpid(self.running.pop(instance), 0)
+            self.exit_codes[instance] = os.waitstatus_to_exitcode(status)
+
+    @property
+    def first_failure(self) -> int | None:
+        """The instance that failed first; None, if no instance has failed."""
+        return next((instance for instance, code in self.exit_codes.items() if code), None)
+
+    def last_hidden_lines(self, instance: int) -> list[str]:
+        """Return the last lines of the output of an instance that is silenced."""
+        local, lines = instance - self._first, []
+        for std, paths in ((Std.OUT, self._context.stdouts), (Std.ERR, self._context.stderrs)):
+            if std in self._silent[local]:
+                with suppress(OSError):
+                    lines += Path(paths[local]).read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        return lines
 
 
 def _silenced(request: CommandLine, instance: int) -> Std:
@@ -228,10 +233,3 @@ def _silenced(request: CommandLine, instance: int) -> Std:
     if request.only_output not in (None, instance):
         return Std.ALL
     return Std.OUT if request.only_stdout not in (None, instance) else Std.NONE
-
-
-def _last_lines(path: str) -> list[str]:
-    """Return the last lines of a file; an empty list, if it can't be read."""
-    with suppress(OSError):
-        return Path(path).read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return []

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from popdist.signed_store import ELSEWHERE, Server, SignedStore, StoreError, is_loopback, own_address
+from popdist.signed_store import SecretError, Server, SignedStore, StoreError, is_loopback, own_address
 from popengine.environment import SECRET
 
 from . import Log
@@ -36,22 +36,23 @@ class Misfit(Exception):
 
 
 class Lost(Exception):
-    """An error: the training can't go on with the nodes that are left."""
+    """An error: the training can't go on with the nodes that are left. "": the cause has been printed."""
 
 
 class FirstNode:
     """The connection to node 0, which leads a training of a fixed size. Methods: as of `Election`."""
 
+    leader = "0"
+
     def __init__(self, node: Node, log: Log) -> None:
         self._node, self._log = node, log
         self.name, self.host = str(node.rank), node.address
-        self.leader, self.previous_leader = "0", ""
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
-    def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
+    def join(self) -> tuple[Server | None, SignedStore, str]:
         """Connect to node 0, which serves the store; return as in `Election`. Raises: Lost, if that fails."""
-        node = self._node
-        server = self._serve(until) if node.rank == 0 else None
+        node, until = self._node, time.monotonic() + self._node.patience
+        server = self._served(until) if node.rank == 0 else None
         port = server.port if server else node.port
         address = f"{node.address}:{port}"
         if node.count > 1:
@@ -66,12 +67,12 @@ class FirstNode:
                 f" {SECRET} is equal on all nodes, if it is set"
             ) from None
 
-    def _serve(self, until: float) -> Server:
-        node = self._node
-        while True:
+    def _served(self, until: float) -> Server:
+        """Return the store's server on this node. Raises: Lost, if it can't listen at the node's address."""
+        node, server = self._node, None
+        while server is None:
             try:
                 server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
-                break
             except socket.gaierror as error:  # the name of a pod may not resolve yet
                 if time.monotonic() > until:
                     raise Lost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
@@ -97,6 +98,7 @@ class Election:
 
     def __init__(self, request: CommandLine) -> None:
         self.name = f"{_HOST}-{os.getpid()}"
+        self.leader = ""  # the name of the newest leader
         self._checkpoints = Path(request.checkpoint_dir)
         self._folder = self._checkpoints / ".poprun"
         try:
@@ -107,37 +109,30 @@ class Election:
         if SECRET not in os.environ:
             self._create("secret", secrets.token_hex(32))
         self.secret = os.environ.get(SECRET) or (self._folder / "secret").read_text()
-        self.host = _address()
+        self.host = _own_host()
         command = json.dumps([request.replicas, request.program])
         self._digest = hmac.digest(self.secret.encode(), command.encode(), "sha256").hex()
-        self._number = 0  # of the leader
-        self.leader, self.previous_leader = "", ""
+        self._number = 0  # of the newest leader
 
-    def join(self, until: float) -> tuple[Server | None, SignedStore, str]:
+    def join(self) -> tuple[Server | None, SignedStore, str]:
         """Connect to the leader, or become the leader.
 
-        Args:
-            until: not used, since the leader can be chosen at any time
         Returns: the store's server, if this node leads; the connection to the store; the store's address
         Raises:
             Misfit: the leader runs another command, has another secret, or listens for its own host only
         """
         while True:
-            number, text = self._newest()
-            if text:
-                leader = json.loads(text)
-                host, _, port = leader["address"].rpartition(":")
-                store = self._connected(host, int(port), leader)
-                if store is not None:
-                    self._number, self.leader = number, leader["node"]
-                    return None, store, leader["address"]
+            number, newest = self._newest()
+            store = self._connected(newest) if newest else None
+            if store is not None:
+                self._number, self.leader = number, newest["node"]
+                return None, store, newest["address"]
             server = Server(self.host, 0, self.secret)
             address = f"{self.host}:{server.port}"
-            me = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
-            if self._create(f"leader-{number + 1}", json.dumps(me)):
-                self._number, self.previous_leader, self.leader = number + 1, self.leader, me["node"]
-                with suppress(OSError):
-                    (self._folder / f"leader-{number}").unlink()
+            own = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
+            if self._create(f"leader-{number + 1}", json.dumps(own)):
+                self._number, self.leader = number + 1, self.name
+                self._remove(number)
                 return server, SignedStore(self.host, server.port, self.secret, _PATIENCE), address
             server.close()
 
@@ -148,11 +143,15 @@ class Election:
 
     def resign(self) -> None:
         """Remove this leader's file at the end of the training."""
-        with suppress(OSError):
-            (self._folder / f"leader-{self._number}").unlink()
+        self._remove(self._number)
 
-    def _connected(self, host: str, port: int, leader: dict[str, str]) -> SignedStore | None:
+    def _remove(self, number: int) -> None:
+        with suppress(OSError):
+            (self._folder / f"leader-{number}").unlink()
+
+    def _connected(self, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to a leader's store; None if the leader is gone. Raises: Misfit, as `join`."""
+        host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
         if is_loopback(host) and not is_here:
             raise Misfit(
@@ -160,27 +159,25 @@ class Election:
                 "  fix: set MASTER_ADDR for all popruns, to an address in the network that the hosts share;"
                 f" if that training is gone, remove {self._folder}"
             )
+        store = None
         try:
-            store = SignedStore(host, port, self.secret, 0.0 if is_here else _PATIENCE, self._timeout)
+            store = SignedStore(host, int(port), self.secret, 0.0 if is_here else _PATIENCE, self._timeout)
         except StoreError as error:
-            if leader["digest"] == self._digest or "secret" not in str(error):
+            if not isinstance(error, SecretError):
                 return None
-            store = None
         if leader["digest"] != self._digest:
-            if store is not None:
-                store.close()
             raise Misfit(
                 f"{self._checkpoints} is in use by a training with another command\n"
                 f"  fix: the same --num-replicas, program and {SECRET} on all nodes, or another --checkpoint-dir"
             )
         return store
 
-    def _newest(self) -> tuple[int, str]:
-        """Return the number of the newest leader (0: none), and the text of its file ("" if it is gone)."""
+    def _newest(self) -> tuple[int, dict[str, str]]:
+        """Return the number of the newest leader (0: none), and the contents of its file (empty if it is gone)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
-            return number, (self._folder / f"leader-{number}").read_text()
-        return number, ""
+            return number, json.loads((self._folder / f"leader-{number}").read_text())
+        return number, {}
 
     def _create(self, name: str, text: str) -> bool:
         """Create a file with its contents, readable by its owner only; return False if the file exists."""
@@ -195,10 +192,10 @@ class Election:
         return True
 
 
-def _address() -> str:
+def _own_host() -> str:
     """Return this host's address in the network of MASTER_ADDR; without MASTER_ADDR, the loopback address."""
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"
     except OSError:  # the name of a pod that is gone
-        return own_address(ELSEWHERE)
+        return own_address()

@@ -43,16 +43,11 @@ def run(work: Callable[[], int]) -> int:
             # A second signal ends the child at once.
             os.kill(child, number if len(received) == 1 else signal.SIGKILL)
 
-    for number in _FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
-            signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    _handle_signals(forward)
     pid = status = -1
     while pid != child:  # adopted processes end, too
         pid, status = os.wait()
-    code = exit_code(os.waitstatus_to_exitcode(status))
-    if received:
-        code = 128 + received[0]
+    code = 128 + received[0] if received else exit_code(os.waitstatus_to_exitcode(status))
     if code:
         _end_adopted()
     return code
@@ -63,24 +58,16 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def end_with(parent: int, number: signal.Signals) -> None:
-    """Make the kernel send this process a signal when its parent ends; now, if the parent has ended."""
-    _prctl(_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent had ended before the call
-        os.kill(os.getpid(), number)
-
-
 def _as_child(work: Callable[[], int], guard: int) -> int:
     """Call `work` in the child process and return its exit code; after a failure kill all descendants."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
-    for number in _FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    _handle_signals(_leave)
     code = 1
     try:
         _prctl(_SET_CHILD_SUBREAPER, 1)  # it kills its descendants also when the guard has been killed
-        end_with(guard, signal.SIGTERM)
+        _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != guard:  # it had ended before the call
+            return 128 + signal.SIGTERM
         code = work()
     except SystemExit as leaving:
         code = int(leaving.code or 0)
@@ -91,6 +78,14 @@ def _as_child(work: Callable[[], int], guard: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Install the handler of forwarded signals that this process does not ignore, and unblock these signals."""
+    for number in _FORWARDED:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

@@ -16,20 +16,21 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from popdist.signed_store import SignedStore, StoreError
+from popdist.signed_store import SignedStore
 from popengine.environment import STACK_SIGNAL
 
 from . import Log
 from .command_line import CommandLine
 from .guard import children
+from .nodes import Round
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait does not count: the instance itself hangs
 _TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
 _IDLE = 0.01  # share of a core that an idle process may use: some threads poll
-_STATES = {"T": "stopped by a signal", "D": "waiting for a disk", "Z": "not there any more"}
+_STATES = {"T": "stopped by a signal", "D": "waiting for a disk"}
 _STACK_PATIENCE = 2.0  # seconds for a process to write its stack
 _LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -37,70 +38,77 @@ _LIBRARIES = (
 )
 
 
-@dataclass
+def stack_file(folder: str, current: Round, instance: int) -> str:
+    """Return the path of the file to which an instance writes its stacks."""
+    return f"{folder}/stack-{current.number}-{instance}"
+
+
 class Hangs:
-    """A check for hanging instances of this node during one round."""
+    """A check for hanging instances of this node during one round.
 
-    store: SignedStore  # where instances write for which peer they wait
-    folder: str  # prefix of their keys there
-    processes: Mapping[int, int]  # by instance of this node
-    stacks: Mapping[int, Path]  # the file to which each of them writes its stack
-    instances: int  # of all nodes
-    request: CommandLine
-    log: Log
-    _waits: dict[int, tuple[str, float]] = field(default_factory=dict)  # record, and time of its last change
-    _marks: dict[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by instance, the last time with progress, and the processor time used until then
-    _next: float = 0.0
+    Args:
+        store:  where instances write for which peer they wait
+        folder: of their stack files
+    """
 
-    def look(self) -> None:
-        """Kill the instances that have made no progress for the time limit; check once per second at most."""
-        now, limit = time.monotonic(), self.request.hang_timeout
+    def __init__(
+        self, store: SignedStore, current: Round, folder: str, request: CommandLine, log: Log
+    ) -> None:
+        self._store, self._round, self._folder = store, current, folder
+        self._request, self._log = request, log
+        self._waits: dict[int, tuple[str, float]] = {}  # by instance: its record, and when the record changed
+        self._progress: dict[
+            int, tuple[float, float]
+        ] = {}  # by instance: when it was seen, and processor time
+        self._next = 0.0
+
+    def look(self, running: Mapping[int, int]) -> None:
+        """Kill the instances that have made no progress for the time limit; check once per second at most.
+
+        Args: running: process ids of this node's instances, by instance
+        """
+        now, limit = time.monotonic(), self._request.hang_timeout
         if not limit or now < self._next:
             return
         self._next = now + min(1.0, limit / 4)
-        with suppress(StoreError):  # `Nodes` handles a lost connection
-            waits = self._recent_waits(now)
-            for instance, pid in self.processes.items():
-                peers = [str(i) for i, wait in waits.items() if wait["for"] == instance]
-                if instance in waits or not (peers or self.request.ends_idle):
-                    self._marks.pop(instance, None)
-                    continue
-                verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
-                places = [wait["what"] for wait in waits.values() if wait["for"] == instance]
-                why = f", and {verb.format(', '.join(peers))} for it at {places[0]}" if peers else ""
-                self._judge(instance, pid, why, now)
+        waits = self._recent_waits(now)
+        for instance, pid in running.items():
+            peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
+            if instance in waits or not (peers or self._request.ends_idle):
+                self._progress.pop(instance, None)
+                continue
+            family = list(_family(pid))
+            states, times = zip(*map(_state_and_time, family), strict=True)
+            since, used = self._progress.setdefault(instance, (now, sum(times)))
+            if sum(times) - used > _IDLE * (now - since) + 0.05:
+                self._progress[instance] = (now, sum(times))
+            elif now - since >= limit:
+                how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
+                how += _line_of(Path(stack_file(self._folder, self._round, instance)), family)
+                if peers:
+                    verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
+                    names = ", ".join(map(str, peers))
+                    how += f", and {verb.format(names)} for it at {waits[peers[0]]['what']}"
+                self._log.error(
+                    f"instance {instance} has made no progress for {limit:g} s{how}: it is killed\n"
+                    "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
+                )
+                for each in family:
+                    with suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
 
-    def _recent_waits(self, now: float) -> dict[int, dict[str, str | int]]:
+    def _recent_waits(self, now: float) -> dict[int, dict[str, Any]]:
         """Return the wait records that changed within the last `_STALE` seconds, by instance."""
-        texts = self.store.read([f"{self.folder}/waits/{i}" for i in range(self.instances)])
-        for instance, text in enumerate(texts):
+        prefix = f"attempt/{self._round.number}/pando/waits/"
+        for key, text in self._store.find(prefix).items():
+            instance = int(key.removeprefix(prefix))
             if text != self._waits.get(instance, ("", 0.0))[0]:
-                self._waits[instance] = (text or "", now)  # "": the instance waits for no peer
+                self._waits[instance] = (text, now)  # "": the instance waits for no peer
         return {
             instance: json.loads(text)
             for instance, (text, changed) in self._waits.items()
             if text and now - changed < _STALE
         }
-
-    def _judge(self, instance: int, pid: int, why: str, now: float) -> None:
-        """Kill an instance and its processes, if they have used no processor time for the time limit."""
-        family, limit = list(_family(pid)), self.request.hang_timeout
-        states, times = zip(*map(_state_and_time, family), strict=True)
-        since, used = self._marks.setdefault(instance, (now, sum(times)))
-        if sum(times) - used > _IDLE * (now - since) + 0.05:
-            self._marks[instance] = (now, sum(times))
-        elif now - since >= limit:
-            how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-            line = _line_of(self.stacks[instance], family)
-            self.log.error(
-                f"instance {instance} has made no progress for {limit:g} s{how}{line}{why}: it is killed\n"
-                "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
-            )
-            for each in family:
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
 
 
 def _line_of(path: Path, family: list[int]) -> str:

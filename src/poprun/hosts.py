@@ -37,29 +37,22 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
             running[rank] = _start(host, words, _variables(request, rank, secret), log)
         deadline = float("inf")
         while running and time.monotonic() < deadline:
-            for rank, process in list(running.items()):
-                ended = process.poll()
-                if ended is None:
-                    continue
-                del running[rank]
+            time.sleep(0.05)
+            for rank in [rank for rank, process in running.items() if process.poll() is not None]:
+                host, ended = request.hosts[rank], exit_code(running.pop(rank).returncode)
                 if ended and request.is_elastic and running:
-                    log.warning(
-                        f"host {request.hosts[rank]} ended with exit code {exit_code(ended)}: the others go on"
-                    )
-                    continue
-                if ended == CONSEQUENCE:
+                    log.warning(f"host {host} ended with exit code {ended}: the others go on")
+                elif ended == CONSEQUENCE:
+                    code = code or ended
                     deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
                 elif ended and code in (0, CONSEQUENCE):
+                    code = ended
                     deadline = time.monotonic() + _PATIENCE
-                    log.error(f"host {request.hosts[rank]} failed first, with exit code {exit_code(ended)}")
+                    log.error(f"host {host} failed first, with exit code {ended}")
                     if ended == 255:
-                        log.error(
-                            "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
-                        )
+                        fix = "`ssh HOST true` has to work without a question"
+                        log.error(f"ssh could not connect\n  fix: {fix}")
                     _close_stdin(running)
-                if ended and code in (0, CONSEQUENCE):
-                    code = exit_code(ended)
-            time.sleep(0.05)
     finally:
         _close_stdin(running)
         for process in running.values():

@@ -1,34 +1,25 @@
-"""Rendezvous of the popruns of one training, one on each node, and the rounds in which they start instances.
+"""The nodes of a training, and the rounds in which they start instances.
 
-One poprun, the leader (`election.py`), serves a store (`popdist.signed_store`), which instances use, too. Each poprun
-holds a record in the store, which vanishes with its connection: a missing record is a lost node.
+Each poprun holds a record in a store (`popdist.signed_store`), which vanishes with its connection: a missing record
+is a lost node. One poprun, the leader (`election.py`), serves the store, which instances use, too.
 
-A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed,
-or if a new node can be added. When all nodes have stopped, the leader begins the next round with the nodes
-that have records. torch's own rendezvous is not used: its store serves every caller on all interfaces, and
-its nodes unpickle what they read.
+A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed, or if a
+new node can be added. When all nodes have stopped their instances, the leader begins the next round with the nodes
+that have records. torch's own rendezvous is not used: its store serves every caller on all interfaces, and its nodes
+unpickle what they read.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 
 from popdist.checkpoint_files import call_of, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError
@@ -42,56 +33,53 @@ _LOOK = 0.05  # seconds between two reads of the other nodes' records, while a r
 _AGAIN = 60.0  # seconds between two warnings about missing nodes
 _NOTICED = 30.0  # seconds until the connection of a host without power is closed, with a margin
 _FAREWELL = 5.0  # seconds that the leader still serves the store at the end, for the other nodes to read it
-_GATHER = 10.0  # seconds that a new leader of an elastic training waits for nodes that it expects
+_GATHER = 10.0  # seconds that the first round of an elastic training waits for nodes that are expected
 
-_Record = dict[str, Any]
+Record = dict[
+    str, Any
+]  # of a node: id, rank, slots, address, the number of its newest round, and its state there
 
 
 @dataclass(frozen=True)
 class Round:
-    """One start of all instances."""
+    """One start of all instances.
 
-    number: int
-    counts: dict[str, int]  # instances by node, in the order of the instances
-    ids: dict[str, str]  # the random id of each node's poprun
+    States: "runs"; "lost", "failed" or "grown" (why it ends); "stopped" (its failure is counted); "finished"
+    """
+
+    number: int = -1
+    state: str = "stopped"
+    address: str = ""  # HOST:PORT on the first node, for programs that call torch.distributed
+    counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
+    ids: dict[str, str] = field(default_factory=dict)  # the random id of each node's poprun
 
     @property
     def instances(self) -> int:
         return sum(self.counts.values())
 
-    def rank(self, node: str) -> int:
-        """Return the index of a node among the nodes of the round."""
-        return list(self.counts).index(node)
-
     def first_instance(self, node: str) -> int:
         """Return the number of a node's first instance."""
-        return sum(list(self.counts.values())[: self.rank(node)])
+        names = list(self.counts)
+        return sum(self.counts[name] for name in names[: names.index(node)])
 
-    def missing(self, records: Mapping[str, _Record]) -> str:
+    def missing(self, records: Mapping[str, Record]) -> str:
         """Return the names of nodes that are gone, or have another poprun now, joined by commas; "": none."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
-class Nodes(RendezvousHandler):
-    """The rendezvous of this node, with the interface that torch.distributed.elastic calls."""
+class Nodes:
+    """The connection of this node to the other nodes of a training. Methods raise `Lost` if that can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
-        self.round = Round(-1, {}, {})
+        self.round = Round()  # the newest of this node
         self.address = ""  # of the store
         self._request, self._node, self._log = request, node, log
-        self._leader = Election(request) if request.is_elastic else FirstNode(node, log)
-        self.name, self.secret = self._leader.name, self._leader.secret
-        self._patience = int(os.environ.get("POPRUN_NODE_TIMEOUT", "600"))
+        self._way = Election(request) if request.is_elastic else FirstNode(node, log)
+        self.name, self.secret = self._way.name, self._way.secret
         self._id = secrets.token_hex(8)
         self._server: Server | None = None
         self._store: SignedStore | None = None
-        self._leads_since = 0.0
-        self._warned = 0.0
-        self._why_ended = ""  # why the current round ends: "lost", "failed" (then "counted") or "grown"
-        self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint, and its calls
-        self._grow_after: int | None = None  # the newest checkpoint when a node arrived that can be added
-
-    # ---- connection --------------------------------------------------------------------------------------
+        self._leader: Leader | None = None  # of this node
 
     @property
     def store(self) -> SignedStore:
@@ -100,46 +88,94 @@ class Nodes(RendezvousHandler):
             raise StoreError("this node is not connected")
         return self._store
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round in which this node has instances.
-
-        Raises:
-            Lost: nodes are missing after the time limit, or two nodes have the same number
-            RendezvousGracefulExitError: the training has ended without this node
-        """
-        until = time.monotonic() + self._patience
+    def next_round(self) -> Round | None:
+        """Wait for the next round in which this node has instances; None, if the training has ended well."""
         while True:
             try:
-                self._connect(until)
+                self._connect()
                 self._hold("stopped")
-                self._warned = 0.0 if self.round.number >= 0 else time.monotonic()
-                begun, _ = self._lead(until)
-                while begun.number <= self.round.number or begun.ids.get(self.name) != self._id:
+                while (newest := self._read()).state != "finished":
+                    if newest.number > self.round.number and newest.ids.get(self.name) == self._id:
+                        self.round = newest
+                        self._hold("running")
+                        return newest
                     time.sleep(_LOOK)
-                    begun, _ = self._lead(until)
-                self.round = begun
-                self._hold("running")
-                address = RendezvousStoreInfo(*self._torch_address())
-                return RendezvousInfo(self.store, begun.rank(self.name), len(begun.counts), address)
+                return None
             except StoreError:
                 self._disconnect()
-                if not self._request.is_elastic:
-                    if self._node.rank == 0 or time.monotonic() > until:
-                        raise Lost(_lost("0")) from None
-                    self._log.warning(f"{_lost('0')}; {self._waiting(until)}")
+                self._leader_is_lost()
 
-    def _connect(self, until: float) -> None:
+    def must_stop(self) -> bool:
+        """Return whether this node's instances have to stop, because the round ends."""
+        with suppress(StoreError):
+            newest = self._read()
+            return newest.number > self.round.number or newest.state not in ("runs", "finished")
+        return True
+
+    def are_done(self) -> bool:
+        """Record that this node's instances have succeeded; return whether those of all nodes have."""
+        with suppress(StoreError):
+            self._hold("done")
+            return self._read().state == "finished"
+        return False
+
+    def first_failure(self) -> str:
+        """Record a failure on this node, and return the node that recorded this round's first failure."""
+        with suppress(StoreError):
+            return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
+        return self.name
+
+    def leave(self) -> None:
+        """Disconnect this node; the leader waits a moment for the other nodes."""
+        with suppress(StoreError):
+            until = time.monotonic() + _FAREWELL
+            while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
+                time.sleep(_LOOK)
+        if self._leader is not None:
+            self._way.resign()
+        self._disconnect()
+
+    # ---- the store ---------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
         """Connect to the store, unless this node is connected; the leader begins to serve it."""
-        if self._store is None:
-            self._server, self._store, self.address = self._leader.join(until)
-            if self._server is not None:
-                self._leads_since = time.monotonic()
-                self._log.info(f"{self.name} leads the training at {self.address}")
+        if self._store is not None:
+            return
+        survivors = set(self.round.counts) - {self._way.leader}
+        self._server, self._store, self.address = self._way.join()
+        if self._server is not None:
+            expected = len(survivors) or self._node.count
+            self._leader = Leader(self._store, self.name, self._request, self._node, expected, self._log)
+            self._log.info(f"{self.name} leads the training at {self.address}")
+
+    def _disconnect(self) -> None:
+        for connection in (self._store, self._server):
+            if connection is not None:
+                connection.close()
+        self._store = self._server = self._leader = None
+
+    def _leader_is_lost(self) -> None:
+        """Print that the leader is lost. Raises: Lost, if there can be no other leader."""
+        if self._request.is_elastic:
+            self._log.warning("the leader is lost: another node takes its place")
+        elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
+            raise Lost(_lost("0"))
+        else:
+            self._log.warning(f"{_lost('0')}; {_waits_for(self._node.patience)}")
 
     def _hold(self, state: str) -> None:
         """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
-        slots = local_instances(self._request, self._node.count)
-        record = {"id": self._id, "slots": slots, "round": self.round.number, "state": state}
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = f"{self._way.host}:{free.getsockname()[1]}"
+        record = {
+            "id": self._id,
+            "rank": self._node.rank,
+            "slots": local_instances(self._request, self._node.count),
+            "address": address,
+            "round": self.round.number,
+            "state": state,
+        }
         until = time.monotonic() + _NOTICED
         while not self.store.hold(f"node/{self.name}", json.dumps(record)):
             if time.monotonic() > until:
@@ -148,123 +184,107 @@ class Nodes(RendezvousHandler):
                 )
             time.sleep(_LOOK)
 
-    def _torch_address(self) -> tuple[str, int]:
-        """Return a host and free port of the first node, for programs that call torch.distributed."""
-        key = f"torch/{self.round.number}"
-        if self.round.rank(self.name) == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                self.store.set(key, f"{self._leader.host} {free.getsockname()[1]}")
-        self.store.wait([key], timedelta(seconds=_NOTICED))
-        host, port = self.store.get(key).decode().split()
-        return host, int(port)
-
-    def _disconnect(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        if self._server is not None:
-            self._server.close()
-        self._store = self._server = None
-
-    def _waiting(self, until: float) -> str:
-        return (
-            f"this one waits for {max(until - time.monotonic(), 0):.0f} s (POPRUN_NODE_TIMEOUT)\n"
-            "  fix: start the same command there again"
-        )
-
-    # ---- leading -----------------------------------------------------------------------------------------
-
-    def _lead(self, until: float = float("inf")) -> tuple[Round, int]:
-        """Return the newest round, and the number of the last round that has to end.
-
-        The leader also ends this round, or begins the next one, if it is time.
-
-        Raises:
-            Lost: a node has given up, or the training can't go on
-            RendezvousGracefulExitError: the training has ended well
-        """
-        keys = ["failed", "finished", "round", "stop"]
-        failed, finished, text, stop = self.store.read(keys)
+    def _read(self) -> Round:
+        """Return the newest round, and do the next step of the leader if this node leads."""
+        failed, text = self.store.read(["failed", "round"])
         if failed is not None:
-            raise Lost(f"another node has given up: the poprun of node {failed} says why")
-        if finished is not None:
-            raise RendezvousGracefulExitError("the training has ended")
-        newest = Round(**json.loads(text)) if text else Round(-1, {}, {})
-        if self._server is not None:
-            self._leader.check_leads()
-            self._end_or_begin(newest, until)
-        return newest, int(stop or -1)
+            is_own = failed == self.name
+            raise Lost("" if is_own else f"another node has given up: the poprun of node {failed} says why")
+        newest = Round(**json.loads(text)) if text else Round()
+        if self._leader is not None:
+            self._way.check_leads()
+            newest = self._leader.step(newest)
+        return newest
 
-    def _end_or_begin(self, current: Round, until: float) -> None:
-        """End the current round if there is a reason, and begin the next one when all nodes have stopped."""
-        records = self._records()
-        if current.number >= 0 and not self._why_ended:
-            self._why_ended = self._reason_to_end(current, records)
-            if not self._why_ended:
-                return
-            self.store.set("stop", str(current.number))
-        if any(record["state"] != "stopped" for record in records.values()):
-            return
-        if self._why_ended == "failed" and not current.missing(records):
-            self._why_ended = "counted"
-            self._count_failure()
-        counts = self._counts(records, until)
-        if counts:
-            self._why_ended, self._grow_after = "", None
-            number = max(record["round"] for record in records.values()) + 1
-            begun = Round(number, counts, {name: records[name]["id"] for name in counts})
-            self.store.set("round", json.dumps(vars(begun)))
 
-    def _records(self) -> dict[str, _Record]:
-        """Return the records of all nodes by name, in the order in which the nodes get instances."""
-        texts = self.store.find("node/")
-        keys = list(texts) if self._request.is_elastic else sorted(texts, key=lambda key: int(key[5:]))
-        return {key[5:]: json.loads(texts[key]) for key in keys}
+class Leader:
+    """The decisions of the leading node, of which each call of `step` makes one.
 
-    def _reason_to_end(self, current: Round, records: Mapping[str, _Record]) -> str:
-        """Return why a round has to end: "lost", "failed" or "grown"; "" if it goes on, or has succeeded.
+    Args:
+        name:     of this node
+        expected: number of nodes for which the first round of an elastic training waits a while
+    """
 
-        Raises:
-            Lost: a node is lost, and no restart is left
+    def __init__(
+        self, store: SignedStore, name: str, request: CommandLine, node: Node, expected: int, log: Log
+    ) -> None:
+        self._store, self._name, self._request = store, name, request
+        self._node, self._expected, self._log = node, expected, log
+        self._leads_since = self._waits_since = time.monotonic()
+        self._next_warning = self._waits_since + _AGAIN
+        self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint, and its calls
+        self._grow_after: int | None = None  # the newest checkpoint when a node arrived that can be added
+
+    def step(self, current: Round) -> Round:
+        """End the current round if there is a reason; when all nodes have stopped, begin the next one.
+
+        Returns: the round after this, which other nodes read in the store
         """
-        states = [record["state"] for record in records.values() if record["round"] == current.number]
-        if states == ["done"] * len(current.counts):
-            self.store.set("finished", "1")
-            return ""
-        if missing := current.missing(records):
-            if not self._is_restart_left():
-                self._give_up(_lost(missing))
+        records = _records_of(self._store)
+        if current.state == "runs":
+            state = self._state(current, records)
+            if state != "runs":
+                self._waits_since = self._next_warning = time.monotonic()
+                return self._written(replace(current, state=state))
+        elif current.state == "finished" or any(record["state"] != "stopped" for record in records.values()):
+            return current
+        elif current.state == "failed":
+            if self._request.is_elastic and not current.missing(records):
+                self._count_failure()
+            return self._written(replace(current, state="stopped"))
+        elif counts := self._counts(records):
+            self._grow_after = None
+            number = max(record["round"] for record in records.values()) + 1
+            address = records[next(iter(counts))]["address"]
+            ids = {name: records[name]["id"] for name in counts}
+            return self._written(Round(number, "runs", address, counts, ids))
+        return current
+
+    def _written(self, current: Round) -> Round:
+        self._store.set("round", json.dumps(vars(current)))
+        return current
+
+    def _give_up(self, node: str, why: str = "") -> None:
+        """End the training on all nodes; the others name the node that says why."""
+        if why:
+            self._log.error(why)
+        self._store.set("failed", node)
+
+    def _state(self, current: Round, records: Mapping[str, Record]) -> str:
+        """Return the new state of a round that runs: "runs", "lost", "failed", "grown" or "finished"."""
+        states = {
+            name: record["state"] for name, record in records.items() if record["round"] == current.number
+        }
+        failed = [name for name, state in states.items() if state == "stopped"]
+        missing = current.missing(records)
+        is_last = not self._request.is_elastic and current.number >= self._request.max_restarts
+        if missing and is_last:
+            self._give_up(self._name, _lost(missing))
+        elif missing:
             self._log.warning(_lost(missing))
-            return "lost"
-        if "stopped" in states:
-            return "failed"
-        return "grown" if "done" not in states and self._can_grow(current, records) else ""
-
-    def _give_up(self, why: str) -> None:
-        """End the training on all nodes. Raises: Lost, always."""
-        self.store.set("failed", self.name)
-        raise Lost(why)
-
-    def _is_restart_left(self) -> bool:
-        return self._request.is_elastic or self.round.number < self._request.max_restarts
+        elif failed and is_last:
+            (first,) = self._store.read([f"failure/{current.number}"])
+            self._give_up(first or failed[0])
+        elif list(states.values()) == ["done"] * len(current.counts):
+            return "finished"
+        elif not failed:
+            return "grown" if "done" not in states.values() and self._can_grow(current, records) else "runs"
+        return "lost" if missing else "failed"
 
     def _count_failure(self) -> None:
         """Count a failure of an elastic training; give up after too many since its newest checkpoint."""
-        if not self._request.is_elastic:
-            return
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
         if self._failures > self._request.max_restarts:
             times = f"{self._failures} times without a new checkpoint (--max-restarts)"
-            self._give_up(f"instances have failed {times}")
+            self._give_up(self._name, f"instances have failed {times}")
 
     def _newest_checkpoint(self) -> int:
         """Return the number of calls before the newest checkpoint; -1 if there is no checkpoint."""
-        found = complete_checkpoints(Path(self._request.checkpoint_dir))
-        return max(map(call_of, found), default=-1)
+        return max(map(call_of, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
-    def _can_grow(self, current: Round, records: Mapping[str, _Record]) -> bool:
+    def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
         """Return whether new nodes can run instances, and a checkpoint is complete since their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
@@ -276,109 +296,47 @@ class Nodes(RendezvousHandler):
             self._log.info("a node has come, which is added after the next checkpoint")
         return newest > self._grow_after
 
-    def _dealt(self, records: Mapping[str, _Record]) -> dict[str, int]:
+    def _dealt(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node, without nodes that get none; empty if slots are too few."""
-        request, slots = self._request, [record["slots"] for record in records.values()]
-        counts = deal(
-            request.replicas, request.fewest_instances or request.instances, request.instances, slots
-        )
+        most = self._request.instances
+        fewest = self._request.fewest_instances or most
+        counts = deal(self._request.replicas, fewest, most, [record["slots"] for record in records.values()])
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
-    def _counts(self, records: Mapping[str, _Record], until: float) -> dict[str, int]:
+    def _counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node in the next round; empty while more nodes are expected."""
-        now, nodes, counts = time.monotonic(), self._node.count, self._dealt(records)
+        now, counts = time.monotonic(), self._dealt(records)
         if counts:
-            survivors = set(self.round.counts) - {self._leader.previous_leader}
-            is_expected = survivors - set(records) or nodes > max(len(records), len(survivors))
-            return {} if is_expected and now < self._leads_since + _GATHER else counts
-        text = (
-            f"of {nodes} nodes these {{}}: {', '.join(str(r) for r in range(nodes) if str(r) not in records)}"
-        )
+            is_complete = len(records) >= self._expected or now > self._leads_since + _GATHER
+            return counts if is_complete else {}
+        waited = min(now - self._waits_since, self._node.patience)
         if self._request.is_elastic:
             slots = sum(record["slots"] for record in records.values())
-            text = f"there is room for {slots} instances, and {self._request.fewest_instances} are the fewest"
-        if now > until:
-            self._give_up(text.format(f"have not come in {self._patience} s"))
-        if now > self._warned + _AGAIN:
-            self._warned = now
-            self._log.warning(f"{text.format('are missing')}; {self._waiting(until)}")
+            why = f"there is room for {slots} instances, and {self._request.fewest_instances} are the fewest"
+        else:
+            missing = ", ".join(str(rank) for rank in range(self._node.count) if str(rank) not in records)
+            why = f"of {self._node.count} nodes these have not come in {waited:.0f} s: {missing}"
+        if waited == self._node.patience:
+            self._give_up(self._name, why)
+        elif now >= self._next_warning:
+            self._next_warning = now + _AGAIN
+            self._log.warning(f"{why}; {_waits_for(self._node.patience - waited)}")
         return {}
-
-    # ---- during a round ----------------------------------------------------------------------------------
-
-    def num_nodes_waiting(self) -> int:
-        """Return 1 if the round has to end, else 0.
-
-        Raises:
-            Lost: a node is lost or has given up, and no restart is left
-        """
-        try:
-            return int(self._lead()[1] >= self.round.number)
-        except StoreError:
-            is_elastic = self._request.is_elastic
-            text = "the leader is lost: another node takes its place" if is_elastic else _lost("0")
-            if not self._is_restart_left():
-                raise Lost(text) from None
-            self._log.warning(text)
-            return 1
-
-    def are_done(self) -> bool:
-        """Record that this node's instances have succeeded; return whether those of all nodes have."""
-        try:
-            self._hold("done")
-            self._lead()
-        except RendezvousGracefulExitError:
-            return True
-        except StoreError:
-            if not self._request.is_elastic:
-                raise Lost(_lost("0")) from None
-        return False
-
-    def lost(self) -> str:
-        """Return a sentence that names the lost nodes of this round; "" if no node is lost."""
-        try:
-            missing = self.round.missing(self._records())
-        except StoreError:
-            missing = self._leader.leader
-        return _lost(missing) if missing else ""
-
-    def first_failure(self) -> str:
-        """Record a failure on this node, and return the node that recorded this round's first failure."""
-        with suppress(StoreError):
-            return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
-        return self.name
-
-    def leave(self, has_failed: bool) -> None:
-        """Disconnect this node, after recording its failure, if any; the leader waits for the other nodes."""
-        with suppress(StoreError):
-            if has_failed:
-                self.store.compare_set("failed", "", self.name)
-            until = time.monotonic() + _FAREWELL
-            while self._server is not None and time.monotonic() < until and len(self._records()) > 1:
-                time.sleep(_LOOK)
-        if self._server is not None:
-            self._leader.resign()
-        self._disconnect()
-
-    # ---- the rest of elastic's interface -----------------------------------------------------------------
-
-    def get_backend(self) -> str:
-        return "poprun"
-
-    def get_run_id(self) -> str:
-        return "poprun"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: the leader ends the training, so a rendezvous is never closed by one node."""
-        return
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def _lost(names: str) -> str:
+    """Return a sentence that says which nodes are lost."""
     several = "s" if "," in names else ""
     return f"node{several} {names} lost: poprun has ended there, or the host does not answer"
+
+
+def _waits_for(seconds: float) -> str:
+    """Return a sentence that says how long this node waits for other nodes, and how they come."""
+    text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
+    return f"{text}\n  fix: start the same command there again"
+
+
+def _records_of(store: SignedStore) -> dict[str, Record]:
+    """Return the records of all nodes by name, in the order in which the nodes get instances."""
+    records = {key[5:]: json.loads(text) for key, text in store.find("node/").items()}
+    return dict(sorted(records.items(), key=lambda item: item[1]["rank"]))

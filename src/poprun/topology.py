@@ -23,6 +23,7 @@ class Node:
     count: int = 1
     address: str = "127.0.0.1"  # of node 0
     port: int = 0  # of the store on node 0; 0: any free port
+    patience: int = 600  # seconds that nodes wait for each other
 
 
 def node_of(variables: Mapping[str, str]) -> Node:
@@ -31,8 +32,6 @@ def node_of(variables: Mapping[str, str]) -> Node:
     Raises:
         ValueError: a variable is missing, no number or out of range
     """
-    if environment.NUM_NODES not in variables:
-        return Node()
 
     def number(name: str, default: int | None = None) -> int:
         text = variables.get(name, "" if default is None else str(default))
@@ -40,6 +39,9 @@ def node_of(variables: Mapping[str, str]) -> Node:
             raise ValueError(f"the environment variable {name} is {text!r}, and must be a number")
         return int(text)
 
+    patience = number("POPRUN_NODE_TIMEOUT", 600)
+    if environment.NUM_NODES not in variables:
+        return Node(patience=patience)
     count, rank = number(environment.NUM_NODES), number(environment.NODE_RANK)
     if not 0 <= rank < count:
         raise ValueError(f"{environment.NODE_RANK}={rank}, but the nodes are 0 to {count - 1}")
@@ -48,7 +50,7 @@ def node_of(variables: Mapping[str, str]) -> Node:
         raise ValueError(
             f"{environment.NUM_NODES}={count}, but MASTER_ADDR, the address of node 0, is missing"
         )
-    return Node(rank, count, address, number("MASTER_PORT", PORT if count > 1 else 0))
+    return Node(rank, count, address, number("MASTER_PORT", PORT if count > 1 else 0), patience)
 
 
 def local_instances(request: CommandLine, nodes: int) -> int:
@@ -137,20 +139,20 @@ def table(request: CommandLine, hosts: Sequence[str]) -> str:
     if request.replicas > _SHOWN and each > 1:
         replicas = [f"{first} to {first + each - 1}" for first in range(0, request.replicas, each)]
     rows = {
-        "hosts": list(hosts),
-        "ILDs": list(map(str, range(len(hosts)))),
-        "instances": list(map(str, range(request.instances))),
+        "hosts": hosts,
+        "ILDs": [str(host) for host in range(len(hosts))],
+        "instances": [str(instance) for instance in range(request.instances)],
         "replicas": replicas,
     }
     # Each cell is as wide as the replicas under it, with their borders.
     spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
     # The width of a replica's cell, with one border.
     width = max(-(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells)
-    total = len(replicas) * width + 11
-    lines = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
+    lines = []
     for name, cells in rows.items():
         wide = spans[name] * width - 1
-        if name != "hosts":
-            lines.append("|".join(["", "-" * 11, *["-" * wide] * len(cells), ""]))
+        lines.append("|".join(["", "-" * 11, *["-" * wide] * len(cells), ""]))
         lines.append("|".join(["", f" {name}".ljust(11), *(cell.center(wide) for cell in cells), ""]))
-    return "\n".join([*lines, f" {'-' * total} "])
+    total = len(replicas) * width + 11
+    title = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
+    return "\n".join([*title, *lines[1:], f" {'-' * total} "])
