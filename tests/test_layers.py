@@ -23,7 +23,6 @@ VALUES = {
     "popengine.order",
     "popengine.piece",
     "popengine.programs",
-    "popengine.virtual_time",
 }
 ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
 MAY_IMPORT = {
@@ -50,7 +49,6 @@ MAY_IMPORT = {
         "popengine.environment",
         "popengine.order",
         "popengine.profile",
-        "popengine.virtual_time",
     },
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES

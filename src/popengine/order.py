@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
-
-from .virtual_time import Timeline, simulate
 
 _MOST = 20_000  # tasks; the length of a longer step is extrapolated from two shorter ones
 
@@ -113,6 +112,71 @@ def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple
     return [
         (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The start, end and device of each task. Tasks in a deadlock have device -1, and start and end at 0."""
+
+    starts: list[float]
+    ends: list[float]
+    devices: list[int]  # of each task
+    order: list[int]  # the tasks, by start
+
+    @property
+    def length(self) -> float:
+        """Return the end of the last task."""
+        return max(self.ends, default=0)
+
+
+def simulate(
+    after: Sequence[Sequence[int]], costs: Sequence[float], devices: int | Sequence[int]
+) -> Timeline:
+    """Simulate tasks in virtual time: a free device runs the first of its ready tasks, in the order of the arguments.
+
+    Args:
+        after:   for each task, the tasks that must end before it begins
+        costs:   the time of each task
+        devices: the number of devices that share all tasks; or the device of each task
+    """
+    size = len(after)
+    followers: list[list[int]] = [[] for _ in range(size)]
+    for task, needs in enumerate(after):
+        for need in needs:
+            followers[need].append(task)
+    waits_for = [len(needs) for needs in after]
+    # Devices that share tasks are group 0; else each device is a group.
+    groups = [0] * size if isinstance(devices, int) else devices
+    free = {group: [group] for group in groups}
+    if isinstance(devices, int):
+        free = {0: list(range(devices))}
+    ready: dict[int, list[int]] = {group: [] for group in free}
+    for task, missing in enumerate(waits_for):
+        if not missing:
+            ready[groups[task]].append(task)  # in order, so it is a heap
+    starts, ends, places, order = [0.0] * size, [0.0] * size, [-1] * size, []
+    running: list[tuple[float, int]] = []  # end and task
+    now, woken = 0.0, set(free)
+    while True:
+        for group in sorted(woken):
+            idle, waiting = free[group], ready[group]
+            while idle and waiting:
+                task = heappop(waiting)
+                starts[task], ends[task], places[task] = now, now + costs[task], heappop(idle)
+                heappush(running, (ends[task], task))
+                order.append(task)
+        if not running:
+            return Timeline(starts, ends, places, order)
+        now, woken = running[0][0], set()
+        while running and running[0][0] == now:
+            task = heappop(running)[1]
+            heappush(free[groups[task]], places[task])
+            woken.add(groups[task])
+            for follower in followers[task]:
+                waits_for[follower] -= 1
+                if not waits_for[follower]:
+                    heappush(ready[groups[follower]], follower)
+                    woken.add(groups[follower])
 
 
 def timeline(

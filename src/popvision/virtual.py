@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from popengine.order import ORDERS, Action, After, length, timeline
+from popengine.order import ORDERS, Action, After, Timeline, length, timeline
 from popengine.profile import Profile
-from popengine.virtual_time import Timeline
 
 WORTH_SHARING = 1e5  # ns of an average task; if tasks are shorter, the engine runs all of them on one core
 _DOUBTFUL = 1.4  # factor around WORTH_SHARING within which the engine may use one core or several
