@@ -19,11 +19,12 @@ from ..optim.optimizer_state import (
     TorchLink,
     check_states,
     engine_state,
+    hyperparameter_entries,
+    rates_of,
     state_entries,
     states_of,
     torch_state,
 )
-from ..optim.rates import hyperparameter_entries, rates_of
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 

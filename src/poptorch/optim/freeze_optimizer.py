@@ -18,7 +18,7 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES, Rule
 from poptorch.optim.optimizer_base import Optimizer
-from poptorch.optim.rates import number, rates_of
+from poptorch.optim.optimizer_state import number, rates_of
 
 logger = logging.getLogger("poptorch::python")
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, refuse_other_rules, states_of
-from poptorch.optim.rates import load_rates
+from poptorch.optim.optimizer_state import check_states, load_rates, refuse_other_rules, states_of
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]

@@ -99,9 +99,9 @@ def freeze(
 
 def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
     training = options.Training
-    if ReductionType(training.accumulation_and_replication_reduction_type) != ReductionType.Mean:
+    if training.accumulation_and_replication_reduction_type != ReductionType.Mean:
         return "sum"
-    strategy = MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
+    strategy = training.mean_accumulation_and_replication_reduction_strategy
     return "running" if strategy == MeanReductionStrategy.Running else "mean"
 
 

@@ -135,12 +135,7 @@ class OptionsDict(Freezable):
         Raises: AssertionError for a value of another type than the current value.
         """
         self.checkIsFrozen()
-        for name, value in values.items():
-            self._check(name, value)
-        for name, value in values.items():
-            # Store the integer of an enum member where the old value is an int: equal options print equally.
-            as_integer = type(vars(self).get(name)) is int and isinstance(value, IntEnum)
-            vars(self)[name] = int(value) if as_integer else value
+        vars(self).update({name: self._checked(name, value) for name, value in values.items()})
         return self
 
     def exists(self, name: str) -> bool:
@@ -200,14 +195,15 @@ class OptionsDict(Freezable):
             f"{did_you_mean(name, self._values)}"
         )
 
-    def _check(self, name: str, value: Any) -> None:
-        if self.exists(name):
-            expected = type(self._values[name])
-            assert isinstance(value, expected), (
-                f"Unexpected type {type(value).__name__} for option {name}: {value!r}. "
-                f"Expected {expected.__name__}"
-            )
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return the value to be stored. Raises AssertionError if it has not the type of the current value."""
+        expected = type(vars(self).get(name, value))
+        assert isinstance(value, expected), (
+            f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
+        )
         assert name not in _FROM_1 or value > 0, f"Option {name} must be 1 or more; found {value}"
+        # The integer of an enum member where the old value is an int: equal options print equally.
+        return int(value) if expected is int and isinstance(value, IntEnum) else value
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from poptorch.enums import CommGroupType
 from poptorch.options import option_parts
 from poptorch.options.option_base import Freezable, OptionsDict, merged, printed
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
-from poptorch.options.popart import Popart
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
@@ -34,12 +33,14 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     """
 
     _renamed = {
-        "Popart": "_Popart",
+        "Popart": "_popart",
+        "_Popart": "_popart",
         "anchorMode": "outputMode",
         "defaultAnchorMode": "defaultOutputMode",
     }
 
     # The parts can't be assigned.
+    _Popart: option_parts.Popart
     Distributed: option_parts.Distributed
     Jit: option_parts.Jit
     Precision: option_parts.Precision
@@ -47,7 +48,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     Training: option_parts.Training
 
     def __init__(self) -> None:
-        popart = Popart()
+        popart = option_parts.Popart()
         super().__init__(popart)
         self._declare(
             Distributed=option_parts.Distributed(),
@@ -66,11 +67,6 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     @property
     def _values(self) -> dict[str, Any]:
         return {name: value for name, value in super()._values.items() if not isinstance(value, OptionsDict)}
-
-    @property
-    def _Popart(self) -> Popart:
-        """Return the settings of PopTorch's compiler, which are stored by name."""
-        return self._popart
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.

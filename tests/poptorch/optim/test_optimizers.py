@@ -13,8 +13,7 @@ import torch
 import poptorch
 from popengine.settings import Hyper
 from poptorch import optim
-from poptorch.optim.optimizer_state import state_entries, states_of
-from poptorch.optim.rates import hyperparameter_entries
+from poptorch.optim.optimizer_state import hyperparameter_entries, state_entries, states_of
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {
