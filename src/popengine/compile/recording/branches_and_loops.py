@@ -54,14 +54,11 @@ def trace(
             with torch._C.DisableTorchFunction():
                 graph = functionalized(graph, {}).graph
     drop_what_does_nothing(graph)
-    return _packed(graph, [*map(str, range(len(inputs))), *outer]), list(outer.values())
-
-
-def _packed(graph: fx.Graph, inputs: Sequence[str]) -> Body:
-    placeholders = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
+    name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
+    reads = [name_of[key] for key in (*map(str, range(len(inputs))), *outer)]
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    draws = any(node.meta.pop("draw", None) is not None for node in calls)
-    reads = [placeholders[key] for key in inputs]
+    draws = [node.meta.pop("draw") for node in calls if "draw" in node.meta]  # the whole body has one key
     results: Any = graph.output_node().args[0]
     piece = emit("F", _BODY, reads, [node.name for node in results], calls)
-    return Body(piece, tuple((tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in results), draws)
+    shapes = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in results)
+    return Body(piece, shapes, bool(draws)), list(outer.values())
