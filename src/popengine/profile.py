@@ -40,9 +40,6 @@ class Piece(NamedTuple):
     enters: int = 0  # bytes of its inputs that are freed while it runs
 
 
-CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # per second of a core, roughly, for estimates without measurement
-
-
 class Operation(NamedTuple):
     """One operation of a piece; times are those of replica 0 in the step `facts["detailed_step"]`."""
 
@@ -168,23 +165,23 @@ class Option(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One run of an instruction on an ipu: the times of a `Track`, joined with the fields of a `Part`."""
+    """One run of an instruction on an ipu: the fields of a `Part`, joined with the times of a `Track`."""
 
     ipu: int
-    replica: int
     kind: str
+    phase: str
+    stage: int
+    peer: int
+    bytes: int
+    channel: str
+    replica: int
     start: int
     end: int
-    phase: str = ""
-    stage: int = -1
-    micro_batch: int = -1
-    step: int = 0
-    call: int = 0
-    peer: int = -1
-    bytes: int = 0
-    core: int = -1
-    computed: int = 0
-    channel: str = ""
+    micro_batch: int
+    step: int
+    call: int
+    core: int  # -1: not recorded
+    computed: int
 
     @property
     def cost(self) -> int:
@@ -233,26 +230,13 @@ class Profile:
         """Yield the recorded instructions, or only those of `kinds`, one track after another."""
         for track in self.tracks:
             program = self.programs[track.ipu]
-            for index, (begin, end) in enumerate(track.spans()):
+            for index, span in enumerate(track.spans()):
                 part, micro_batch = self.parts[program[2 * index]], program[2 * index + 1]
                 if kinds is None or part.kind in kinds:
-                    yield Event(
-                        part.ipu,
-                        track.replica,
-                        part.kind,
-                        begin,
-                        end,
-                        part.phase,
-                        part.stage,
-                        micro_batch,
-                        track.step,
-                        track.call,
-                        part.peer,
-                        part.bytes,
-                        track.cores[index] if track.cores else -1,
-                        track.computed[index] if track.computed else 0,
-                        part.channel,
-                    )
+                    core = track.cores[index] if track.cores else -1
+                    computed = track.computed[index] if track.computed else 0
+                    times = (*span, micro_batch, track.step, track.call, core, computed)
+                    yield Event(*part, track.replica, *times)
 
     def to_json(self) -> str:
         """Return the file's text: a JSON object, in which each table is an object of `columns` and `rows`."""
@@ -291,15 +275,13 @@ def load(path: Path) -> Profile:
         ProfileError: the file is missing, no profile, damaged, cut short, or of a newer version
     """
     try:
-        text = path.read_text()
+        return parse(path.read_text())
     except OSError as error:
         raise ProfileError(
             f"{path} can't be read: {error.strerror}\n  fix: name a profile.pop, or a folder of them"
         ) from error
     except UnicodeDecodeError as error:
         raise ProfileError(f"{path} is not a profile: it isn't text") from error
-    try:
-        return parse(text)
     except ProfileError as error:
         raise ProfileError(f"{path} {error}") from error
 

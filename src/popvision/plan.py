@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from popengine.profile import CORE_BYTES, CORE_FLOPS, PLAN_WISH, Profile, ProfileError, load
+from popengine.profile import PLAN_WISH, Profile, ProfileError, load
 
 from . import virtual
 from .changes import changes
@@ -22,6 +22,7 @@ from .machine import Machine
 from .machine import machine as bow
 from .units import seconds, share, size, table
 
+CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # per second of a core, roughly, for estimates without measurement
 KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
 _HEAD = [
     *("machine", "replicas", "micro-batches", "items/s"),
@@ -237,15 +238,13 @@ def _problems_apart(
     facts, chips = profile.facts, len(profile.devices) * replicas
     if chips > machine.chips:
         yield f"needs {chips} chips, and has {machine.chips}"
-    for number, (ipu, kinds) in enumerate(memory.items()):
+    for ipu, kinds in memory.items():
         if facts.get("shards_optimizer"):
             kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
         if facts.get("optimizer_off_chip"):
             kinds["optimizer"] = 0
         kinds["code"] = round(machine.code)
-        # The most that can wait, whatever the order of the ipus' instructions in time.
-        most = facts["between_most"][number] if "between_most" in facts else kinds["between"]
-        needed = total({**kinds, "between": most})
+        needed = total(kinds)
         if needed > machine.memory:
             yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
 
@@ -285,8 +284,7 @@ def _problems_here(
     # The host's module has a copy of the weights; `base`: memory of the process and its libraries.
     kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
     # In depth-first order up to twice as many micro-batches wait as on separate devices.
-    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) for kinds in by_ipu)
-    each += sum(facts.get("between_most") or [0])
+    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) + kinds["between"] for kinds in by_ipu)
     each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
     wanted = kept + replicas * each
     if wanted > facts["available"]:

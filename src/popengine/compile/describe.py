@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -19,56 +19,133 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir import Graph, Instruction, Line, Partition, Plan, Task
 from ..order import ORDERS, Action, length, timeline
-from ..profile import Block, Operation, Part, Piece, Tick
-from ..programs import Program, actions, programs
+from ..profile import Block, Operation, Part, Piece, Profile, Tick
+from ..programs import actions, programs
+from ..settings import Settings
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
-class Description:
-    """The tables of a profile that follow from a plan and its graph, before a run."""
+class _Held:
+    """The bytes that values hold while a program adds and removes their names.
+
+    Args: memories: see `_memories`; names that are not in it count nothing
+    """
+
+    def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
+        self._memories = memories
+        self._names: Counter[tuple[int, str]] = Counter()
+        self._users: Counter[Any] = Counter()  # by micro-batch and memory, its names
+        self.bytes = 0
+        self.is_known = True  # False after a value whose size only a kernel knows
+
+    def add(self, names: Iterable[str], micro_batch: int = 0) -> None:
+        for name in names:
+            self._change(name, micro_batch, 1)
+
+    def remove(self, names: Iterable[str], micro_batch: int = 0) -> None:
+        """Remove names; those that were not added are passed over."""
+        for name in names:
+            if self._names[micro_batch, name]:
+                self._change(name, micro_batch, -1)
+
+    def _change(self, name: str, micro_batch: int, by: int) -> None:
+        memory, size = self._memories.get(name, (None, 0))
+        self.is_known = self.is_known and size is not None
+        self._names[micro_batch, name] += by
+        before = self._users[micro_batch, memory]
+        self._users[micro_batch, memory] += by
+        self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
+
+
+def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
+    """Return for each value its memory (equal for values that share it), and the bytes of that memory.
+
+    A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers
+    and views of them are left out. None: only a kernel knows the size (oneDNN's workspace of an LSTM layer).
+    """
+    values = _tensors(graph.code.nodes)
+    role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
+    found: dict[str, tuple[Any, int | None]] = {}
+    for name, value in values.items():
+        storage = value.untyped_storage()
+        role = role_of.get(storage._cdata)
+        if role == "input":
+            found[name] = (storage._cdata, int(value.storage_offset())), value.nbytes
+        elif role is None:
+            is_workspace = value.dtype == torch.uint8 and not value.numel()
+            found[name] = storage._cdata, None if is_workspace else storage.nbytes()
+    return found
+
+
+def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
+    """Return a profile of a plan that has not run: the tables and facts that follow from the plan and its graph."""
+    tables, partition, counts = _Tables(plan, graph), plan.partition, settings.counts
+    operations, pieces = tables.operations(_memories(graph) if graph else {})
+    part_of = tables.parts()
+    place = {part: number for number, part in enumerate(dict.fromkeys(part_of.values()))}
+    numbers = {key: place[part] for key, part in part_of.items()}
+    found, _ = actions(plan)
+    schedule, ticks = _schedule(found, plan)
+    batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
+    return Profile(
+        "training" if settings.training else "inference",
+        settings.training,
+        partition.names,
+        partition.ipus,
+        {
+            "micro_batch_size": batches[0][0] if batches else 1,
+            "iterations": counts.iterations,
+            "accumulation": counts.accumulation,
+            "replicas": counts.replicas,
+            "groups": counts.groups,
+            "instances": counts.instances,
+        },
+        {
+            "mode": settings.strategy.mode,
+            "schedule_length": ticks,
+            "schedule_actions": len(found) * plan.micro_batches,
+            "schedule_micro_batches": plan.micro_batches,
+            "in_flight": 1 if plan.order != "pipelined" else partition.stages,
+            "cores": os.cpu_count() or 1,
+            "threads": torch.get_num_threads(),
+            "device": settings.device,
+        },
+        {
+            ipu: [
+                value
+                for entry in program.entries
+                for number in range(len(plan.tasks[entry.row].instructions))
+                for value in (numbers[entry.row, number], entry.micro_batch)
+            ]
+            for ipu, program in programs(plan).items()
+        },
+        blocks=tuple(tables.blocks()),
+        pieces=tuple(pieces),
+        operations=tuple(operations),
+        parts=tuple(place),
+        schedule=tuple(schedule),
+    )
+
+
+def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
+    """Return the instructions of a plan's tasks, each once. Without the graph, moved bytes are those of slots."""
+    return list(dict.fromkeys(_Tables(plan, graph).parts().values()))
+
+
+class _Tables:
+    """The rows of a profile that follow from a plan and its graph."""
 
     def __init__(self, plan: Plan, graph: Graph | None) -> None:
         self.plan, self.partition = plan, plan.partition
         self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.code.nodes} if graph else {}
         self._values = _tensors(self._nodes.values())
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
-        self._state = {
-            self._values[slot.name].untyped_storage()._cdata
-            for slot in self._slots.values()
-            if slot.role != "input" and slot.name in self._values
-        }
-        self.operations, self.pieces = self._operations()
-        self._part_of = {
-            (row, number): self._part(task, instruction)
-            for row, task in enumerate(plan.tasks)
-            for number, instruction in enumerate(task.instructions)
-        }
-        self.parts = list(dict.fromkeys(self._part_of.values()))
-        self.blocks = self._blocks()
-        found, _ = actions(plan)
-        self.actions = len(found) * plan.micro_batches
-        self.schedule, self.length = _schedule(found, plan)
-
-    @cached_property
-    def programs(self) -> dict[int, list[int]]:
-        """Return each ipu's program as a flat list: index in `parts`, micro-batch, index, micro-batch ..."""
-        place = {part: number for number, part in enumerate(self.parts)}
-        numbers = {key: place[part] for key, part in self._part_of.items()}
-        return {
-            ipu: [
-                value
-                for entry in program.entries
-                for number in range(len(self.plan.tasks[entry.row].instructions))
-                for value in (numbers[entry.row, number], entry.micro_batch)
-            ]
-            for ipu, program in programs(self.plan).items()
-        }
 
     # ---- operations --------------------------------------------------------------------------------------
 
-    def _operations(self) -> tuple[list[tuple[int, Operation]], list[Piece]]:
-        """Return the operations, each with the index of its line in the piece; and the pieces."""
+    def operations(self, memories: dict[str, Any]) -> tuple[list[Operation], list[Piece]]:
+        """Return the operations, in the order of the pieces and their lines; and the pieces."""
         found, pieces = [], []
         ends = {  # by piece, its inputs that are freed in it
             instruction.piece: instruction.names
@@ -77,19 +154,18 @@ class Description:
             if instruction.kind == "compute"
         }
         for index, piece in enumerate(self.partition.pieces):
-            alive: dict[int, int] = {}  # memory -> bytes, of values that the piece frees or makes
-            holders: dict[str, int] = {}
-            self._born(ends.get(index, ()), alive, holders)
-            enters = sum(alive.values())
-            read = {name for line in piece.lines for name in line.operands()}
-            self._die(set(piece.reads) - read - set(piece.writes), alive, holders)
-            for number, (line, dying) in enumerate(zip(piece.lines, piece.dying, strict=True)):
-                self._born([line.name], alive, holders)
-                live = sum(alive.values())
-                self._die(dying, alive, holders)
-                found.append((number, self._operation(index, line, live)))
+            held = _Held(memories)  # of the values that the piece frees or makes
+            held.add(ends.get(index, ()))
             first = piece.lines[0].where if piece.lines else "?"
-            pieces.append(Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, enters))
+            pieces.append(
+                Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
+            )
+            read = {name for line in piece.lines for name in line.operands()}
+            held.remove(set(piece.reads) - read - set(piece.writes))
+            for line, dying in zip(piece.lines, piece.dying, strict=True):
+                held.add([line.name])
+                found.append(self._operation(index, line, held.bytes))
+                held.remove(dying)
         return found, pieces
 
     def _operation(self, piece: int, line: Line, live: int) -> Operation:
@@ -120,24 +196,18 @@ class Description:
         block = node.meta.get("block")
         return self.partition.signature.visits[block].name if block is not None and block >= 0 else None
 
-    def _born(self, names: Iterable[str], alive: dict[int, int], holders: dict[str, int]) -> None:
-        for name in names:
-            if name in self._values:
-                storage = self._values[name].untyped_storage()
-                if storage._cdata not in self._state:  # views of weights cost nothing
-                    alive[storage._cdata] = storage.nbytes()
-                    holders[name] = storage._cdata
-
-    def _die(self, names: Iterable[str], alive: dict[int, int], holders: dict[str, int]) -> None:
-        for name in names:
-            memory = holders.pop(name, None)
-            if memory is not None and memory not in holders.values():
-                alive.pop(memory, None)
-
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(self._values[name].nbytes for name in names if name in self._values)
 
-    # ---- instructions ------------------------------------------------------------------------------------
+    # ---- instructions and blocks ---------------------------------------------------------------------------
+
+    def parts(self) -> dict[tuple[int, int], Part]:
+        """Return the instructions of all rows, by row and position."""
+        return {
+            (row, number): self._part(task, instruction)
+            for row, task in enumerate(self.plan.tasks)
+            for number, instruction in enumerate(task.instructions)
+        }
 
     def _part(self, task: Task, instruction: Instruction) -> Part:
         kind, names = instruction.kind, instruction.names
@@ -148,9 +218,7 @@ class Description:
         size = sum(self._slots[n].nbytes if n in self._slots else self._bytes([n]) for n in names)
         return Part(task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel)
 
-    # ---- blocks ------------------------------------------------------------------------------------------
-
-    def _blocks(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         """Return the blocks in the order of the data; "no block" holds the operations before the first."""
         visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
         used: dict[str, set[str]] = {}
@@ -209,60 +277,38 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
-    values, held = _tensors(graph.code.nodes), [0] * partition.stages
+    memories, found = _memories(graph), [0] * partition.stages
     waiting = {slot.name for slot in graph.slots if slot.role == "input"}
     waiting |= {name for piece in partition.pieces if piece.phase == "F" for name in piece.writes}
     for piece in partition.pieces:
         if piece.phase == "B":
-            storages = [values[name].untyped_storage() for name in piece.reads if name in waiting]
-            held[piece.stage] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return tuple(held)
+            held = _Held(memories)
+            held.add(name for name in piece.reads if name in waiting)
+            found[piece.stage] = held.bytes
+    return tuple(found)
 
 
-def peak_bytes(graph: Graph, plan: Plan, program: Program, inside: Mapping[int, int]) -> int | None:
-    """Return the peak of the bytes that an ipu holds for its micro-batches while it runs its program.
-
-    Values that share memory count once, by their storage. A view of an input counts by its own size,
-    since its storage is that of the whole batch.
+def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
+    """Return for each ipu the peak of the bytes that it holds for its micro-batches while it runs its program.
 
     Args:
         inside: by piece, the peak of the bytes that it allocates beyond those held before it runs
-    Returns: None if only the kernel knows the size of a workspace (oneDNN's of an LSTM layer)
+    Returns: in the order of the ipus; None if only a kernel knows the size of a workspace
     """
-    values = _tensors(graph.code.nodes)
-    role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
-
-    @cache
-    def memory(name: str) -> tuple[tuple[int, int], int | None]:
-        """Return a key, equal for names of the same memory, and its bytes (None: unknown; 0: not counted)."""
-        if name not in values:
-            return (0, 0), 0
-        value, storage = values[name], values[name].untyped_storage()
-        role = role_of.get(storage._cdata)
-        if role == "input":
-            return (storage._cdata, int(value.storage_offset())), value.nbytes
-        if role is not None:
-            return (0, 0), 0
-        is_workspace = value.dtype == torch.uint8 and not value.numel()
-        return (storage._cdata, 0), None if is_workspace else storage.nbytes()
-
-    names: dict[int, Counter[tuple[int, int]]] = {}  # by micro-batch, how many names each memory has
-    held = most = 0
-    for instruction, micro_batch in program.instructions:
-        kind, new, gone = instruction.kind, instruction.names, ()
-        if kind not in ("compute", "free", "load", "receive") or micro_batch < 0:
-            continue
-        if kind == "compute":
-            most = max(most, held + inside[instruction.piece])
-            new, gone = plan.partition.pieces[instruction.piece].writes, instruction.names
-        elif kind == "free":
-            new, gone = (), instruction.names
-        own = names.setdefault(micro_batch, Counter())
-        for sign, changed in ((1, new), (-1, gone)):
-            for place, size in map(memory, changed):
-                if size is None:
-                    return None
-                before, own[place] = own[place], own[place] + sign
-                held += size * ((own[place] > 0) - (before > 0))
-        most = max(most, held)
-    return most
+    memories, found = _memories(graph), list[int | None]()
+    for program in programs(plan).values():
+        held, most = _Held(memories), 0
+        for instruction, micro_batch in program.instructions:
+            if micro_batch < 0:
+                continue
+            names = instruction.names
+            if instruction.kind == "compute":
+                most = max(most, held.bytes + inside[instruction.piece])
+                held.add(plan.partition.pieces[instruction.piece].writes, micro_batch)
+            if instruction.kind in ("load", "receive"):
+                held.add(names, micro_batch)
+            elif instruction.kind in ("compute", "free"):
+                held.remove(names, micro_batch)
+            most = max(most, held.bytes)
+        found.append(most if held.is_known else None)
+    return found

@@ -5,7 +5,7 @@ from textwrap import indent
 
 import torch
 
-from popengine.compile.describe import Description
+from popengine.compile.describe import parts_of
 from popengine.ir import Plan
 from popengine.programs import drawn
 from popengine.run.devices import cores
@@ -66,7 +66,7 @@ def overview(executable: Executable) -> Overview:
     )
     transfers = tuple(
         (part.ipu, part.peer, part.bytes if graph else None, *part.often_and_when)
-        for part in Description(plan, graph).parts
+        for part in parts_of(plan, graph)
         if part.kind == "send"
     )
     return Overview(

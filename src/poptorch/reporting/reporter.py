@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from popengine import profile
-from popengine.compile.describe import Description
+from popengine.compile.describe import describe
 from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.recorder import Recorder, Times
@@ -35,7 +35,6 @@ from ..logs import counted, logger
 from ..options import Options
 from ..options.freeze_options import resolved
 from ..version import __version__
-from .planned import plan_tables
 
 _SAVE_EVERY = 60.0  # seconds; saving takes at most 1 / `_SHARE` of the program's time
 _SHARE = 100
@@ -94,9 +93,8 @@ class Reporter:
 
     def _profile(self, engine: Engine) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
-        described, origin = Description(engine.plan, self._graph), recorder.origin
+        found, origin = describe(engine.plan, settings, self._graph), recorder.origin
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
-        found = plan_tables(described, settings)
         facts = {
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
@@ -122,7 +120,7 @@ class Reporter:
             + (f" (plan {self.number})" if self.number > 1 else ""),
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_timed(described, recorder)),
+            operations=tuple(_timed(found.operations, recorder)),
             tracks=tuple(_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
@@ -218,17 +216,17 @@ def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.
     )
 
 
-def _timed(described: Description, recorder: Recorder) -> list[profile.Operation]:
+def _timed(operations: Sequence[profile.Operation], recorder: Recorder) -> list[profile.Operation]:
     """Return the operations with their times in the detailed step."""
     lines, runs = {}, {}
     for detail in recorder.details.values():
-        lines.update({piece: detail.times(piece) for piece in detail.lines})
+        lines.update({piece: iter(detail.times(piece)) for piece in detail.lines})
         runs.update(detail.runs)
     return [
-        operation._replace(calls=runs[operation.piece], ns=lines[operation.piece][line])
+        operation._replace(calls=runs[operation.piece], ns=next(lines[operation.piece]))
         if operation.piece in runs
         else operation
-        for line, operation in described.operations
+        for operation in operations
     ]
 
 
