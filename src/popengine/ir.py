@@ -215,12 +215,6 @@ class Plan:
 
     def held(self, ipu: int) -> list[str]:
         """Return the slots of an ipu with its own memory: its state, and copies of others' weights."""
-        copied = (
-            name
-            for task in self.tasks
-            if (task.kind, task.ipu) == ("copy", ipu)
-            for instruction in task.instructions
-            if instruction.kind == "receive"
-            for name in instruction.names
-        )
-        return [*self.state[ipu], *copied]
+        copies = [task for task in self.tasks if (task.kind, task.ipu) == ("copy", ipu)]
+        received = [x for task in copies for x in task.instructions if x.kind == "receive"]
+        return [*self.state[ipu], *(name for instruction in received for name in instruction.names)]

@@ -64,35 +64,29 @@ def _like(body: str, device: torch.device) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
 
 
-def _pretend_cond(
-    condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
-) -> list[Tensor]:
-    return _like(then_body, condition.device)
-
-
-def _pretend_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    return _like(body, state[0].device)
-
-
 # Bodies that draw random numbers have a variant with the tag of random operations, so it is given a key.
 for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_seeded,))):
     LIBRARY.define(f"cond{_suffix}{_COND}", tags=_tags)
     LIBRARY.define(f"loop{_suffix}{_LOOP}", tags=_tags)
-    torch.library.register_fake(f"popengine::cond{_suffix}", _pretend_cond, lib=LIBRARY)
-    torch.library.register_fake(f"popengine::loop{_suffix}", _pretend_loop, lib=LIBRARY)
+    torch.library.register_fake(
+        f"popengine::cond{_suffix}",
+        lambda condition, body, *others: _like(body, condition.device),
+        lib=LIBRARY,
+    )
+    torch.library.register_fake(
+        f"popengine::loop{_suffix}",
+        lambda count, body, state, others: _like(body, state[0].device),
+        lib=LIBRARY,
+    )
 
 
 LIBRARY.define("gather_over_replicas(Tensor value, int size) -> Tensor")
+# The composite implementation gives fake tensors their shape, too.
 LIBRARY.impl(
     "gather_over_replicas",
     lambda value, size: value.unsqueeze(0).repeat(size, *[1] * value.dim()),
     "CompositeExplicitAutograd",
 )
-
-
-@torch.library.register_fake("popengine::gather_over_replicas", lib=LIBRARY)
-def _pretend(value: Tensor, size: int) -> Tensor:
-    return value.new_empty((size, *value.shape))
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:

@@ -82,17 +82,12 @@ class Piece:
     @cached_property
     def dying(self) -> tuple[tuple[str, ...], ...]:
         """Return for each line the values that no later line uses, without the values that the piece writes."""
-        last = {
-            name: place for place, line in enumerate(self.lines) for name in (line.name, *line.operands())
-        }
+        used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
+        last = {name: place for place, names in enumerate(used) for name in names}
         kept = set(self.writes)
         return tuple(
-            tuple(
-                name
-                for name in dict.fromkeys((line.name, *line.operands()))
-                if last[name] == place and name not in kept
-            )
-            for place, line in enumerate(self.lines)
+            tuple(name for name in names if last[name] == place and name not in kept)
+            for place, names in enumerate(used)
         )
 
     @cached_property

@@ -11,27 +11,22 @@ from typing import NamedTuple
 from .ir import Instruction, Plan
 from .order import ORDERS, Action, After, draw, timeline
 
-Group = tuple[str, int]  # phase and stage
-
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
     """Return the actions of a step (one per phase of each stage), and the rows of each, sums included."""
-    groups: dict[Group, list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:
             groups.setdefault((task.phase, task.stage), []).append(row)
-    number = {group: i for i, group in enumerate(groups)}
-    of_row = {row: number[group] for group, rows in groups.items() for row in rows}
+    number_of = {row: number for number, rows in enumerate(groups.values()) for row in rows}
     found = []
-    for (phase, stage), rows in groups.items():
-        here = number[phase, stage]
-        after: dict[After, None] = {}
-        for row in rows:
-            if plan.tasks[row].kind == "sum":
-                continue
-            for edge in plan.tasks[row].after:
-                if edge.behind is not None and (of_row[edge.row] != here or edge.behind):
-                    after[After(of_row[edge.row], edge.behind)] = None
+    for number, ((phase, stage), rows) in enumerate(groups.items()):
+        edges = [edge for row in rows if plan.tasks[row].kind != "sum" for edge in plan.tasks[row].after]
+        after = dict.fromkeys(
+            After(number_of[edge.row], edge.behind)
+            for edge in edges
+            if edge.behind is not None and (number_of[edge.row] != number or edge.behind)
+        )
         found.append(Action(phase, stage, plan.tasks[rows[0]].ipu, tuple(after)))
     return found, list(groups.values())
 

@@ -10,7 +10,7 @@ from ..piece import GATHER
 from ..settings import Settings
 from .partition import partition
 from .piece_parts import cut
-from .tasks import tasks
+from .tasks import make_plan
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
@@ -26,7 +26,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     _check_groups(parts, settings)
     parts = cut(parts, settings)
     done("partition")
-    plan = tasks(parts, settings)
+    plan = make_plan(parts, settings)
     done("tasks")
     return plan
 

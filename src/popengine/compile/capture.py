@@ -7,31 +7,27 @@ engine needs are used in this file and in `recording/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from .recording.capture_contexts import (
-    interrupts_held,
-    modes_left,
-    module_paths,
-    traced,
-    without_torch_compile,
-)
+from .recording.capture_contexts import interrupts_held, modes_left, traced, without_torch_compile
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
-from .recording.graph_recorder import Recorder, check_dense, like
+from .recording.graph_recorder import check_dense, like, map_leaves, user_line
 from .recording.leftovers import Attributes
-from .recording.standins import StandIns, adoption
+from .recording.standins import StandIns
 from .recording.torch_errors import explained
-from .rewriting.mixed_types import MixedPrecision
+from .rewriting.mixed_types import with_matching_types
 
 
 @interrupts_held()
@@ -68,7 +64,7 @@ def capture(
         stand_ins = StandIns(module, training, needs_values)
         inputs = [like(sample) for sample in samples]
         scale = torch.empty(())
-    state = Capture(training, stand_ins.members(), stand_ins.of_operand)
+    state = Capture(training, stand_ins)
     recorder = state.recorder
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
@@ -87,19 +83,13 @@ def capture(
             recorder,
             explained(given),
         ):
-            with (
-                recorder.saved_before_writes(),
-                adoption(stand_ins),
-                module_paths(module, state),
-                LossFinder(state),
-                MixedPrecision(),
-            ):
+            with recorder.saved_before_writes(), _forward_calls(module, state):
                 outputs = list(forward(list(inputs)))
-            gradients = _gradients(state, stand_ins, scale) if training else {}
+            gradients = _gradients(state, scale) if training else {}
     finally:
         active.reset(token)
         torch.set_rng_state(random)
-        attributes.put_back(lambda value: recorder.has_met(value) or stand_ins.has_met(value))
+        attributes.put_back(stand_ins.was_used)
     attributes.check(stand_ins.hooks)
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
@@ -110,15 +100,77 @@ def capture(
     return graph
 
 
-def _gradients(state: Capture, stand_ins: StandIns, scale: Tensor) -> dict[str, Tensor]:
+@contextlib.contextmanager
+def _forward_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
+    """Follow the calls of a forward in the body: of modules, of autograd Functions, and of torch functions.
+
+    The running module's name is `capture.module`. Hooks would not do: some modules take another path if they
+    have hooks, and while torch is compiling, it skips the hooks of a module that raises.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
+
+    # Another thread, and code that is hidden from the capture, has another active capture, or none.
+    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if active.get() is not capture:
+            return call_module(child, *args, **kwargs)
+        around, capture.module = capture.module, names.get(child, capture.module)
+        try:
+            return call_module(child, *args, **kwargs)
+        finally:
+            capture.module = around
+
+    def apply_to_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if active.get() is capture:
+            args = tuple(map(capture.stand_ins.of, args))
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    nn.Module.__call__ = call
+    Function.apply = classmethod(apply_to_stand_ins)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with _TorchFunctions(capture):
+            yield
+    finally:
+        nn.Module.__call__, Function.apply = call_module, apply
+
+
+class _TorchFunctions(TorchFunctionMode):
+    """A function mode that passes stand-ins and matching float types to torch functions, and marks losses."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_leaves(self._capture.stand_ins.of, (args, kwargs or {}))
+        if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
+            return _write(*args)
+        result = with_matching_types(func, args, kwargs)
+        if func in LOSSES:
+            self._capture.mark_loss(result)
+        return result
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    """Carry out `target.data = value` as a copy. Raises: CaptureError, if shape or dtype differ."""
+    if target.shape != value.shape or target.dtype != value.dtype:
+        raise CaptureError(
+            f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"
+            f" shape {tuple(value.shape)}, at {user_line()}\n"
+            "  fix: keep shape and type: a compiled model's tensors have fixed ones"
+        )
+    target.detach().copy_(value)
+
+
+def _gradients(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
 
     Raises:
         CaptureError: no parameter gets a gradient, or a tensor that is no parameter does
     """
-    recorder = state.recorder
+    recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained()
-    loss = final_loss(state.losses, state.chosen, recorder)
+    loss = final_loss(state)
     recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
@@ -167,53 +219,42 @@ _NAMES = """
 LOSSES = frozenset(getattr(functional, name) for name in _NAMES.split())
 
 
-class LossFinder(TorchFunctionMode):
-    """A function mode that notes the results of torch's loss functions as losses."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in LOSSES:
-            self._capture.mark_loss(result)
-        return result
-
-
-def final_loss(
-    losses: list[tuple[Tensor, str]], chosen: tuple[Tensor, str] | None, recorder: Recorder
-) -> Tensor:
+def final_loss(capture: Capture) -> Tensor:
     """Return the chosen loss, else the one marked loss that no other marked loss is computed from.
 
     Raises:
         CaptureError: there is no loss, several independent ones, or the loss is no scalar
     """
-    if chosen is not None:
-        return _scalar(*chosen)
-    if not losses:
+    found = [capture.chosen] if capture.chosen is not None else list(final_losses(capture).values())
+    if not found:
         raise CaptureError(
             "Couldn't find a loss in graph!\n"
             "  why: training differentiates one loss, which forward must compute\n"
             "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
             ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
         )
-    final = final_losses(losses, recorder)
-    if len(final) > 1:
-        places = "\n".join(f"  a loss at {where}" for _, where in final.values())
+    if len(found) > 1:
+        places = "\n".join(f"  a loss at {where}" for _, where in found)
         raise CaptureError(
             f"Multiple independent losses found in graph\n{places}\n"
             '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`, or return their'
             ' sum as "loss"'
         )
-    return _scalar(*next(iter(final.values())))
+    loss, where = found[0]
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
+            '  fix: give the loss reduction="mean" or "sum", or wrap it in'
+            ' `poptorch.identity_loss(x, reduction="mean")`'
+        )
+    return loss
 
 
-def final_losses(losses: list[tuple[Tensor, str]], recorder: Recorder) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return the losses that no other loss is computed from, by their nodes."""
-    nodes = [recorder.node(value) for value, _ in losses]
+def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
+    """Return the marked losses that no other one is computed from, with their lines, by their nodes."""
+    nodes = [capture.recorder.node(value) for value, _ in capture.losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
-    return {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}
+    return {node: loss for node, loss in zip(nodes, capture.losses, strict=True) if node not in reached}
 
 
 def sources_of(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -226,13 +267,3 @@ def sources_of(nodes: list[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
-
-
-def _scalar(loss: Tensor, where: str) -> Tensor:
-    if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
-            '  fix: give the loss reduction="mean" or "sum", or wrap it in'
-            ' `poptorch.identity_loss(x, reduction="mean")`'
-        )
-    return loss

@@ -52,9 +52,13 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
     own: dict[Where, list[fx.Node]] = {of: [] for of in order}
     for node, maker in where.items():
-        if node not in of_state:
-            own[maker].append(node)
-    members = _members(own, views, graph, recompute)
+        own[maker].append(node)
+    members = {}  # of each piece: its own nodes, the views that it needs, the forward nodes that it recomputes
+    for phase, stage in order:
+        again = set(views)
+        if recompute and phase == "B":
+            again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
+        members[phase, stage] = _with_needed(own[phase, stage], again, graph)
     needs = {of: _outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _calls(graph):
@@ -65,8 +69,8 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         of: {*names, *(source for name in names if name in prepared for source in prepared[name].reads)}
         for of, names in needs.items()
     }
-    home = _homes(graph, where, read)
-    made = {node.name: maker for node, maker in where.items() if node not in of_state}
+    made = {node.name: maker for node, maker in where.items()}
+    home = _homes(graph, made, read)
     for name, stage in _handed_through(graph, home, read).items():
         if name not in made:
             made[name] = ("F", stage)
@@ -84,19 +88,6 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if members[of] or writes:
             pieces.append(emit(*of, list(needs[of]), writes, members[of]))
     return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
-
-
-def _members(
-    own: dict[Where, list[fx.Node]], views: set[fx.Node], graph: Graph, recompute: bool
-) -> dict[Where, list[fx.Node]]:
-    """Return each piece's nodes: its own, the views that it needs, the forward nodes that it recomputes."""
-    members = {}
-    for (phase, stage), nodes in own.items():
-        again = views
-        if recompute and phase == "B":
-            again = views | {node for node in own["F", stage] if str(node.target) != CHECKPOINT}
-        members[phase, stage] = _with_needed(nodes, again, graph)
-    return members
 
 
 def _outside(nodes: list[fx.Node]) -> dict[str, None]:
@@ -133,15 +124,15 @@ def _of_state(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     casts: set[fx.Node] = set()
     for node in _calls(graph):
         operands = node.all_input_nodes
-        if operands and node.name not in results and all(n in held for n in operands):
-            if memory_of(node) in memory:
-                views.add(node)
-            elif node.target is _CAST:
-                casts.add(node)
-                memory.add(memory_of(node))
-            else:
-                continue
+        if not operands or node.name in results or not held.issuperset(operands):
+            continue
+        if memory_of(node) in memory:
+            views.add(node)
             held.add(node)
+        elif node.target is _CAST:
+            casts.add(node)
+            held.add(node)
+            memory.add(memory_of(node))
     return views, casts
 
 
@@ -159,39 +150,32 @@ def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> lis
 
 
 def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
-    """Return the phase and stage of each node."""
+    """Return the phase and stage of each node that is not a view or cast of weights."""
     where: dict[fx.Node, Where] = {}
+    calls = [node for node in _calls(graph) if node not in of_state]
     last = len(placement.ipus) - 1
-    for node in _calls(graph):
+    for node in calls:
         block = node.meta["block"]
         if node.meta["phase"] == "F":
             where[node] = ("F", placement.stage_of[block])
             continue
         stage = placement.stage_of[block] if block is not None and block >= 0 else last
-        for operand in node.all_input_nodes:  # gradients flow from late stages to early ones
-            if operand in where and operand not in of_state and where[operand][0] == "B":
-                stage = min(stage, where[operand][1])
-        where[node] = ("B", stage)
-    for node in reversed(list(_calls(graph))):
+        # Gradients flow from late stages to early ones.
+        operands = [where[operand] for operand in node.all_input_nodes if operand in where]
+        where[node] = ("B", min([stage, *(stage for phase, stage in operands if phase == "B")]))
+    for node in reversed(calls):
         if node.meta["phase"] == "B" and node.meta["block"] is None:
-            is_made_of_gradients = any(
-                operand.op == "call_function" and where[operand][0] == "B" for operand in node.all_input_nodes
-            )
+            is_made_of_gradients = any(where.get(n, ("F", 0))[0] == "B" for n in node.all_input_nodes)
             users = [where[user][1] for user in node.users if user in where]
             if users and not is_made_of_gradients:
                 where[node] = ("B", max(users))
     return where
 
 
-def _homes(graph: Graph, where: dict[fx.Node, Where], read: dict[Where, set[str]]) -> dict[str, int]:
+def _homes(graph: Graph, made: dict[str, Where], read: dict[Where, set[str]]) -> dict[str, int]:
     """Return the stage of each parameter and buffer, by slot name: the stage that computes its gradient or
     its next value, else the first that reads it; 0 if none does."""
-    stage_of = {node.name: stage for node, (_, stage) in where.items()}
-    made_at = {
-        (result.kind, result.key): stage_of[result.name]
-        for result in graph.results
-        if result.name in stage_of
-    }
+    made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     home = {}
     for slot in graph.slots:
         if slot.role in ("parameter", "buffer"):

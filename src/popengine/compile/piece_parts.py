@@ -9,7 +9,7 @@ A part is a piece itself. A forward or backward is cut
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,9 +31,7 @@ def cut(partition: Partition, settings: Settings) -> Partition:
     sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}
     pieces: list[Piece] = []
     for piece in partition.pieces:
-        places = {*_around_gathers(piece), *_after_buckets(piece, sizes)}
-        if piece.phase == "F":
-            places |= set(_before_buffers(piece, chained))
+        places = _places(piece, chained if piece.phase == "F" else frozenset(), sizes)
         pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
 
@@ -49,31 +47,29 @@ def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
     }
 
 
-def _around_gathers(piece: Piece) -> Iterator[int]:
+def _places(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:
+    """Return the indices of the lines before which a piece is cut.
+
+    Args:
+        chained: buffers that each micro-batch changes: the piece is cut before it first reads one
+        sizes:   the bytes of gradients: the piece is cut after a bucket of them
+    """
+    places: set[int] = set()
+    seen: set[str] = set()
+    latest, size = -_CLOSE, 0
     for place, line in enumerate(piece.lines):
         if line.call == GATHER:
-            yield from (place, place + 1)
-
-
-def _before_buffers(piece: Piece, changed: frozenset[str]) -> Iterator[int]:
-    """Yield the first line that reads each changed buffer; skip lines within `_CLOSE` of the last one."""
-    seen: set[str] = set()
-    latest = -_CLOSE
-    for place, line in enumerate(piece.lines):
-        new = changed.intersection(line.operands()) - seen
+            places |= {place, place + 1}
+        new = chained.intersection(line.operands()) - seen
         seen |= new
         if new and place - latest >= _CLOSE:
             latest = place
-            yield place
-
-
-def _after_buckets(piece: Piece, sizes: dict[str, int]) -> Iterator[int]:
-    size = 0
-    for place, line in enumerate(piece.lines):
+            places.add(place)
         size += sizes.get(line.name, 0) if line.name in piece.writes else 0
         if size >= BUCKET:
-            yield place + 1
+            places.add(place + 1)
             size = 0
+    return places
 
 
 def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:

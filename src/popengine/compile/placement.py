@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, pairwise
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
@@ -45,63 +46,52 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     if strategy.mode != "pipelined" or strategy.joined:
         # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
         # name its ipus block by block.
-        ipus = [
-            visit.ipu if strategy.mode == "phased" and visit.ipu is not None else ipu_of[number]
-            for visit, number in zip(visits, numbers, strict=True)
-        ]
-        numbers = _turns(ipus, used)
-        ipu_of = dict(zip(numbers, ipus, strict=True)) | {numbers[i]: ipus[i] for i in used}
-    stages = sorted({numbers[i] for i in used})  # a stage without operations is left out
+        turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
+        for i in sorted(used):
+            own = visits[i].ipu if strategy.mode == "phased" else None
+            ipu = own if own is not None else ipu_of[numbers[i]]
+            turn += ipu != ipu_of_turn.get(turn)
+            turns[i], ipu_of_turn[turn] = turn, ipu
+        numbers, ipu_of = turns, ipu_of_turn
+    blocks: dict[int, dict[str, None]] = {}  # of each stage with operations, their names in order
+    for i in sorted(used):
+        blocks.setdefault(numbers[i], {})[visits[i].name or "no block"] = None
+    stages = sorted(blocks)
     rank = {number: position for position, number in enumerate(stages)}
     return Placement(
         tuple(rank.get(number, 0) for number in numbers),
         tuple(ipu_of[number] for number in stages),
-        tuple(
-            ", ".join(
-                dict.fromkeys(str(visits[i].name) for i in sorted(used) if numbers[i] == number)
-            ).replace("None", "no block")
-            for number in stages
-        ),
+        tuple(", ".join(blocks[number]) for number in stages),
     )
-
-
-def _turns(ipus: list[int], used: set[int]) -> list[int]:
-    """Return a stage for each visit; a new stage starts where the ipu changes. Unused visits have stage 0."""
-    turns, turn, here = [0] * len(ipus), -1, None
-    for i in sorted(used):
-        turn, here = turn + (ipus[i] != here), ipus[i]
-        turns[i] = turn
-    return turns
 
 
 def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
     """Return the stage of each visit, as the user's strategy numbers the stages."""
-    return [0, *(_stage_number(visit, visits, used, strategy) for visit in visits[1:])]
-
-
-def _stage_number(visit: Visit, visits: Sequence[Visit], used: set[int], strategy: Strategy) -> int:
+    stage_of: dict[str | None, int]
     if strategy.auto is None:
-        for number, stage in enumerate(strategy.stages):
-            if visit.name in stage.blocks:
-                return number
+        stages = reversed(tuple(enumerate(strategy.stages)))  # of several stages the first has the block
+        stage_of = {name: number for number, stage in stages for name in stage.blocks}
+    elif strategy.auto == "same_as_ipu":
+        stage_of = {v.name: v.ipu for v in reversed(visits) if v.ipu is not None}  # the first ipu of a block
+    else:  # stage 0 is what runs before the first block, if anything
+        names = dict.fromkeys(visit.name for visit in visits[1:])
+        stage_of = {name: number for number, name in enumerate(names, start=int(0 in used))}
+    unknown = next((visit for visit in visits[1:] if visit.name not in stage_of), None)
+    if unknown is not None and strategy.auto is None:
         blocks = [name for stage in strategy.stages for name in stage.blocks]
         known = ", ".join(map(repr, blocks)) or "no blocks"
         raise BlockError(
-            f"Unknown Block '{visit.name}', opened at {visit.where}\n"
-            f"  the strategy's stages have: {known}{did_you_mean(str(visit.name), blocks)}\n"
-            f'  fix: add poptorch.Stage("{visit.name}") to the strategy, or use one of the names above'
+            f"Unknown Block '{unknown.name}', opened at {unknown.where}\n"
+            f"  the strategy's stages have: {known}{did_you_mean(str(unknown.name), blocks)}\n"
+            f'  fix: add poptorch.Stage("{unknown.name}") to the strategy, or use one of the names above'
         )
-    if strategy.auto == "same_as_ipu":
-        ipu = next((v.ipu for v in visits if v.name == visit.name and v.ipu is not None), None)
-        if ipu is None:
-            raise BlockError(
-                f"the strategy is AutoStage.SameAsIpu, but no IPU was specified for block '{visit.name}'\n"
-                f"  opened at {visit.where}\n"
-                f'  fix: poptorch.Block("{visit.name}", ipu_id=0), or use poptorch.AutoStage.AutoIncrement'
-            )
-        return ipu
-    order = list(dict.fromkeys(v.name for v in visits[1:]))
-    return order.index(visit.name) + (0 in used)  # stage 0 is what runs before the first block, if anything
+    if unknown is not None:
+        raise BlockError(
+            f"the strategy is AutoStage.SameAsIpu, but no IPU was specified for block '{unknown.name}'\n"
+            f"  opened at {unknown.where}\n"
+            f'  fix: poptorch.Block("{unknown.name}", ipu_id=0), or use poptorch.AutoStage.AutoIncrement'
+        )
+    return [0, *(stage_of[visit.name] for visit in visits[1:])]
 
 
 def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
@@ -181,34 +171,29 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
         raise PartitionError(
             f"{count} blocks can't be placed on {ipus} ipus\n  fix: mark more blocks, or use at most {count} ipus"
         )
-    seconds, size = [0.0], [0]
-    for cost in costs:
-        seconds.append(seconds[-1] + cost.seconds)
-        size.append(size[-1] + cost.bytes)
-    # best[i]: for the first i blocks on the ipus so far: (slowest ipu, sum of squares, cuts)
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * count
-    for _ in range(ipus):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
-        for end in range(1, count + 1):
-            for start in range(end):
-                before = best[start]
-                if before is None or size[end] - size[start] > capacity:
-                    continue
-                load = seconds[end] - seconds[start]
-                found = (max(before[0], load), before[1] + load * load, (*before[2], end))
-                if following[end] is None or found < following[end]:  # type: ignore[operator]
-                    following[end] = found
-        best = following
-    chosen = best[count]
+    seconds = [0.0, *accumulate(cost.seconds for cost in costs)]
+    size = [0, *accumulate(cost.bytes for cost in costs)]
+
+    @cache
+    def best(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
+        """Return (slowest ipu, sum of squares, cuts) of the first `end` blocks on `ipus` ipus; None: don't fit."""
+        if not ipus:
+            return None if end else (0.0, 0.0, ())
+        found = []
+        for start in range(end):
+            before, load = best(start, ipus - 1), seconds[end] - seconds[start]
+            if before is not None and size[end] - size[start] <= capacity:
+                found.append((max(before[0], load), before[1] + load * load, (*before[2], end)))
+        return min(found, default=None)
+
+    chosen = best(count, ipus)
     if chosen is None:
         raise PartitionError(
             f"no placement of {count} blocks on {ipus} ipus fits {capacity:.3g} bytes an ipu\n"
             "  fix: use more ipus, smaller blocks, or recomputation"
         )
-    starts = (0, *chosen[2][:-1])
-    return tuple(
-        tuple(cost.name for cost in costs[start:end]) for start, end in zip(starts, chosen[2], strict=True)
-    )
+    bounds = pairwise((0, *chosen[2]))
+    return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in bounds)
 
 
 def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:

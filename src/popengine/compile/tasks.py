@@ -25,7 +25,7 @@ from ..settings import Settings
 from ..update.optimizer_rules import rule_of
 
 
-def tasks(partition: Partition, settings: Settings) -> Plan:
+def make_plan(partition: Partition, settings: Settings) -> Plan:
     """Return the plan of a partitioned graph: the table of a step, and the state that each ipu reads."""
     counts, flow = settings.counts, _Flow(partition)
     rows = _TableWriter(flow, settings).made()
@@ -60,18 +60,15 @@ class _Flow:
                 if name in self.inputs or self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
-        self.sends: list[dict[int, tuple[str, ...]]] = []
+        self.sends: list[dict[int, tuple[str, ...]]] = [{} for _ in self.pieces]
         self.receives: list[list[int]] = [[] for _ in self.pieces]
         for i, piece in enumerate(self.pieces):
             moved = [n for n in piece.writes if n not in self.inputs and n not in self.fixed]
-            others = {
-                ipu: tuple(name for name in moved if (name, ipu) in self.readers)
-                for ipu in self.ipus
-                if ipu != self.ipu(i)
-            }
-            self.sends.append({ipu: names for ipu, names in others.items() if names})
-            for ipu, names in self.sends[i].items():
-                self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
+            for ipu in self.ipus:
+                names = tuple(name for name in moved if (name, ipu) in self.readers)
+                if names and ipu != self.ipu(i):
+                    self.sends[i][ipu] = names
+                    self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
     def ipu(self, piece: int) -> int:
         return self.partition.ipus[self.pieces[piece].stage]
@@ -86,11 +83,8 @@ class _Flow:
         names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
-                names |= {
-                    name
-                    for name in self.partition.sources(piece.reads)
-                    if not self.flows(name, i) and name not in self.trained
-                }
+                read = [name for name in self.partition.sources(piece.reads) if not self.flows(name, i)]
+                names |= {name for name in read if name not in self.trained}
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
     def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -112,14 +106,15 @@ class _TableWriter:
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
         self.loader: dict[str, int] = {}  # an input -> the row that loads it
         self.keeper: dict[str, int] = {}  # a changed buffer's slot -> the row that replaces it
-        # Of each row, the values of the micro-batch that it reads, in an order that is the same in all processes.
-        self.reads: list[dict[str, None]] = []
+        # Of each value of a micro-batch, the rows that make or read it.
+        self.users: dict[str, set[int]] = {}
         signature = flow.partition.signature
         results = signature.results
         slots = {s.key: s.name for s in signature.slots if s.role == "buffer"}
-        self.gradients = [r for r in results if r.kind == "gradient"]
-        self.buffers = [(r.name, r.key, slots[r.key]) for r in results if r.kind == "buffer"]
-        self.outputs = [(i, r.name) for i, r in enumerate(results) if r.kind in ("output", "input")]
+        self.gradients = [(r.name, r.key) for r in results if r.kind == "gradient"]
+        self.buffers = [(r.name, r.key) for r in results if r.kind == "buffer"]
+        self.slots = [(r.name, slots[r.key]) for r in results if r.kind == "buffer"]
+        self.outputs = [(r.name, str(i)) for i, r in enumerate(results) if r.kind in ("output", "input")]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
 
@@ -132,15 +127,15 @@ class _TableWriter:
             self._add(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
         for number in range(len(self.flow.pieces)):
             self._add_piece(number)
-        self._after_changed_buffers()
         self._free()
         if self.flow.trained and self.settings.part.ends_step:
             self._add_updates()
         return tuple(self.rows)
 
-    def _add(self, task: Task, reads: Iterable[str] = ()) -> int:
+    def _add(self, task: Task, uses: Iterable[str] = ()) -> int:
+        for name in uses:
+            self.users.setdefault(name, set()).add(len(self.rows))
         self.rows.append(task)
-        self.reads.append(dict.fromkeys(reads))
         return len(self.rows) - 1
 
     # ---- pieces --------------------------------------------------------------------------------------------
@@ -153,108 +148,84 @@ class _TableWriter:
         made |= {self.loader[name] for name in flowing if name in self.loader}
         group = max(1, piece.gathers, *(flow.pieces[maker].gathers for maker in makers))
         after = [After(row, 0, group) for row in sorted(made)]
-        row = len(self.rows)
+        row = self.row_of[number] = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
         kind: TaskKind = "forward" if piece.phase == "F" else "backward"
         if piece.gathers:  # and does nothing else: see `piece_parts.py`
             kind = "gather"
-        sums, (here, freed) = self._sums(piece), self._around(number, piece)
-        instructions = (*here, *(() if sums else freed))
+        stores = _instruction("store", _written(self.outputs, piece))
+        sums = _instruction("accumulate", _written(self.gradients, piece))
+        sums += stores if self.adds_outputs else []
+        own, freed = self._instructions(number, [] if self.adds_outputs else stores)
         task = Task(kind, flow.ipu(number), piece.stage, piece.phase, piece=number)
-        self.row_of[number] = self._add(
-            replace(task, after=tuple(after), instructions=instructions), reads=flowing
-        )
+        instructions = (*own, *(() if sums else freed))
+        self._add(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
         for name in flowing:
             if name in flow.inputs:
                 self.loader.setdefault(name, row)
-        for _, _, slot in (b for b in self.buffers if b[0] in piece.writes):
-            self.keeper[slot] = row
+        self.keeper.update({slot: row for _, slot in _written(self.slots, piece)})
         if sums:
-            after = (After(row), After(row + 1, 1))
-            self.sums[number] = self._add(
-                replace(task, kind="sum", after=after, instructions=(*sums, *freed)),
-                reads=[name for instruction in sums for name in instruction.names],
-            )
+            task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
+            added = [name for instruction in sums for name in instruction.names]
+            self.sums[number] = self._add(replace(task, instructions=(*sums, *freed)), added)
 
-    def _sums(self, piece: Piece) -> list[Instruction]:
-        """Return the instructions that sum a piece's gradients and outputs over micro-batches."""
-        gradients = [(r.name, r.key) for r in self.gradients if r.name in piece.writes]
-        outputs = self._stored(piece) if self.adds_outputs else []
-        return [*_instruction("accumulate", gradients), *_instruction("store", outputs)]
-
-    def _stored(self, piece: Piece) -> list[tuple[str, str]]:
-        return [(name, str(position)) for position, name in self.outputs if name in piece.writes]
-
-    def _around(self, number: int, piece: Piece) -> tuple[list[Instruction], list[Instruction]]:
+    def _instructions(
+        self, number: int, stores: list[Instruction]
+    ) -> tuple[list[Instruction], list[Instruction]]:
         """Return the instructions of a piece, and the `free` (or none) that comes after its sums."""
-        flow, ipu = self.flow, self.flow.ipu(number)
+        flow, ipu, piece = self.flow, self.flow.ipu(number), self.flow.pieces[number]
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
-        fresh = [name for name in piece.reads if name in flow.inputs and readers[name][0] == number]
+        fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
         last = tuple(n for n in piece.reads if flow.flows(n, number) and readers[n][-1] == number)
-        kept = [(name, key) for name, key, _ in self.buffers if name in piece.writes]
+        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)
         found = [
-            Instruction(
-                "receive", flow.sends[maker][ipu], channel=str(flow.pieces[maker]), peer=flow.ipu(maker)
-            )
-            for maker in flow.receives[number]
+            Instruction("receive", flow.sends[i][ipu], channel=str(flow.pieces[i]), peer=flow.ipu(i))
+            for i in flow.receives[number]
         ]
-        found += _instruction("load", [(name, flow.inputs[name]) for name in fresh])
-        found.append(Instruction("compute", last, piece=number))
+        found += [*_instruction("load", fresh), Instruction("compute", last, piece=number)]
         for other, names in flow.sends[number].items():
             found.append(Instruction("send", names, channel=str(piece), peer=other))
-        found += _instruction("keep", kept)
-        found += _instruction("store", [] if self.adds_outputs else self._stored(piece))
-        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)
+        found += [*_instruction("keep", _written(self.buffers, piece)), *stores]
         return found, [Instruction("free", done)] if done else []
 
-    def _after_changed_buffers(self) -> None:
-        """Make rows that read or replace a changed buffer wait for the previous micro-batch's new value."""
-        for number, row in self.row_of.items():
-            piece = self.flow.pieces[number]
-            read = {n for n in piece.reads if n in self.keeper and not self.flow.flows(n, number)}
-            kept = {self.keeper[n] for n in read} | {row}.intersection(self.keeper.values())
-            after = (*self.rows[row].after, *(After(keeper, 1) for keeper in sorted(kept)))
-            self.rows[row] = replace(self.rows[row], after=tuple(dict.fromkeys(after)))
-
     def _free(self) -> None:
-        """Make the last reader of each value wait for its other readers and free it; drop implied edges."""
+        """Make the last user of each value wait for its other users and free it; drop implied edges.
+
+        Rows that read or replace a changed buffer wait for the previous micro-batch's new value.
+        """
         flow = self.flow
-        maker = {name: self.row_of[piece] for name, piece in flow.maker.items()}
-        readers: dict[str, set[int]] = {name: {row} for name, row in maker.items()}
-        for row, names in enumerate(self.reads):
-            for name in names:
-                readers.setdefault(name, set()).add(row)
-        for row, task in enumerate(self.rows):
-            if task.kind == "gather":  # another replica stacks the values that it gathers
-                gathered = flow.pieces[task.piece]
-                users = set().union(*(readers[name] for name in gathered.writes)) - {row}
-                for name in self.reads[row]:
-                    readers[name] |= users
-        # Fixed state that a piece passes on as a result is freed by the row that stores it.
         for number, row in self.row_of.items():
-            for name in flow.pieces[number].writes:
-                if name in flow.fixed:
-                    sums = self.sums.get(number, row)
-                    readers[name] = {row, sums} if name in self.reads[sums] else {row}
+            piece = flow.pieces[number]
+            if piece.gathers:  # another replica stacks the values that it gathers
+                users = set().union(*(self.users[name] for name in piece.writes)) - {row}
+                for name in self.users.keys() & set(piece.reads):
+                    self.users[name] |= users
         frees: dict[int, list[str]] = {}
         waits: dict[int, set[int]] = {}
-        for name, rows in readers.items():
+        for name, rows in self.users.items():
             last = max(rows)
             frees.setdefault(last, []).append(name)
             waits.setdefault(last, set()).update(rows - {last})
+        kept: dict[int, set[int]] = {}  # row -> the rows that replace the buffers which it reads or replaces
+        for number, row in self.row_of.items():
+            read = [n for n in flow.pieces[number].reads if not flow.flows(n, number)]
+            kept[row] = {self.keeper[n] for n in read if n in self.keeper}
+            kept[row] |= {row}.intersection(self.keeper.values())
         reach = [0] * len(self.rows)
         for row, task in enumerate(self.rows):
-            kept = [edge for edge in task.after if edge.behind != 0 or edge.group > 1]
-            for edge in kept:
+            after = [edge for edge in task.after if edge.behind != 0 or edge.group > 1]
+            after += [After(keeper, 1) for keeper in sorted(kept.get(row, ()))]
+            for edge in after:
                 if edge.behind == 0:
                     reach[row] |= 1 << edge.row | reach[edge.row]
             before = {edge.row for edge in task.after if edge.behind == 0} | waits.get(row, set())
             for other in sorted(before, reverse=True):  # an edge that others imply is left out
                 if not reach[row] >> other & 1:
-                    kept.append(After(other))
+                    after.append(After(other))
                     reach[row] |= 1 << other | reach[other]
-            self.rows[row] = replace(task, after=tuple(kept), frees=tuple(frees.get(row, ())))
+            frees_here = tuple(frees.get(row, ()))
+            self.rows[row] = replace(task, after=tuple(dict.fromkeys(after)), frees=frees_here)
 
     # ---- the end of a step ---------------------------------------------------------------------------------
 
@@ -300,6 +271,11 @@ class _TableWriter:
         """Add a row that runs once for all replicas, and return the edge to all of its indices."""
         row = self._add(Task(kind, index=index, after=tuple(after), once=True, **more))
         return After(row, 0 if index == "step" else None)
+
+
+def _written(pairs: Sequence[tuple[str, str]], piece: Piece) -> list[tuple[str, str]]:
+    """Return the (name, key) pairs of the values that a piece writes."""
+    return [pair for pair in pairs if pair[0] in piece.writes]
 
 
 def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:

@@ -67,7 +67,7 @@ def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     capture = current()
     for part, path, is_named in constants_of(value, "output"):
         _check_constant(part, path, is_named, where)
-    tensors = [capture.adopted(t) if capture is not None else t for t in tensors_of(value)]
+    tensors = [capture.recorder.adopted(t) if capture is not None else t for t in tensors_of(value)]
     with paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]

@@ -64,7 +64,7 @@ def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
     None also if forward returns a loss itself. Raises: CaptureError, if several scalars depend on the loss
     """
     recorder = capture.recorder
-    final = final_losses(capture.losses, recorder)
+    final = final_losses(capture)
     scalars = [value for value in tensors_of(returned) if _is_loss(value)]
     if any(recorder.node(value) in final for value in scalars):
         return None  # PopTorch's rule, which refuses several

@@ -93,7 +93,7 @@ def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
 
 def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     capture = current()
-    value = capture.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
+    value = capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
     if value is not None:  # computed from constants alone
         with torch._C.DisableTorchFunction(), paused():
             return Tensor.numpy(value, *args, **kwargs)
@@ -121,7 +121,7 @@ def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: in
     """Return whether a mask is causal, by torch's function; False for a traced mask without values."""
     if is_causal is None and mask is not None and is_traced(mask):
         capture = current()
-        if capture is None or capture.value_of(mask) is None:
+        if capture is None or capture.recorder.value_of(mask) is None:
             return False
     return _detect_is_causal_mask(mask, is_causal, size)
 

@@ -72,7 +72,9 @@ def host_call(
     shapes = tuple((tuple(v.shape), v.dtype) for v in (*like, *(inputs[position] for position in writes)))
     unchanged = tuple(i for i in range(len(inputs)) if i not in writes and i not in scratch)
     capture = current()
-    weights = tuple((key, weakref.ref(value)) for key, value in (capture.members if capture else ()))
+    weights = tuple(
+        (member.name, weakref.ref(member.real)) for member in (capture.stand_ins.members if capture else ())
+    )
     _calls[handle] = HostCall(name, run, shapes, unchanged, weights)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 

@@ -1,4 +1,4 @@
-"""The contexts of a capture: they delay Ctrl-C, remove modes that were left on, and track the running module.
+"""The contexts of a capture: they delay Ctrl-C, remove modes that were left on, and set torch's global state.
 
 Ctrl-C is delayed because an exception that is raised where C++ calls a mode's Python ends the process; one
 raised while a mode exits leaves the mode on, which would record all later operations.
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
-from .current_capture import Capture, active
+from .current_capture import active
 from .graph_recorder import user_line
 
 logger = logging.getLogger("poptorch::python")
@@ -59,38 +59,12 @@ def modes_left() -> Iterator[None]:
                 _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
 
 
-@contextlib.contextmanager
-def module_paths(module: nn.Module, capture: Capture) -> Iterator[None]:
-    """Set `capture.module` to the name of the running module while the body runs.
-
-    Hooks would not do: some modules take another path if they have hooks, and while torch is compiling, it
-    skips the hooks of a module that raises.
-    """
-    names = {child: name for name, child in module.named_modules()}
-    own = nn.Module.__call__
-
-    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if active.get() is not capture:  # another thread, or code that is hidden from the capture
-            return own(child, *args, **kwargs)
-        around, capture.module = capture.module, names.get(child, capture.module)
-        try:
-            return own(child, *args, **kwargs)
-        finally:
-            capture.module = around
-
-    nn.Module.__call__ = call
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = own
-
-
 # `traced` replaces state of the whole process: threads that capture take turns.
 _CAPTURING = threading.RLock()
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _is_asked_by_torch(reported: set[str]) -> bool:
+def _is_called_by_torch_layer(reported: set[str]) -> bool:
     """Return whether a torch layer calls `is_compiling` in a thread that captures; log each layer once.
 
     Torch's layers must not branch on data. The model's own code gets False, and so takes the branches of
@@ -130,11 +104,10 @@ def traced(training: bool, device: str) -> Iterator[None]:
             contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
-        contexts.enter_context(
-            torch.autograd.set_detect_anomaly(False)
-        )  # it looks for NaN: fake tensors have no values
+        # Anomaly detection looks for NaN, and fake tensors have no values.
+        contexts.enter_context(torch.autograd.set_detect_anomaly(False))
         contexts.enter_context(torch.set_grad_enabled(training))
-        torch.compiler.is_compiling = lambda: is_compiling() or _is_asked_by_torch(reported)
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch_layer(reported)
         gc.disable()  # finalizers (of executors that write their weights back) would be recorded
         try:
             yield

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import CaptureError
 from ...ir import Visit
 from .graph_recorder import user_line
-from .known_values import CaptureRecorder, value_of
+from .known_values import CaptureRecorder
+from .standins import StandIns
 
 aten = torch.ops.aten
 active: ContextVar[Capture | None] = ContextVar("capture", default=None)
@@ -67,8 +68,7 @@ class Capture:
     """The state of a capture: the open block and module, the losses, the annotations of the user's code."""
 
     training: bool
-    members: list[tuple[str, Tensor]]  # the user's own parameters and buffers
-    adopt: InitVar[Callable[[Any], Any]]  # returns the stand-in of a tensor of the module
+    stand_ins: StandIns
     recorder: CaptureRecorder = field(init=False)
     visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
@@ -87,18 +87,8 @@ class Capture:
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     group: Group | None = None
 
-    def __post_init__(self, adopt: Callable[[Any], Any]) -> None:
-        self.recorder = CaptureRecorder(self.describe, adopt)
-
-    def adopted(self, value: Tensor) -> Tensor:
-        """Return the stand-in of a tensor of the module; any other tensor unchanged."""
-        return self.recorder.adopted(value)
-
-    def value_of(self, value: Tensor) -> Tensor | None:
-        """Return a copy of a tensor's value if it is computed from constants alone, else None."""
-        known = value_of(self.recorder, value)
-        with torch._C.DisableTorchFunction(), paused():
-            return None if known is None else known.clone()
+    def __post_init__(self) -> None:
+        self.recorder = CaptureRecorder(self.describe, self.stand_ins.of_operand)
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block, to which the following operations belong."""
@@ -120,7 +110,7 @@ class Capture:
 
     def describe(self, func: Any) -> dict[str, Any]:
         """Return the node meta of an operation that is about to run; a draw advances torch's generator."""
-        meta = self._place(func)
+        meta = self._forward_meta(func) if self.phase == "F" else self._backward_meta()
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores
             # its state, to recompute, gets the same number here, and the same random numbers later.
@@ -128,32 +118,26 @@ class Capture:
             torch.default_generator.manual_seed(meta["numbers"] + 1 & _SEEDS)
         return meta
 
-    def _place(self, func: Any) -> dict[str, Any]:
-        if self.phase == "F":
-            where = user_line()
-            if self.block == ENDED:
-                raise CaptureError(
-                    "No active Block, all the ops must belong to a Block\n"
-                    f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
-                    "  fix: move it into a block, or open the next one before it"
-                )
-            place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
-            self.places.append((torch.autograd._get_sequence_nr(), place))  # pyright: ignore
-            return {**place, **self._annotations(func)}
+    def _forward_meta(self, func: Any) -> dict[str, Any]:
+        where = user_line()
+        if self.block == ENDED:
+            raise CaptureError(
+                "No active Block, all the ops must belong to a Block\n"
+                f"  {func} ran at {where}, after the end of a `with poptorch.Block(...)`\n"
+                "  fix: move it into a block, or open the next one before it"
+            )
+        place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
+        self.places.append((torch.autograd._get_sequence_nr(), place))  # pyright: ignore
+        meta: dict[str, Any] = {**place, "scope": "_".join(self.scopes), "attributes": self.attributes}
+        if self.group is not None and func is aten.convolution.default:
+            meta["group"] = self.group
+            self.group.convolutions += 1
+        return meta
+
+    def _backward_meta(self) -> dict[str, Any]:
         node = torch._C._current_autograd_node()
         if node is None or not self.places:  # the sum of two gradients: autograd's own
             return {"phase": "B", "block": None, "where": "?", "module": "?"}
         number = bisect.bisect_right(self.places, node._sequence_nr(), key=lambda entry: entry[0])
         _, place = self.places[min(number, len(self.places) - 1)]
         return {**place, "phase": "B"}
-
-    def _annotations(self, func: Any) -> dict[str, Any]:
-        meta: dict[str, Any] = {}
-        if self.scopes:
-            meta["scope"] = "_".join(self.scopes)
-        if self.attributes:
-            meta["attributes"] = self.attributes
-        if self.group is not None and func is aten.convolution.default:
-            meta["group"] = self.group
-            self.group.convolutions += 1
-        return meta

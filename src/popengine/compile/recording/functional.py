@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, Recorder, is_write, like, memory_of
+from .graph_recorder import PLACE, Recorder, copied, is_write, like, memory_of, run_node
 
 aten = torch.ops.aten
 # The entries of a node's meta that a replay copies.
@@ -33,49 +32,39 @@ def replace_simple_writes(graph: fx.Graph) -> None:
     sharing: dict[int | None, list[fx.Node]] = {}
     for node in nodes:
         sharing.setdefault(memory_of(node), []).append(node)
-    for node in nodes:
-        operation = _without_write(node.target) if is_write(node) else None
+    for node in filter(is_write, nodes):
+        operation = _without_write(node.target)
         first, *others = sharing[memory_of(node)]
         if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
             continue
         if any(place[user] > place[node] for user in node.args[0].users):  # after the write
             continue
-        target: Any = node.target
-        defaults = [a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only]
+        defaults = [
+            a.default_value for a in node.target._schema.arguments[len(node.args) :] if not a.kwarg_only
+        ]
         given = (*node.args, *defaults)  # the out-of-place operation may have no defaults
-        args, kwargs = fx.node.map_arg((given, node.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
+        with graph.inserting_before(node):
+            new = graph.call_function(operation, given, node.kwargs)
         old = node.meta["val"]
         with old.fake_mode, torch.no_grad():
-            made = operation(*args, **kwargs)
-        if (made.dtype, made.shape, made.stride()) == (old.dtype, old.shape, old.stride()):
-            with graph.inserting_before(node):
-                new = graph.call_function(operation, given, node.kwargs)
-            new.meta.update(node.meta, val=made)
-            place[new] = place[node]
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            made = run_node(new, {operand: operand.meta["val"] for operand in new.all_input_nodes})
+        if (made.dtype, made.shape, made.stride()) != (old.dtype, old.shape, old.stride()):
+            graph.erase_node(new)
+            continue
+        new.meta.update(node.meta, val=made)
+        place[new] = place[node]
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
-@functools.cache
-def _without_write(operation: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _without_write(operation: Any) -> Any:
     """Return the out-of-place overload of an in-place operation (add for add_), or None if there is none."""
-    schema = operation._schema
-    types = [(str(argument.type), argument.kwarg_only) for argument in schema.arguments]
-    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-    for name in packet.overloads() if packet is not None and len(schema.returns) == 1 else ():
-        other = getattr(packet, name)
-        if not other._schema.is_mutable and types == [
-            (str(argument.type), argument.kwarg_only) for argument in other._schema.arguments
-        ]:
-            return other
-    return None
-
-
-def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the result of a node's operation for the values of its operands."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
-    target: Any = node.target
-    return target(*args, **kwargs)
+    if operation is aten.bernoulli_.float:
+        return aten.bernoulli.p
+    packet = getattr(aten, operation._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    other = getattr(packet, operation._overloadname, None)
+    has_one_result = len(operation._schema.returns) == 1
+    return other if has_one_result and other is not None and not other._schema.is_mutable else None
 
 
 def replayed(
@@ -175,7 +164,7 @@ def as_graph(
     Raises:
         CaptureError: the forward changes a trained parameter, or a tensor that is no state, in place
     """
-    graph, constants = recorder.graph, recorder.constants
+    graph, constants, fresh = recorder.graph, recorder.constants, recorder.fresh
     graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     written: dict[fx.Node, fx.Node] = {}
@@ -190,30 +179,22 @@ def as_graph(
             kinds.append((kind, node.meta["key"]))
             output.args = ((*output.args[0], value),)
     drop_what_does_nothing(graph)
-    _check_lost({node: value for node, value in written.items() if node.meta["key"] not in recorder.fresh})
+    _check_lost({node: value for node, value in written.items() if node.meta["key"] not in fresh})
 
-    def about(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    def described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(node.meta["val"].shape), node.meta["val"].dtype
 
-    slots = tuple(
-        Slot(node.name, node.meta["role"], node.meta["key"], *about(node))
-        for node in graph.find_nodes(op="placeholder")
-    )
+    placeholders = graph.find_nodes(op="placeholder")
+    keys = [node.meta["key"] for node in placeholders if node.meta["role"] == "constant"]
+    # The program may change a tensor that forward has not made.
+    kept = {key: constants[key] if key in fresh else copied(constants[key]) for key in keys}
     return Graph(
-        slots,
-        tuple(
-            Result(node.name, kind, key, *about(node))
-            for (kind, key), node in zip(kinds, output.args[0], strict=True)
-        ),
-        {slot.key: _kept(slot.key, constants, recorder.fresh) for slot in slots if slot.role == "constant"},
+        tuple(Slot(n.name, n.meta["role"], n.meta["key"], *described(n)) for n in placeholders),
+        tuple(Result(n.name, *kind, *described(n)) for kind, n in zip(kinds, output.args[0], strict=True)),
+        kept,
         visits,
         graph,
     )
-
-
-def _kept(key: str, constants: dict[str, Tensor], fresh: set[str]) -> Tensor:
-    """Return a constant's value: a copy, unless forward made the tensor, since the program may change it."""
-    return constants[key] if key in fresh else constants[key].detach().clone().resolve_conj().resolve_neg()
 
 
 def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
@@ -222,15 +203,15 @@ def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | 
     A frozen parameter becomes a buffer. Raises: CaptureError, if a trained parameter is written.
     """
     role, key = node.meta["role"], node.meta["key"]
-    if role == "parameter":
-        if key in trained:
-            raise CaptureError(
-                f"Parameter {key} is changed in place by the forward, at {value.meta.get('where', '?')}\n"
-                "  why: its value belongs to the optimizer while the model trains\n"
-                f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
-                " out of the training with `requires_grad_(False)`"
-            )
-        node.meta["role"] = role = "buffer"  # no update changes it
+    if role == "parameter" and key in trained:
+        raise CaptureError(
+            f"Parameter {key} is changed in place by the forward, at {value.meta.get('where', '?')}\n"
+            "  why: its value belongs to the optimizer while the model trains\n"
+            f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
+            " out of the training with `requires_grad_(False)`"
+        )
+    if role == "parameter":  # no update changes it
+        node.meta["role"] = role = "buffer"
     return role if role in ("buffer", "input") else None
 
 

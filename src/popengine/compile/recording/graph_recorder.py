@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,8 @@ PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the 
 # Operations that update running statistics in place without declaring it in their schema, and twins that declare it.
 _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
 
-_OURS = tuple(
-    str(folder) + "/"
-    for folder in (
-        Path(torch.__file__).parent,
-        Path(__file__).parents[2],
-        Path(__file__).parents[3] / "poptorch",
-    )
-)
+_SRC = Path(__file__).parents[3]
+_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, _SRC / "popengine", _SRC / "poptorch"))
 
 
 def user_line() -> str:
@@ -79,6 +73,11 @@ def like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
+def copied(constant: Tensor) -> Tensor:
+    """Return a copy of a real tensor, without lazy conjugation or sign."""
+    return constant.detach().clone().resolve_conj().resolve_neg()
+
+
 def check_dense(value: Tensor, what: str) -> None:
     """Raise CaptureError if a tensor is sparse; `what` names the tensor in the message."""
     if value.layout is not torch.strided:
@@ -99,6 +98,13 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def is_write(node: fx.Node) -> bool:
     """Return whether an operation writes into one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the result of a node's operation for the values of its operands."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 def memory_of(node: fx.Node) -> int | None:
@@ -156,9 +162,6 @@ class Recorder(TorchDispatchMode):
     def bind(self, value: Tensor, node: fx.Node) -> None:
         self._node_of[id(value)] = node
         self._alive.append(value)
-
-    def has_met(self, value: Tensor) -> bool:
-        return id(value) in self._node_of
 
     def node(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor; a real tensor that the graph has not made becomes a constant.

@@ -24,10 +24,12 @@ from ...errors import CaptureError
 from .graph_recorder import (
     Recorder,
     check_dense,
+    copied,
     is_write,
     like,
     map_leaves,
     memory_of,
+    run_node,
     tensors_in,
     user_line,
     written,
@@ -48,8 +50,10 @@ class CaptureRecorder(Recorder):
     def __init__(self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any]) -> None:
         super().__init__(describe)
         self.adopted = adopted
-        self._constant_of: dict[int, Tensor] = {}
         self._saved: dict[int, list[list[Tensor]]] = {}  # by memory, what autograd saved for its backward
+        # The values of the operations that `value_of` has run; None if they depend on more than constants.
+        self._values: dict[fx.Node, Any] = {}
+        self._calls_run = 0
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which autograd's saved values are kept for backward, even if overwritten."""
@@ -104,11 +108,12 @@ class CaptureRecorder(Recorder):
             return value
         found = self.adopted(value)
         # A tensor without dimensions may be a number, and torch promotes numbers and tensors differently.
-        if found is value and value.dim():
-            if id(value) not in self._constant_of:
-                self._constant_of[id(value)] = self.replaced(self.node(value), like(value))
-            found = self._constant_of[id(value)]
-        return found
+        if found is not value or not value.dim():
+            return found
+        node = self.node(value)
+        if node.meta["val"] is value:
+            self.replaced(node, like(value))
+        return node.meta["val"]
 
     def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         if func is aten.index.Tensor:
@@ -132,10 +137,8 @@ class CaptureRecorder(Recorder):
         return tree_map(as_constant, result)
 
     def _known(self, value: Any, error: Exception) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        known = value_of(self, value)
-        if known is None:
+        known = self.value_of(value) if isinstance(value, Tensor) else value
+        if known is None and value is not None:
             raise error
         return known
 
@@ -151,54 +154,38 @@ class CaptureRecorder(Recorder):
                 found.append(index)
         return found
 
+    def value_of(self, value: Tensor) -> Tensor | None:
+        """Return a copy of a recorded tensor's value; None if it depends on more than constants."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            calls = [node for node in self.graph.nodes if node.op == "call_function"]
+            for node in calls[self._calls_run :]:
+                self._run(node)
+            self._calls_run = len(calls)
+            known = self._value(self.node(value))
+            return None if known is None else known.clone()
 
-def value_of(recorder: Recorder, value: Tensor) -> Tensor | None:
-    """Return the value of a tensor made under `recorder`; None if it depends on more than constants."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        needed = _behind(recorder, recorder.node(value))
-        if needed is None:
-            return None
-        copied = any(is_write(node) for node in needed)
-        values: dict[fx.Node, Any] = {}
-        for node in (node for node in recorder.graph.nodes if node in needed):
-            if node.op == "placeholder":
-                constant = recorder.constants[node.meta["key"]].detach().resolve_conj().resolve_neg()
-                values[node] = constant.clone() if copied else constant
-            else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
-                values[node] = node.target(*args, **kwargs)
-        return values[recorder.node(value)]
+    def _run(self, node: fx.Node) -> None:
+        """Set a node's value in `_values`. A write of an unknown value makes all that share its memory unknown."""
+        operands = [self._value(operand) for operand in node.all_input_nodes]
+        is_known = all(value is not None for value in operands)
+        if is_known and _is_deterministic(node.target):
+            self._values[node] = run_node(node, self._values)
+            return
+        self._values[node] = None
+        if is_write(node):
+            into = written(node.target, node.args, node.kwargs)
+            memory = {memory_of(operand) for operand in into if isinstance(operand, fx.Node)} - {None}
+            self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
 
-
-def _behind(recorder: Recorder, node: fx.Node) -> set[fx.Node] | None:
-    """Return all nodes that a node depends on, also by writes into memory; None if one isn't constant."""
-    needed: set[fx.Node] = set()
-    stack, memory = [node], set()
-    writes = [node for node in recorder.graph.nodes if is_write(node)]
-    while stack:
-        node = stack.pop()
-        if node in needed:
-            continue
-        if not _is_constant(node):
-            return None
-        needed.add(node)
-        stack += node.all_input_nodes
-        memory.add(memory_of(node))
-        memory.discard(None)
-        if not stack:
-            stack = [write for write in writes if write not in needed and memory & _written(write)]
-    return needed
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
+            is_constant = node.meta["role"] == "constant"
+            self._values[node] = copied(self.constants[node.meta["key"]]) if is_constant else None
+        return self._values[node]
 
 
-def _is_constant(node: fx.Node) -> bool:
-    if node.op == "placeholder":
-        return node.meta["role"] == "constant"
-    if node.target is operator.getitem:
+def _is_deterministic(operation: Any) -> bool:
+    """Return whether an operation is torch's own, and draws no random numbers."""
+    if operation is operator.getitem:
         return True
-    target: Any = node.target
-    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def _written(node: fx.Node) -> set[int | None]:
-    into = written(node.target, node.args, node.kwargs)
-    return {memory_of(operand) for operand in into if isinstance(operand, fx.Node)}
+    return operation.namespace == "aten" and torch.Tag.nondeterministic_seeded not in operation.tags

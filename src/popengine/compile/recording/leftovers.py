@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,27 +22,16 @@ from ...errors import CaptureError
 logger = logging.getLogger("poptorch::python")
 
 _SHELVES = {"_parameters", "_buffers", "_modules"}
-_CLOSED = (
-    type(None),
-    str,
-    bytes,
-    int,
-    float,
-    Tensor,
-    type,
-    types.ModuleType,
-    types.CodeType,
-    types.FrameType,
-)
+# Types of objects that are not searched.
+_CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
 _MOST = 300_000  # objects that a search visits at most
 
 
-@dataclass(frozen=True)
-class Leftover:
+class Leftover(NamedTuple):
     """A stored fake tensor: its path (as "model.losses[0]"), and a function that replaces it there."""
 
     path: str
-    value: Tensor
+    value: Any
     put: Callable[[Any], None]
 
 
@@ -52,14 +40,14 @@ def left_behind(value: Any, path: str = "model") -> list[Leftover]:
     containers, objects, generators, and the outer variables of functions; not parameters and buffers."""
     found: list[Leftover] = []
     seen: set[int] = set()
-    stack: list[tuple[Any, str, Callable[[Any], None]]] = [(value, path, _nowhere)]
+    stack = [Leftover(path, value, _nowhere)]
     while stack and len(seen) < _MOST:
-        value, path, put = stack.pop()
-        if isinstance(value, FakeTensor):
-            found.append(Leftover(path, value, put))
-        elif id(value) not in seen and not isinstance(value, _CLOSED):
-            seen.add(id(value))
-            stack += _inside(value, path, put)
+        place = stack.pop()
+        if isinstance(place.value, FakeTensor):
+            found.append(place)
+        elif id(place.value) not in seen and not isinstance(place.value, _CLOSED):
+            seen.add(id(place.value))
+            stack += _inside(*place)
     return found
 
 
@@ -67,32 +55,32 @@ def _nowhere(value: Any) -> None:
     raise AssertionError("nothing holds the model")
 
 
-def _inside(value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (item, path, function that replaces the item) for each item that a value holds. An item that
-    can't be replaced alone is replaced together with the value."""
+def _inside(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
+    """Yield the place of each item that a value holds. An item that can't be replaced alone is replaced
+    together with the value."""
     if isinstance(value, (dict, list, deque)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from [(item, f"{path}[{key!r}]", partial(value.__setitem__, key)) for key, item in items]
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield Leftover(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
         return
-    if isinstance(value, types.FunctionType):
-        yield from [(variable, name, put) for name, variable in _around(value)]
+    if isinstance(value, FunctionType):
+        yield from [Leftover(name, variable, put) for name, variable in _around(value)]
         return
     try:
         own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
     except AttributeError:  # tuples, sets, methods, slots, iterators and generators
-        yield from [(part, f"{path}[...]", put) for part in gc.get_referents(value)]
+        yield from [Leftover(f"{path}[...]", part, put) for part in gc.get_referents(value)]
         return
     is_module = isinstance(value, nn.Module)
-    names = own.keys() - _SHELVES if is_module else own.keys()
-    yield from [(own[name], f"{path}.{name}", partial(own.__setitem__, name)) for name in names]
+    for name in own.keys() - _SHELVES if is_module else own.keys():
+        yield Leftover(f"{path}.{name}", own[name], partial(own.__setitem__, name))
     if is_module:
-        yield from [(child, f"{path}.{name}", put) for name, child in value.named_children()]
+        yield from [Leftover(f"{path}.{name}", child, put) for name, child in value.named_children()]
         kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("torch.")]
-        held = [held for kind in kinds for held in vars(kind).values()]
-        yield from [(function, path, put) for function in held if isinstance(function, types.FunctionType)]
+        functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
+        yield from [Leftover(path, function, put) for function in functions]
 
 
-def _around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _around(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of a function's outer variables: of enclosing functions, and plain globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not bound yet
@@ -102,11 +90,11 @@ def _around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _names(code: CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes that a function's code uses, with its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if isinstance(constant, CodeType):
             yield from _names(constant)
 
 

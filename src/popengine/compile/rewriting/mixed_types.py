@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ..recording.graph_recorder import map_leaves
 
@@ -36,34 +35,23 @@ _LAYERS: dict[Any, int] = {
 _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
-class MixedPrecision(TorchFunctionMode):
-    """A function mode that casts the weights of layers to the float type of the layer's input."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        position = _LAYERS.get(func)
-        if position is not None:
-            return _cast_to(_first(position, args, kwargs), func, args, kwargs)
-        if func in _STATISTICS:
-            return _with_statistics(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _first(position: int, args: Any, kwargs: Any) -> Any:
-    found = args[position] if position < len(args) else next(iter(kwargs.values()), None)
-    return found[0] if isinstance(found, list | tuple) and found else found  # einsum takes a list, too
-
-
-def _cast_to(like: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(like, Tensor) or not like.is_floating_point():
-        return func(*args, **kwargs)
-
-    def cast(value: Any) -> Any:
-        wrong = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != like.dtype
-        return value.to(like.dtype) if wrong else value
-
-    args, kwargs = map_leaves(cast, (args, kwargs))
+def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a torch function's result; weights of layers are cast to the float type of the layer's input."""
+    if func in _STATISTICS:
+        return _with_statistics(func, *args, **kwargs)
+    position = _LAYERS.get(func)
+    if position is not None:
+        like = args[position] if position < len(args) else next(iter(kwargs.values()), None)
+        if isinstance(like, list | tuple) and like:  # einsum takes a list, too
+            like = like[0]
+        if isinstance(like, Tensor) and like.is_floating_point():
+            args, kwargs = map_leaves(lambda value: _cast(value, like.dtype), (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_other = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_other else value
 
 
 def _with_statistics(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from ...ir import Graph
-from ..recording.functional import run_node, with_replayed
-from ..recording.graph_recorder import PLACE, memory_of
+from ..recording.functional import with_replayed
+from ..recording.graph_recorder import PLACE, memory_of, run_node
 
 aten = torch.ops.aten
 _UNITS = {torch.float16: "avx512_fp16", torch.bfloat16: "avx512_bf16"}  # the processor's feature
@@ -51,8 +51,8 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         chosen: called with (operation, half type): returns whether to compute it in float32
     Returns: the graph, and the products that are computed in float32, such as "mm of bfloat16"
     """
-    types = {node: kind for node in graph.code.nodes if (kind := _half_type(node)) is not None}
-    wide = {node: kind for node, kind in types.items() if chosen(node.target, kind)}
+    types = {node: _half_type(node) for node in graph.code.nodes}
+    wide = {node: kind for node, kind in types.items() if kind is not None and chosen(node.target, kind)}
     if not wide:
         return graph, ()
     copies: dict[Any, Tensor] = {}
