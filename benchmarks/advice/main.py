@@ -20,7 +20,7 @@ from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImpo
 
 from popengine.profile import Profile, load
 from popvision.analysis import Figures, figures
-from popvision.changes import Change, promised
+from popvision.virtual import Change, promised
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]

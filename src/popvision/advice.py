@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from popengine.profile import Profile
 
 from .analysis import Figures
-from .changes import promised
 from .times import is_cut_off, whole_steps
 from .units import cores_in_words, size
+from .virtual import promised
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
 _UNEVEN = 1.2  # other stages are advised if the slowest one costs at least so many times the average

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from popengine.profile import Operation, Profile
 
@@ -77,39 +76,33 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
     return total
 
 
-@dataclass(frozen=True)
 class Costs:
-    """The seconds of a plan by category: by (phase, stage) for one micro-batch, and by ipu for an update."""
+    """The seconds of a plan on a machine by category: by (phase, stage) for one micro-batch, by ipu for an update."""
 
-    phases: dict[tuple[str, int], Spent]
-    updates: dict[int, Spent]
+    def __init__(self, profile: Profile, machine: Machine, replicas: int) -> None:
+        self.profile = profile
+        self.phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
+        for operation in profile.operations:
+            piece = profile.pieces[operation.piece]
+            add(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
+        for part in profile.parts:
+            if part.phase:
+                add(self.phases[part.phase, part.stage], _moved(part.kind, part.bytes, machine))
+        self.updates = dict(_updates(profile, machine, replicas)) if profile.training else {}
 
-    def step(self, profile: Profile, micro_batches: int) -> StepModel:
+    def step(self, micro_batches: int) -> StepModel:
         """Return a model of one replica's step for the simulation in virtual time, with costs in ns."""
         costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
         updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
-        return StepModel.of(profile, costs, updates=updates, micro_batches=micro_batches, keeps_order=False)
+        more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
+        return StepModel.of(self.profile, costs, **more)
 
-    def of_ipu(self, profile: Profile, ipu: int, micro_batches: int) -> Spent:
-        """Return the seconds that an ipu spends in a step, by category: all micro-batches and the update."""
-        found = Spent(float, self.updates.get(ipu, {}))
+    def of_ipus(self, micro_batches: int) -> dict[int, Spent]:
+        """Return the seconds of each ipu in a step, by category: all micro-batches and the update."""
+        found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
         for (_, stage), spent in self.phases.items():
-            if profile.ipus[stage] == ipu:
-                add(found, spent, micro_batches)
+            add(found[self.profile.ipus[stage]], spent, micro_batches)
         return found
-
-
-def costs_on(profile: Profile, machine: Machine, replicas: int) -> Costs:
-    """Return the costs of a plan's stages and updates on a machine, with `replicas` replicas."""
-    phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
-    for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        add(phases[piece.phase, piece.stage], operation_seconds(operation, machine))
-    for part in profile.parts:
-        if part.phase:
-            add(phases[part.phase, part.stage], _moved(part.kind, part.bytes, machine))
-    updates = dict(_updates(profile, machine, replicas)) if profile.training else {}
-    return Costs(phases, updates)
 
 
 def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The page: the viewer's files and the profiles' data in one HTML file, which needs no other file.
 
-The viewer draws; every figure it shows is computed here, by `analysis`, `memory` and `compare`.
+The viewer draws; every figure it shows is computed here, by `analysis` and `memory`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from popengine.profile import Profile, ProfileError, load
 
 from .advice import machine_sentence, sentences, stages_sentence
-from .analysis import Figures, figures
-from .compare import compare, text
+from .analysis import Figures, compare, comparison_text, figures
 from .memory import curve, detailed
 from .times import on_the_stages_clock
 
@@ -140,6 +139,6 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
         rows = compare(*runs)
         at = {"first": len(entries) - 2, "second": len(entries) - 1}
         comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
-        texts.append(text(rows, (str(first), str(second))))
+        texts.append(comparison_text(rows, (str(first), str(second))))
     target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
     return "\n".join(texts)

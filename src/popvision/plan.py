@@ -16,8 +16,7 @@ from typing import Any
 from popengine.profile import PLAN_WISH, Profile, ProfileError, load
 
 from . import virtual
-from .changes import changes
-from .costs import CATEGORIES, Costs, Spent, costs_on
+from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
 from .machine import machine as bow
 from .units import seconds, share, size, table
@@ -129,21 +128,21 @@ class Estimates:
             (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
         )
         profile = self.profiles.get("apart") or next(iter(self.profiles.values()))
-        return machine, profile, costs_on(profile, machine, profile.counts.get("replicas", 1))
+        return machine, profile, Costs(profile, machine, profile.counts.get("replicas", 1))
 
     def advice(self) -> list[str]:
         """Return sentences about what bounds a step on the machine of `drawn`, and what makes it faster."""
         machine, profile, costs = self.drawn
         micro_batches = profile.facts["schedule_micro_batches"]
-        loads = {ipu: sum(costs.of_ipu(profile, ipu, micro_batches).values()) for ipu in profile.devices}
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.of_ipus(micro_batches).items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
-        step = costs.step(profile, micro_batches)
+        step = costs.step(micro_batches)
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
             f" On {machine.name} ipus wait {step.bubble(virtual.apart(step)):.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in changes(profile, step, 0.0)
+            for change in virtual.changes(profile, step, 0.0)
             if change.apart > 1.03
         ]
 
@@ -224,11 +223,11 @@ def _seconds_apart(
     profile: Profile, machine: Machine, replicas: int, micro_batches: int
 ) -> tuple[float, float, Spent]:
     """Return a step's seconds on separate devices, its bubble, and the busiest ipu's seconds by category."""
-    costs = costs_on(profile, machine, replicas)
-    step = costs.step(profile, micro_batches)
-    loads = [costs.of_ipu(profile, ipu, micro_batches) for ipu in profile.devices]
+    costs = Costs(profile, machine, replicas)
+    step = costs.step(micro_batches)
     length = virtual.apart(step)
-    return length / 1e9, step.bubble(length), max(loads, key=lambda load: sum(load.values()))
+    busiest = max(costs.of_ipus(micro_batches).values(), key=lambda spent: sum(spent.values()))
+    return length / 1e9, step.bubble(length), busiest
 
 
 def _problems_apart(

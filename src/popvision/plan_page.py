@@ -67,17 +67,17 @@ def page(plan: Any) -> str:
 
 def timeline(profile: Profile, costs: Costs) -> str:
     """Return an SVG picture of one step, with a row for each ipu; of a long step only the beginning."""
-    phases = costs.step(profile, 1).phases
-    most, micro_batches = max(1, _DRAWN // len(phases)), profile.facts["schedule_micro_batches"]
-    step = costs.step(profile, min(micro_batches, most))
+    actions = costs.step(1).actions
+    most, micro_batches = max(1, _DRAWN // len(actions)), profile.facts["schedule_micro_batches"]
+    step = costs.step(min(micro_batches, most))
     tasks, found = virtual.on_devices(step)
     rows, width, tall = sorted(set(step.ipus)), 1000, 30
     unit = width / (found.length or 1)
     boxes = []
     for (row, micro_batch), start, end in zip(tasks, found.starts, found.ends, strict=False):
-        phase, stage = phases[row]
+        phase, stage, ipu, _ = actions[row]
         x, wide = 60 + start * unit, max(0.4, (end - start) * unit)
-        y = rows.index(step.ipus[stage]) * tall
+        y = rows.index(ipu) * tall
         label = f"{'forward' if phase == 'F' else 'backward'} of stage {stage}, micro-batch {micro_batch}"
         text = f'<text x="{x + 3:.1f}" y="{y + 17}">{micro_batch}</text>' if wide > 18 else ""
         boxes.append(

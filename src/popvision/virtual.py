@@ -16,9 +16,13 @@ from typing import Any
 from popengine.order import ORDERS, Action, After, Timeline, length, timeline
 from popengine.profile import Profile
 
+from . import memory
+
 WORTH_SHARING = 1e5  # ns of an average task; if tasks are shorter, the engine runs all of them on one core
 _DOUBTFUL = 1.4  # factor around WORTH_SHARING within which the engine may use one core or several
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
+_LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
+_SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,22 @@ class StepModel:
         return cls(profile.ipus, forward, backward if profile.training else (), mode=mode, **more)
 
     @property
-    def phases(self) -> list[tuple[str, int]]:
-        """Return (phase, stage) of each computation of a micro-batch, in order."""
+    def actions(self) -> list[Action]:
+        """Return the computations of a micro-batch. Each waits for the previous one; a forward of an ordered
+        stage also waits for itself in the previous micro-batch."""
         stages = range(len(self.ipus))
-        return [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
+        phases = [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
+        found = []
+        for row, (phase, stage) in enumerate(phases):
+            after = [After(row - 1)] if row else []
+            after += [After(row, 1)] if phase == "F" and stage in self.ordered else []
+            found.append(Action(phase, stage, self.ipus[stage], tuple(after)))
+        return found
 
     @property
     def costs(self) -> list[float]:
-        """Return the ns of each of `phases`."""
-        return [(self.forward if phase == "F" else self.backward)[stage] for phase, stage in self.phases]
+        """Return the ns of each of `actions`."""
+        return [*self.forward, *reversed(self.backward)]
 
     @property
     def work(self) -> float:
@@ -133,36 +144,18 @@ def _stretched(found: Timeline, speed: Sequence[float]) -> float:
 
 
 def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
+    """Return the length of a step of any number of micro-batches; `run`: returns that of a shorter step."""
+    most = _MOST_TASKS // step.replicas
     return length(
-        _actions(step),
-        step.micro_batches,
-        lambda count: run(replace(step, micro_batches=count)),
-        _MOST_TASKS // step.replicas,
+        step.actions, step.micro_batches, lambda count: run(replace(step, micro_batches=count)), most
     )
-
-
-def _actions(step: StepModel) -> list[Action]:
-    """Return the phases as rows of a table. Each row waits for the previous row; a forward of an ordered
-    stage also waits for the same row of the previous micro-batch."""
-    found = []
-    for row, (phase, stage) in enumerate(step.phases):
-        after = [After(row - 1)] if row else []
-        if phase == "F" and stage in step.ordered:
-            after.append(After(row, 1))
-        found.append(Action(phase, stage, step.ipus[stage], tuple(after)))
-    return found
 
 
 def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
-    """Simulate a step on separate devices. Returns: as `timeline`; an action is an index of `step.phases`."""
-    return timeline(
-        _actions(step),
-        step.micro_batches,
-        ORDERS[step.mode][0],
-        costs=step.costs,
-        updates={ipu: cost for ipu, cost in step.updates.items() if cost},
-        keeps_order=step.keeps_order,
-    )
+    """Simulate a step on separate devices. Returns: as `timeline`; an action is an index of `step.actions`."""
+    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
+    order, keeps_order = ORDERS[step.mode][0], step.keeps_order
+    return timeline(step.actions, step.micro_batches, order, 0, step.costs, 1, updates, keeps_order)
 
 
 def _here(step: StepModel, cores: int) -> Timeline:
@@ -171,4 +164,100 @@ def _here(step: StepModel, cores: int) -> Timeline:
     costs = [cost + count * step.between for cost, count in zip(step.costs, tasks, strict=True)]
     updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
     order = ORDERS[step.mode][1]
-    return timeline(_actions(step), step.micro_batches, order, cores, costs, step.replicas, updates)[1]
+    return timeline(step.actions, step.micro_batches, order, cores, costs, step.replicas, updates)[1]
+
+
+# ---- changes of the program ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a program, and the simulated speedup per row of data.
+
+    `apart`: speedup on separate devices; `here`: on this host's cores (None: unknown). `also`: other effects.
+    `setting`: the change as data: `{"accumulation": 8}`, `{"pipelined": True}`, `{"replicas": 2}` ...
+    """
+
+    kind: str
+    what: str
+    apart: float
+    here: float | None
+    also: str
+    setting: Mapping[str, Any]
+
+    @property
+    def best(self) -> float:
+        return max(self.apart, self.here or 0.0)
+
+
+def promised(speedup: float | None, spread: float) -> float | None:
+    """Return the part of a simulated speedup that is promised; None, if it is below 5 % or the spread."""
+    sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
+    return sure if sure > 1 + max(_LEAST, spread) else None
+
+
+def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
+    """Return the changes with a speedup beyond the measured spread, one per kind at most, the best first."""
+    if not sum(step.costs):
+        return []
+    facts = profile.facts
+    # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
+    is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
+    cores = facts.get("threads", 0) if is_host else 0
+    before = apart(step)
+
+    def change(kind: str, changed: StepModel, what: str, also: str, **setting: Any) -> Change:
+        on_cores = speedup_here(step, changed, cores) if cores else None
+        faster = before / apart(changed) * changed.micro_batches / step.micro_batches
+        # On separate devices more replicas take more devices.
+        return Change(
+            kind, what, faster if changed.replicas == step.replicas else 1.0, on_cores, also, setting
+        )
+
+    found = [
+        *_more_micro_batches(step, change),
+        *_pipeline(profile, step, change),
+        *_replicas(profile, step, cores, change),
+    ]
+    return sorted((one for one in found if promised(one.best, spread) is not None), key=lambda one: -one.best)
+
+
+def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[Change]:
+    """Return the change (or none) to the fewest micro-batches per step with 70 % of the largest gain."""
+    found = []
+    for factor in (2, 4, 8, 16):
+        count, option, setting = factor * step.micro_batches, "options.deviceIterations", "iterations"
+        also = f"a call takes {factor} times the rows"
+        if step.backward:
+            option, setting = "options.Training.gradientAccumulation", "accumulation"
+            also = f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
+        more = replace(step, micro_batches=count)
+        found.append(change("micro-batches", more, f"{option}({count})", also, **{setting: count}))
+    most = max(one.best for one in found)
+    return [one for one in found if one.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
+
+
+def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
+    """Return the change from sharded stages to a pipeline; nothing, if a pipeline is impossible."""
+    stages = len(step.ipus)
+    enough = 2 * stages - 1 if step.backward else stages
+    is_in_order = list(step.ipus) == sorted(step.ipus)
+    if profile.facts.get("mode") != "sharded" or not is_in_order or not step.micro_batches >= enough > 1:
+        return []
+    also = "up to as many micro-batches as there are stages are held at the same time"
+    pipelined = replace(step, mode="pipelined")
+    return [change("pipeline", pipelined, "poptorch.PipelinedExecution", also, pipelined=True)]
+
+
+def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
+    """Return the change to more replicas, for idle cores; nothing, if cores or memory are too few."""
+    factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
+    limit, wanted = memory.capacity(profile, memory.needs(profile))
+    is_too_large = limit and held_by.get("shared") and factor * wanted > limit
+    if factor < 2 or profile.counts.get("instances", 1) > 1 or is_too_large:
+        return []
+    count = factor * step.replicas
+    also = f"a call takes {factor} times the rows"
+    also += ", and the effective batch becomes as many times as large" if step.backward else ""
+    more = replace(step, replicas=count)
+    return [change("replicas", more, f"options.replicationFactor({count})", also, replicas=count)]

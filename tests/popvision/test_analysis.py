@@ -10,13 +10,11 @@ from popengine.order import IN_TURNS
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import machine_sentence, sentences, stages_sentence
-from popvision.analysis import figures
-from popvision.changes import promised
-from popvision.compare import compare
+from popvision.analysis import compare, figures
 from popvision.html import page_data
 from popvision.report import summary
 from popvision.units import size
-from popvision.virtual import StepModel
+from popvision.virtual import StepModel, promised
 
 PERFECT = {2: (2.0, 2.0)}  # two cores compute twice as much as one
 

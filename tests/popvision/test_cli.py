@@ -9,9 +9,8 @@ from simulated import MS, simulated
 from test_runs import train
 
 from popengine.profile import load
-from popvision.analysis import figures
+from popvision.analysis import compare, comparison_text, figures
 from popvision.cli import main
-from popvision.compare import compare, text
 
 
 @pytest.fixture
@@ -133,4 +132,6 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
     assert row(profile, slower).better == "first"
     unsure = row(jittering(profile), jittering(slower))
     assert unsure.better == "" and unsure.spread > 0.1
-    assert f"± {unsure.spread:.0%}" in text(rows(jittering(profile), jittering(slower)), ("a", "b"))
+    assert f"± {unsure.spread:.0%}" in comparison_text(
+        rows(jittering(profile), jittering(slower)), ("a", "b")
+    )
