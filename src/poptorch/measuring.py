@@ -19,9 +19,8 @@ from torch import Tensor
 from popengine.compile import compile_graph
 from popengine.ir import Line, Piece, Value
 from popengine.piece import GETITEM
-from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
-from popengine.run.piece_costs import sharing, with_threads
+from popengine.run.piece_costs import Sample, sharing, with_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.settings import Hyper
 from popengine.update.group_update import init_state, update
@@ -108,35 +107,22 @@ def _seconds(work: Callable[[], Any], warm: int = 1) -> float:
 # ---- single operations -----------------------------------------------------------------------------------
 
 
-class _SingleOperation:
-    """An operation that runs alone, as a piece of one line, with constant operands."""
-
-    def __init__(self, piece: Piece, line: Line, values: dict[str, Any]) -> None:
-        reads = tuple(dict.fromkeys(line.operands()))
-        self._run = build(Piece(piece.phase, piece.stage, reads, (line.name,), (line,)))
-        self._given = [
-            torch.empty_strided(v.size(), v.stride(), dtype=v.dtype).fill_(v.dtype.is_floating_point / 2)
-            for v in map(values.__getitem__, reads)
-        ] + [0] * (line.draw is not None)
-
-    def several(self, count: int) -> float:
-        """Run the operation `count` times, and return the seconds."""
-        start = time.perf_counter()
-        with torch.inference_mode():
-            for _ in range(count):
-                self._run(list(self._given))
-        return time.perf_counter() - start
-
-    def seconds(self) -> float:
-        once = self.several(1)
-        return once if once > 0.2 else min(self.several(1) for _ in range(3))
+def _single(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
+    """Return a sample that runs one operation, with constant operands."""
+    reads = tuple(dict.fromkeys(line.operands()))
+    given = {
+        name: torch.empty_strided(v.size(), v.stride(), dtype=v.dtype).fill_(v.dtype.is_floating_point / 2)
+        for name in reads
+        for v in [values[name]]
+    }
+    return Sample([Piece(piece.phase, piece.stage, reads, (line.name,), (line,))], given)
 
 
 def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
-    longest: list[tuple[float, _SingleOperation]] = []
+    longest: list[tuple[float, Sample]] = []
 
     def seconds(piece: Piece, line: Line) -> float:
         operands = [values.get(name) for name in line.operands()]
@@ -147,8 +133,9 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
         shapes = [(tuple(v.shape), v.stride(), v.dtype) for v in operands if v is not None]
         key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
         if key not in known:
-            operation = _SingleOperation(piece, line, values)
-            known[key] = operation.seconds()
+            operation = _single(piece, line, values)
+            once = operation.several(1)
+            known[key] = once if once > 0.2 else min(operation.several(1) for _ in range(3))
             longest[:] = [max([*longest, (known[key], operation)], key=lambda row: row[0])]
         return known[key]
 

@@ -10,22 +10,25 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from popengine.compile.describe import describe, peak_bytes
+from popengine.ir import Graph, Plan
 from popengine.profile import PLAN_WISH, Profile
+from popengine.run.state import State
+from popengine.settings import Hyper, Settings
 
-if TYPE_CHECKING:
-    from popengine.settings import Hyper, Settings
-
-    from .compiling.executable import Executable
-
+from .compiling.executable import compile_model
+from .compiling.runs import Run
+from .measuring import measured
+from .options import Options
 
 _BASE = 600 << 20  # bytes of Python, torch and the program's other libraries
 
@@ -78,40 +81,42 @@ def available_memory() -> int:
     return free
 
 
-def exit_if_only_planning(planned: Callable[[Sequence[str]], Mapping[str, Profile]]) -> None:
+def exit_if_only_planning(*program: Any) -> None:
     """Write the profiles of a plan and exit, if `popvision plan` runs this program; else do nothing.
 
-    Args: planned: returns `profiles(...)` for given kinds
+    Args: program: the arguments of `profiles` but `kinds`
     """
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
-        for kind, found in planned(wanted["kinds"]).items():
+        for kind, found in profiles(*program, kinds=wanted["kinds"]).items():
             found.save(Path(wanted["folder"]) / f"{kind}.pop")
         raise SystemExit(0)
 
 
 def profiles(
-    compiled: Callable[[Settings], Executable],
+    model: nn.Module,
+    run: Run,
+    options: Options,
     settings: Settings,
     hyper: Hyper | None,
-    location: Mapping[str, Any],
     kinds: Sequence[str],
 ) -> dict[str, Profile]:
     """Return the profiles of a model that has not run, by kind.
 
     Args:
-        compiled: returns the executable for given settings
-        location: the user's location settings of the optimizer state
-        kinds:    "apart": for machines whose ipus are separate devices; "here": with this machine's times
+        model, run, options, settings: as for `compile_model`
+        hyper: the rates of an update; None in inference
+        kinds: "apart": for machines whose ipus are separate devices; "here": with this machine's times
     """
-    from .reporting.planned import planned
-
+    location = options.TensorLocations.location_optimizer.toDict()
     found = {}
     for kind in kinds:
-        # On separate devices neighbouring stages of an ipu are one, and attention is products and a softmax.
-        apart = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
-        with _half_attention() if kind == "apart" else contextlib.nullcontext():
-            executable = compiled(apart if kind == "apart" else settings)
+        chosen, attention = settings, contextlib.nullcontext()
+        if kind == "apart":  # neighbouring stages of an ipu are one, and attention is products and a softmax
+            chosen = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
+            attention = _half_attention()
+        with attention:
+            executable = compile_model(model, run, options, chosen, is_plan_only=True)
         plan, graph = executable.plan, executable.graph
         assert graph is not None
         # More micro-batches need no more memory; popvision computes the times of all micro-batches.
@@ -127,11 +132,47 @@ def profiles(
             "available": available_memory(),
         }
         if kind == "here":
-            from .measuring import measured
-
             facts["measured"] = measured(executable, hyper, sum(row.flops for row in made.operations))
         found[kind] = replace(made, facts=facts)
     return found
+
+
+def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:
+    """Return the profile of a plan that has not run, with each ipu's peak memory as a separate device."""
+    found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
+    alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
+    for operation in found.operations:
+        row = operation.piece
+        alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
+    facts = {
+        **found.facts,
+        "calls": 0,
+        "steps": 0,
+        "activations": peak_bytes(graph, plan, alive),
+        "between": [_between(found, ipu) for ipu in ipus],
+    }
+    weights = {
+        slot.key: torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+        for slot in plan.partition.signature.weights
+    }
+    whole = replace(settings, replica_groups={}, shard_optimizer=None)
+    state = State(plan, whole, weights, torch.device("meta"))
+    return replace(found, facts=facts, memory=tuple(state.memory(0, ipu) for ipu in ipus))
+
+
+def _between(found: Profile, ipu: int) -> int:
+    """Return an upper bound, for any timing, of the bytes that were sent to an ipu and not received yet."""
+    stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
+    sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
+    total = 0
+    for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
+        sender, count = sent[part.channel], 1
+        if sender.phase and found.facts["mode"] == "pipelined":
+            # The number of micro-batches that a stage begins before it ends the first one.
+            ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
+            count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
+        total += count * part.bytes
+    return total
 
 
 @contextlib.contextmanager

@@ -243,8 +243,7 @@ def _problems_apart(
         if facts.get("optimizer_off_chip"):
             kinds["optimizer"] = 0
         kinds["code"] = round(machine.code)
-        needed = total(kinds)
-        if needed > machine.memory:
+        if (needed := total(kinds)) > machine.memory:
             yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
 
 

@@ -52,7 +52,7 @@ def measured(monkeypatch):
             self.runs += count
             return count * (0.003 if self.code == seen[0].code else 0.002)
 
-    monkeypatch.setattr(tune, "Sample", Sample)
+    monkeypatch.setattr(tune, "sample_of", Sample)
     return seen
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from poptorch.reporting.planned import planned
+from poptorch.planning import planned
 from popvision.memory import needs
 from popvision.plan import memory_of, total
 

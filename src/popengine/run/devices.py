@@ -69,6 +69,9 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, 2**31 - 1)
 
 
+WITHOUT_QUEUE = ("cpu", "meta")  # devices on which an operation is done when its function returns
+
+
 def device_of(kind: DeviceKind) -> torch.device:
     """Return the device of this kind that holds all ipus: the CPU, or the current accelerator."""
     return CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -81,7 +84,7 @@ def cores(kind: DeviceKind) -> int:
 
 def running(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which an accelerator is this thread's current device; no effect for a CPU."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
 
 
 def pinned(value: Tensor, device: torch.device) -> Tensor:
@@ -102,7 +105,7 @@ def settle(device: torch.device) -> None:
     Raises:
         UnrecoverableError: some of the work has failed
     """
-    if device.type == "cpu":
+    if device.type in WITHOUT_QUEUE:
         return
     try:
         torch.accelerator.synchronize(device)

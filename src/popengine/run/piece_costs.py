@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..ir import Partition
+from ..ir import Partition, Piece
 from .backends.eager import build
 
 _ROUND = 0.02  # minimum seconds of a round
@@ -32,15 +32,13 @@ class Factor(NamedTuple):
 
 
 class Sample:
-    """The callable pieces of a partition, with the inputs of one micro-batch.
+    """Callable pieces, with the values that they read in a micro-batch.
 
-    Args:
-        weights: parameters and buffers by canonical name; they are only read
-        inputs:  one micro-batch of each input of the model
+    Args: given: by name, the values that no piece makes; they are only read
     """
 
-    def __init__(self, partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
-        self._pieces, self._given = partition.pieces, _given(partition, weights, inputs)
+    def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
+        self._pieces, self._given = pieces, given
         self._codes = [build(piece) for piece in self._pieces]
         self._last = {name: place for place, piece in enumerate(self._pieces) for name in piece.reads}
 
@@ -71,8 +69,8 @@ class Sample:
 def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
-    """Return the seconds of each piece in one thread: the fastest of `rounds` runs."""
-    sample = Sample(partition, weights, inputs)
+    """Return the seconds of each piece in one thread: the fastest of `rounds` runs; as `sample_of`."""
+    sample = sample_of(partition, weights, inputs)
     times = with_threads(1, lambda: [sample.seconds() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
 
@@ -138,9 +136,13 @@ def with_threads(count: int, work: Callable[[], T]) -> T:
             torch.set_num_threads(before)  # some libraries have one number of threads for the process
 
 
-def _given(
-    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
-) -> dict[str, Tensor]:
+def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Sample:
+    """Return the callable pieces of a partition with the inputs of one micro-batch.
+
+    Args:
+        weights: parameters and buffers by canonical name; they are only read
+        inputs:  one micro-batch of each input of the model
+    """
     signature = partition.signature
     given: dict[str, Tensor] = {}
     for slot in signature.slots:
@@ -155,4 +157,4 @@ def _given(
     with torch.no_grad():
         for name, piece in partition.prepared.items():
             (given[name],) = build(piece)([given[read] for read in piece.reads])
-    return given
+    return Sample(partition.pieces, given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -50,30 +50,26 @@ class BoundCall:
         return tensors_of(list(self.bound.arguments.values()))
 
     @property
-    def paths(self) -> list[str]:
-        """Return the path of each tensor: `x`, `b[0]`, `x["k"]`; in **kwargs it begins with the keyword."""
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by path: `x`, `b[0]`, `x["k"]`; in **kwargs it begins with the keyword."""
         named: dict[str, Any] = {}
         for name, value in self.bound.arguments.items():
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
-        return [path for name, value in named.items() for path in paths_of(value, name)]
+        paths = [path for name, value in named.items() for path in paths_of(value, name)]
+        return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
         """Return a text: dtype and shape of each tensor, and the type of each other value that is no default.
 
         Args: samples: the tensors as forward receives them
         """
-        words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.paths, samples, strict=True)]
+        words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
             parts = constants_of(value, name)
             words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
         return ", ".join(words)
-
-    def given_to(self, forward: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        """Return the result of `forward` for the arguments, with `tensors` in place of the call's tensors."""
-        bound = self.with_tensors(tensors).bound
-        return forward(*bound.args, **bound.kwargs)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
         """Return a copy of the call with `tensors` in place of its own."""
@@ -111,12 +107,6 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         ) from None
     bound.apply_defaults()
     call = BoundCall(bound, len(args))
-    _check_kinds(call)
-    return call
-
-
-def _check_kinds(call: BoundCall) -> None:
-    """Raise Error if an input is a meta tensor, a nested tensor or sparse."""
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
             kind, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
@@ -126,8 +116,9 @@ def _check_kinds(call: BoundCall) -> None:
             kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
         else:
             continue
-        path, why = call.paths[index], "the device's inputs are dense tensors"
+        path, why = list(call.named)[index], "the device's inputs are dense tensors"
         raise Error(f"input {path} is {kind}\n  why: {why}\n  fix: {fix.format(path)}")
+    return call
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
@@ -137,7 +128,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         Error: an empty tensor
         AssertionError: dimension 0 is not a multiple of iterations × accumulation × input groups
     """
-    for tensor, path in zip(call.tensors, call.paths, strict=True):
+    for path, tensor in call.named.items():
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -158,10 +149,10 @@ def warn_about(call: BoundCall, wide: bool) -> None:
                 name,
             )
             break
-    paths = [path for t, path in zip(call.tensors, call.paths, strict=True) if narrowed(t, wide) is not t]
+    paths = [path for path, tensor in call.named.items() if narrowed(tensor, wide) is not tensor]
     if paths:
         logger.warning("inputs become float32, since the model has no float64 weights: %s", ", ".join(paths))
-    for tensor, path in zip(call.tensors, call.paths, strict=True):
+    for path, tensor in call.named.items():
         if tensor.requires_grad:
             logger.warning(
                 "Input tensor has requires_grad=True set: %s is detached, since no gradient flows to a model's inputs",
@@ -183,9 +174,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def is_wide(model: torch.nn.Module) -> bool:
     """Return whether a model has weights or buffers of float64."""
-    state = [*model.parameters(), *model.buffers()]
     with torch._C.DisableTorchFunctionSubclass():
-        return any(value.dtype == torch.float64 for value in state)
+        return any(value.dtype == torch.float64 for value in weights_of(model).values())
 
 
 def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
@@ -245,6 +235,14 @@ class CompiledInputs:
     counts: Counts
     wide: bool
 
+    @property
+    def micro_batch(self) -> Any:
+        """Return structure, dtypes and shapes of a micro-batch, to compare them."""
+        shapes = (
+            (shape[0] // self.counts.product, *shape[1:]) if shape else () for _, shape in self.kind.tensors
+        )
+        return self.kind.specs, tuple(dtype for dtype, _ in self.kind.tensors), tuple(shapes)
+
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes.
 
@@ -264,7 +262,7 @@ class CompiledInputs:
                 raise BatchError(f"{what} but got {call.positional}{_HINT}")
             _compare(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
-        for tensor, path in zip(call.tensors, call.paths, strict=True):
+        for path, tensor in call.named.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
             _check(f"Data type mismatch for {path}", dtype, tensor.dtype)
             if not any_shape:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -33,12 +31,12 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample
+from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .losses import choose_loss
 from .outputs import Anchors, requests_of, resolve, traced_outputs
 from .runs import Run
 from .traced_functions import TracedFunctions
-from .tune import NO_HINTS, Hints, tune
+from .tune import NO_HINTS, Hints, balanced, measured_hints
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,8 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
-    hints: Hints = NO_HINTS
+    hints: Hints = field(default_factory=NO_HINTS.copy)
     key: Any = None
-
-    def without_graph(self) -> Executable:
-        """Return a copy without the captured graph, for a file."""
-        return replace(self, graph=None)
 
 
 def compile_model(
@@ -94,141 +88,99 @@ def compile_model(
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    settings, wide = run.settings(settings), is_wide(model)
-    samples = [narrowed(sample(tensor, run.counts), wide) for tensor in run.call.tensors]
+    settings, call, wide = run.settings(settings), run.call, is_wide(model)
+    inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, wide)
+    samples = [narrowed(sample(tensor, run.counts), wide) for tensor in call.tensors]
     like = next(
-        (e for e in earlier if e.graph is not None and _micro_batch(e.inputs) == _micro_batch(run)), None
+        (e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch), None
     )
-    if like is None:
-        new = _captured(model, run, options, settings, samples, needs_values=not is_plan_only)
-        new, settings = _rewritten(new, options, settings, earlier[0].memory_format if earlier else None)
-    else:
-        new, chosen = like, like.settings
-        settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
-    graph = new.graph
+    new = like
+    if new is None:
+        layout = earlier[0].memory_format if earlier else None
+        new = _captured(
+            model, inputs, call, options, settings, samples, layout, needs_values=not is_plan_only
+        )
+    graph, chosen = new.graph, new.settings
     assert graph is not None
+    settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
-    if like is None and (not is_plan_only or settings.strategy.auto == "balance"):
-        settings, hints = tune(graph, settings, options, new.memory_format, model, samples, not is_plan_only)
+    if like is None and not is_plan_only:
+        hints = measured_hints(graph, settings, options, new.memory_format, model, samples)
         new = replace(new, hints=hints)
+    if settings.strategy.auto == "balance":
+        settings = balanced(graph, settings, weights_of(model), samples, together=not is_plan_only)
     settings = with_work_enough(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    call = run.call
-    inputs = CompiledInputs(call.kind, call.paths, call.positional, run.counts, wide)
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)
-
-
-def _micro_batch(of: Run | CompiledInputs) -> Any:
-    """Return structure, dtypes and shapes of a micro-batch, to compare them."""
-    kind = of.call.kind if isinstance(of, Run) else of.kind
-    product = of.counts.product
-    shapes = ((shape[0] // product, *shape[1:]) if shape else () for _, shape in kind.tensors)
-    return kind.specs, tuple(dtype for dtype, _ in kind.tensors), tuple(shapes)
 
 
 def _captured(
     model: nn.Module,
-    run: Run,
+    inputs: CompiledInputs,
+    call: BoundCall,
     options: Options,
     settings: Settings,
     samples: list[Tensor],
+    layout: str | None,
     needs_values: bool,
 ) -> Executable:
-    """Capture a model, and return an executable that has the graph, without plan and inputs so far."""
+    """Capture a model, and rewrite the graph as the options request: half precision products, memory format.
+
+    Args:
+        samples: the tensors of a micro-batch
+        layout:  the memory format of an earlier plan, which replaces the option; None without one
+    Returns: an executable with the graph, and without a plan
+    """
     requests = requests_of(options)
     wanted = {long_name for long_name, *_ in requests.values()}
-    tracing = _Tracing(model, run.call, options, settings.training, wanted)
+    forward = _TracedForward(model, call, options, settings.training, wanted)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
         with one_row_each(model, settings.replica_groups), layers_as_blocks(model, settings.strategy):
             graph = capture(
                 model,
-                tracing.forward,
+                forward,
                 samples,
                 training=settings.training,
                 device=settings.device,
-                given=run.call.in_words(samples),
+                given=call.in_words(samples),
                 needs_values=needs_values,
             )
     finally:
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
-    graph, anchors = resolve(graph, tracing.traced, requests, settings.training)
-    anchors = replace(anchors, noted=tuple(anchor for note in tracing.notes for anchor in note.anchors))
-    unknown: Any = None
-    outputs = tracing.template, tracing.returned
-    return Executable(unknown, settings, unknown, *outputs, anchors, tracing.notes, graph)
-
-
-def _rewritten(
-    captured: Executable, options: Options, settings: Settings, layout: str | None
-) -> tuple[Executable, Settings]:
-    """Rewrite a captured graph as the options request: half precision products in float32, and memory format.
-
-    Args:
-        layout: the memory format of an earlier plan, which replaces the option; None without one
-    Returns: the executable with the new graph, and its settings
-    """
-    graph, kernels = captured.graph, options.Precision.half_kernels
-    assert graph is not None
-    settings = replace(settings, anchors=captured.anchors.wanted)
+    graph, anchors = resolve(graph, forward.traced, requests, settings.training)
+    anchors = replace(anchors, noted=tuple(anchor for note in forward.notes for anchor in note.anchors))
+    settings, kernels = replace(settings, anchors=anchors.wanted), options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":
-        chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
-        graph, widened = products_in_float32(graph, chosen)
+        is_chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
+        graph, widened = products_in_float32(graph, is_chosen)
         settings = replace(settings, products_in_float32=widened)
         if widened:
             logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
-    wanted = options.memory_format if options.exists("memory_format") else "preserve"
-    graph, memory_format = with_layout(graph, layout or wanted)
-    if wanted == "auto":
+    chosen = options.memory_format if options.exists("memory_format") else "preserve"
+    graph, memory_format = with_layout(graph, layout or chosen)
+    if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
-    return replace(captured, graph=graph, memory_format=memory_format), settings
-
-
-@contextlib.contextmanager
-def with_flags(model: nn.Module, flags: Flags) -> Iterator[None]:
-    """Set a model's modes and `requires_grad` to `flags` for the body, and restore them after it."""
-    now = Flags.of(model)
-    flags.set()
-    try:
-        yield
-    finally:
-        now.set()
-
-
-class Flags(NamedTuple):
-    """The mode of each module of a model, and `requires_grad` of each parameter."""
-
-    modes: list[tuple[nn.Module, bool]]
-    trained: list[tuple[nn.Parameter, bool]]
-
-    @staticmethod
-    def of(model: nn.Module) -> Flags:
-        with torch._C.DisableTorchFunctionSubclass():
-            trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        return Flags([(module, module.training) for module in model.modules()], trained)
-
-    def set(self) -> None:
-        for module, mode in self.modes:
-            module.__dict__["training"] = mode
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, requires_grad in self.trained:
-                if parameter.requires_grad != requires_grad:
-                    parameter.requires_grad_(requires_grad)
+    unknown: Any = None  # `compile_model` sets the plan
+    outputs = forward.template, forward.returned
+    return Executable(unknown, settings, inputs, *outputs, anchors, forward.notes, graph, memory_format)
 
 
 @dataclass
-class _Tracing:
-    """A model's forward as capture calls it: from tensors to tensors. It sets the fields with defaults.
+class _TracedForward:
+    """A model's forward as capture calls it: from tensors to tensors. The call sets the fields with defaults.
 
     Args:
-        wanted: the names of inputs and losses to be added to the outputs
-        traced: the index in the outputs of each input and loss, by name; -1: it is not wanted
+        wanted:   the names of inputs and losses to be added to the outputs
+        template: the structure of what forward returned
+        returned: the number of tensors in it
+        traced:   the index in the outputs of each input and loss, by name; -1: it is not wanted
     """
 
     model: nn.Module
@@ -241,11 +193,12 @@ class _Tracing:
     traced: dict[str, int] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         precision = self.options.Precision
         policy = precision.autocast_policy if precision.autocast_enabled else None
+        bound = self.call.with_tensors(tensors).bound
         with following(policy), TracedFunctions():
-            value = self.call.given_to(self.model, tensors)
+            value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
         self.template, outputs = traced_outputs(value, where)
@@ -254,13 +207,13 @@ class _Tracing:
         assert state is not None
         if self.training:
             choose_loss(value, state, self.options, where)
-        named = dict(zip(self.call.paths, tensors, strict=True))
+        named = dict(zip(self.call.named, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
-        for name, value in named.items():
+        for name, tensor in named.items():
             self.traced[name] = len(outputs) if name in self.wanted else -1
-            outputs += [value] if name in self.wanted else []
-        self.notes = tuple(notes_of(state.notes, outputs, where))
+            outputs += [tensor] if name in self.wanted else []
+        self.notes = notes_of(state.notes, outputs, where)
         return outputs
 
 

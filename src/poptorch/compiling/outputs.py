@@ -94,7 +94,7 @@ def resolve(
     gradients = [result for result in graph.results if result.kind == "gradient"]
     # By name: the kind of anchor, and the result to be returned as an output, or the weight.
     sources: dict[str, tuple[Any, Result | str]] = {
-        n: ("output", graph.results[i]) for n, i in traced.items()
+        name: ("output", graph.results[index] if index >= 0 else name) for name, index in traced.items()
     }
     for slot in graph.weights:
         sources.setdefault(slot.key, ("weight", slot.key))

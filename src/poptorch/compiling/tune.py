@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, ProcessGroup, group_of
-from popengine.run.piece_costs import Factor, Sample, measure, sharing, speedups, with_threads
+from popengine.run.piece_costs import measure, sample_of, sharing, speedups, with_threads
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 
@@ -35,80 +35,50 @@ _MOST = 1.0  # seconds; a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
+Hints = dict[str, Any]  # what `measured_hints` returns
+NO_HINTS: Hints = {"hints": {}, "sharing": []}
 
 
-class Hints(NamedTuple):
-    """Measurements of a model on this machine, for the hints of a profile.
-
-    Args:
-        options: {option that is not set: speedup of a micro-batch with it}
-        sharing: {number of threads: (their throughput as a multiple of one thread's, the factor by which each
-            micro-batch then takes longer)}
-    """
-
-    options: Mapping[str, Factor] = {}
-    sharing: Mapping[int, tuple[Factor, float]] = {}
+# ---- hints ---------------------------------------------------------------------------------------------------
 
 
-NO_HINTS = Hints()
-
-
-def tune(
+def measured_hints(
     graph: Graph,
     settings: Settings,
     options: Options,
     memory_format: str,
     model: nn.Module,
     samples: Sequence[Tensor],
-    together: bool,
-) -> tuple[Settings, Hints]:
-    """Return the settings with the stages that `AutoBalance` chooses, and the hints for a profile.
+) -> Hints:
+    """Measure a micro-batch with other options and with several threads, for the hints of a profile.
 
     Args:
         graph:         the rewritten graph, as it will run
         memory_format: of the graph's convolutions
         samples:       the inputs of one micro-batch
-        together:      whether all instances call this function now
-    Raises:
-        PartitionError: see `balanced`
+    Returns: facts of a profile. "hints": {option that is not set: least speedup of a micro-batch with it};
+        "sharing": rows (number of threads, least and largest speedup by them, the factor by which each micro-batch
+        then takes longer). `NO_HINTS` on devices other than the CPU, if no profile is recorded, if the graph calls the
+        user's code, or if a micro-batch takes more than `_MOST` seconds
     """
-    hints = NO_HINTS
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
-    if is_measurable and options._profile_directory(settings.training) is not None:
-        with one_row_each(model, settings.replica_groups):
-            hints = _hints(graph, options, memory_format, model, samples)
-    if settings.strategy.auto == "balance":
-        settings = balanced(graph, settings, weights_of(model), samples, together)
-    return settings, hints
-
-
-# ---- hints ---------------------------------------------------------------------------------------------------
-
-
-def _hints(
-    graph: Graph, options: Options, memory_format: str, model: nn.Module, samples: Sequence[Tensor]
-) -> Hints:
-    """Measure a micro-batch with other options and with several threads, and return the speedups.
-
-    Returns `NO_HINTS` if the graph calls the user's code, or a micro-batch takes more than `_MOST` seconds.
-    """
-
-    def sample(graph: Graph) -> Sample:
-        return Sample(partition(graph, _EACH_ALONE), weights_of(model), samples)
-
-    if calls_user_code(graph):
+    if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
         return NO_HINTS
-    now = sample(graph)
+    with one_row_each(model, settings.replica_groups):
+        weights = weights_of(model)
+    now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
     if with_threads(1, lambda: now.several(1)) > _MOST:
         return NO_HINTS
     alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
-    changed = {
-        name: with_threads(1, partial(speedups, now.several, sample(other).several, alone))
-        for name, other in _others(graph, options, memory_format).items()
-    }
-    threads = torch.get_num_threads()
-    shared = {threads: sharing(now.several, threads, alone)} if threads > 1 else {}
-    return Hints(changed, shared)
+    gains = {}
+    for name, other in _others(graph, options, memory_format).items():
+        changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
+        gains[name] = with_threads(1, partial(speedups, now.several, changed.several, alone)).low
+    threads, rows = torch.get_num_threads(), []
+    if threads > 1:
+        gain, cost = sharing(now.several, threads, alone)
+        rows.append([threads, *gain, cost])
+    return {"hints": gains, "sharing": rows}
 
 
 def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:

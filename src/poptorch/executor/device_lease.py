@@ -12,7 +12,6 @@ from popengine.errors import Error
 from popengine.run.engine import Engine
 
 from ..compiling.executable import Executable
-from ..enums import ConnectionType
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import device_of
@@ -135,16 +134,7 @@ class DeviceLease:
 
     # ---- devices -------------------------------------------------------------------------------------------
 
-    def check_can_attach(self) -> None:
-        """Raise Error if the model is not compiled or is attached; AssertionError for an offline target."""
-        self.need_executable()
-        if self.engine is not None:
-            raise Error("Device is already attached")
-        assert self._options.connection_type != ConnectionType.Never, (
-            "Trying to attach a model to an offline device (ConnectionType.Never)"
-        )
-
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
         """Start an engine for the current plan, and upload the weights and the kept state."""
         plan, kept = self.current, self.kept
         assert plan is not None
@@ -168,10 +158,10 @@ class DeviceLease:
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
         if plan.reporter is not None:
-            plan.reporter.attached(engine, executable.graph, executable.hints)
+            plan.reporter.attached(engine, executable)
         return engine
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close all engines, after saving their state, without weights, in `kept`. A fork saves nothing."""
         if not self.forked:
             self.need_engine()
@@ -187,16 +177,16 @@ class DeviceLease:
             plan.reporter.released()
         engine.close()
 
-    def to_keep(self, with_random_state: bool = True, whole: bool = False) -> KeptState:
+    def to_keep(self, whole: bool = False) -> KeptState:
         """Return the state that a later engine starts from: random state, optimizer state and loss factor.
 
         Args: whole: also the optimizer state that other instances keep
         """
-        engine, kept = self.engine, self.kept
-        if engine is not None and engine.settings.training:
+        kept = replace(self.kept, random=self.random_state, loss_factor=self.loss_factor)
+        if self.engine is not None and self.engine.settings.training:
             optimizer = {**(kept.optimizer or {}), **(self.optimizer_states(whole) or {})}
-            kept = replace(kept, optimizer=optimizer, loss_factor=engine.state.loss_factor)
-        return replace(kept, random=self.random_state if with_random_state else None)
+            kept = replace(kept, optimizer=optimizer)
+        return kept
 
     # ---- state of the engine, or of the next one -----------------------------------------------------------
 
@@ -233,15 +223,15 @@ class DeviceLease:
         Raises:
             Error: the state is sharded over instances, and is not on devices; or another instance is gone
         """
-        if not whole or not self.shares_state:
-            return self.engine.state.read_optimizer() if self.engine is not None else self.kept.optimizer
-        if self.engine is None:
+        if self.engine is not None:
+            return self.engine.read_whole_optimizer() if whole else self.engine.state.read_optimizer()
+        if whole and self.shares_state:
             raise Error(
                 "the optimizer's state is shared out over the instances, and can be read while all are attached to"
                 " their devices\n"
                 "  fix: call state_dict() before detachFromDevice() or destroy(), or after attachToDevice()"
             )
-        return self.engine.read_whole_optimizer()
+        return self.kept.optimizer
 
     @property
     def loss_factor(self) -> float:

@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,13 @@ def leave_in_folder(
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
     saved = SavedExecutor(
-        (executable.without_graph(),), options, settings.training, None, None, KeptState(), per_replica_params
+        (replace(executable, graph=None),),
+        options,
+        settings.training,
+        None,
+        None,
+        KeptState(),
+        per_replica_params,
     )
     try:
         if not path.exists():

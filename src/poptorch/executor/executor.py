@@ -12,18 +12,18 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from popengine.errors import Error
-from popengine.profile import Profile
-from popengine.settings import Counts, Settings
+from popengine.settings import Settings
 
 from ..annotating.replica_groups import groups_of
 from ..compiling import arguments
 from ..compiling.compilation_log import announce, progress
-from ..compiling.executable import Flags, compile_model, with_flags
+from ..compiling.executable import compile_model
 from ..compiling.outputs import returned
 from ..compiling.runs import Run, runs_of
 from ..data.loader import loaded_for
@@ -32,8 +32,7 @@ from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
-from ..planning import exit_if_only_planning, profiles
-from ..reporting.overview import Overview, overview
+from ..planning import exit_if_only_planning
 from ..reporting.reporter import Reporter, reporter_for
 from . import executable_file, marked_model
 from .device_lease import DeviceLease, LoadedPlan
@@ -72,9 +71,8 @@ class PoplarExecutor(PublicNames):
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
-        self._profile_directory = options._profile_directory(training)
         # Made before the first plan, to record the waits for a loader from now on.
-        self._next_reporter = reporter_for(self, options, self._profile_directory, 1)
+        self._next_reporter = reporter_for(self, options, training, 1)
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
@@ -82,9 +80,6 @@ class PoplarExecutor(PublicNames):
         self._latest, self._updates = LatestCall(), 0
         self._compiled_plans = 0  # dropped ones included
         self._compilation_seconds: float | None = None
-        self._compiled_mode = False  # `training` of the user's model at compilation
-        self._compiled_flags = Flags([], [])
-        self._has_warned_of_mode = False
         self._announced_methods: set[str] = set()
         if training:
             marked_model.check_buffers(model)
@@ -152,7 +147,6 @@ class PoplarExecutor(PublicNames):
             if not self._wrapped.training:
                 self._weights.refresh()
             self._weights.check_host()
-            self._warn_of_mode()
             self._optimizer_link.check_unused()
             self._optimizer_link.upload()
             engine, updates = lease.need_engine(), self._updates
@@ -181,18 +175,6 @@ class PoplarExecutor(PublicNames):
             tensors = plan.synthetic = arguments.synthetic_inputs(tensors, mode, counts)
         return tensors
 
-    def _warn_of_mode(self) -> None:
-        """Warn once if a trained model is in another mode (`train()`, `eval()`) than when it was compiled."""
-        mode = self._user_model.training
-        if mode != self._compiled_mode and self._wrapped.training and not self._has_warned_of_mode:
-            self._has_warned_of_mode = True
-            logger.warning(
-                "the model is in %s() mode now, and was compiled in %s() mode, in which this call trains it\n"
-                "  fix: set the mode before the first call, or call destroy() on the executor; wrap the model with"
-                " poptorch.inferenceModel to evaluate it",
-                *(("train", "eval") if mode else ("eval", "train")),
-            )
-
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -218,13 +200,14 @@ class PoplarExecutor(PublicNames):
             marked_model.mark(self._user_model, self)  # destroy() unmarks the model
         options, model, lease = self.options, self._wrapped.traced, self._lease
         settings = self._settings_for(run, options)
-        exit_if_only_planning(functools.partial(self._profiles, run, options, settings))
+        exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
-            self._compiled_flags, self._compiled_mode = Flags.of(model), self._user_model.training
-        reporter, times = self._reporter_of(number), dict[str, float]()
+            self._weights.note_compilation()
+        reporter = self._reporter_of(number)
+        times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
-            with with_flags(model, self._compiled_flags):
+            with self._weights.flags_of_compilation():
                 earlier = [plan.executable for plan in lease.plans.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             announce(found.plan, found.settings)
@@ -241,8 +224,6 @@ class PoplarExecutor(PublicNames):
             executable_file.leave_in_folder(found, options, self.per_replica_params)
             done("load")
         self._compiled_plans, self._compilation_seconds = number, sum(times.values())
-        if reporter is not None:
-            reporter.passes = times
         if before is not None:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in run.call.tensors)
             logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
@@ -251,7 +232,7 @@ class PoplarExecutor(PublicNames):
     def _reporter_of(self, number: int) -> Reporter | None:
         """Return the reporter of the plan with this number, from 1; None if no profile is requested."""
         reporter, self._next_reporter = self._next_reporter, None
-        return reporter or reporter_for(self, self.options, self._profile_directory, number)
+        return reporter or reporter_for(self, self.options, self._wrapped.training, number)
 
     def _settings_for(self, run: Run, options: Options) -> Settings:
         """Check the arguments of a run, and return the settings of a complete combined batch.
@@ -266,7 +247,16 @@ class PoplarExecutor(PublicNames):
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
-        self._warn_of_other_counts(call, settings.counts)
+        own = arguments.factors(settings.counts)
+        loaded = {arguments.factors(counts) for tensor in call.tensors if (counts := loaded_for(tensor)[0])}
+        if loaded - {own}:
+            logger.warning(
+                "the DataLoader and the model have different options: batches are loaded for %s, and the model"
+                " reads them as %s\n"
+                "  fix: give poptorch.DataLoader the options of the model that it loads for",
+                (loaded - {own}).pop(),
+                own,
+            )
         arguments.check_batch(call, run.counts)
         if not self._lease.plans:
             arguments.warn_about(call, arguments.is_wide(model))
@@ -274,40 +264,15 @@ class PoplarExecutor(PublicNames):
         self._wrapped.updatable_buffers()
         return settings
 
-    def _warn_of_other_counts(self, call: arguments.BoundCall, counts: Counts) -> None:
-        """Warn if a DataLoader made an input for other batch factors than the model's."""
-        for tensor in call.tensors:
-            loaded, _ = loaded_for(tensor)
-            if loaded is not None and arguments.factors(loaded) != arguments.factors(counts):
-                logger.warning(
-                    "the DataLoader and the model have different options: batches are loaded for %s, and the model"
-                    " reads them as %s\n"
-                    "  fix: give poptorch.DataLoader the options of the model that it loads for",
-                    arguments.factors(loaded),
-                    arguments.factors(counts),
-                )
-                return
-
-    def _described(self, run: Run, options: Options, settings: Settings) -> Overview:
-        """Return the `Overview` that `plan` would return after this run; the compiled plan is discarded."""
-        return overview(compile_model(self._wrapped.traced, run, options, settings, is_plan_only=True))
-
-    def _profiles(
-        self, run: Run, options: Options, settings: Settings, kinds: Sequence[str]
-    ) -> dict[str, Profile]:
-        """Return the profiles from which popvision estimates, by kind; `kinds` as for `planning.profiles`."""
-        compiled = functools.partial(compile_model, self._wrapped.traced, run, options, is_plan_only=True)
-        location = options.TensorLocations.location_optimizer.toDict()
-        return profiles(compiled, settings, self._optimizer_link.hyper, location, kinds)
-
     def _run_for(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Run, Options, Settings]:
-        """Return the run, options and settings of a call; `options` None: those of the executor."""
-        training, model = self._wrapped.training, self._user_model
-        options = self.options if options is None else resolved(options, training, model)
+    ) -> tuple[nn.Module, Run, Options, Settings]:
+        """Return what `compile_model` takes for these arguments; `options` None: those of the executor."""
+        options = (
+            self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
+        )
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
-        return run, options, self._settings_for(run, options)
+        return self._wrapped.traced, run, options, self._settings_for(run, options)
 
     # ---- devices -----------------------------------------------------------------------------------------
 
@@ -316,42 +281,51 @@ class PoplarExecutor(PublicNames):
 
         Raises: Error, if the model is not compiled, or attached already
         """
-        self._lease.check_can_attach()
-        weights = self._weights.begin()
-        self._optimizer_link.join()
-        self._lease.take(weights)
+        self._lease.need_executable()
+        if self.isAttachedToDevice():
+            raise Error("Device is already attached")
+        assert self.options.connection_type != ConnectionType.Never, (
+            "Trying to attach a model to an offline device (ConnectionType.Never)"
+        )
+        weights = self._weights.newest()
+        self._optimizer_link.connect()
+        self._lease.attach(weights)
 
     def detachFromDevice(self) -> None:
         """Release the devices; the state stays on the host. Raises: Error, if the model is not attached"""
         self._lease.need_executable()
         if self._lease.engine is None:
             raise Error("Device is not attached")
-        self._let_go()
+        self._detach()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
+        """Copy the weights of a trained model to the host, and release the devices, if it is attached."""
+        if self._lease.engine is None:
+            return
         if self._wrapped.training and not self._lease.forked:
             self.copyWeightsToHostIfNeeded()
-        self._lease.let_go()
+        self._lease.detach()
 
     def destroy(self) -> None:
         """Free devices and compiled plans. A trained model gets the newest weights, and its class back."""
-        if not self.isCompiled():
-            return
-        if self.isAttachedToDevice():
-            self._let_go()
-        self._optimizer_link.release()  # first: it needs the plans to read the state
+        if self.isCompiled():
+            self._release()
+
+    def _release(self) -> None:
+        """Free devices and plans, and remove the links to the optimizer and the model."""
+        self._detach()
+        self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
         self._forget_plans()
         self._unmark()
 
     def _forget_plans(self) -> None:
-        if self.isAttachedToDevice():
-            self._let_go()
         self._lease.forget()
         self._latest = LatestCall()
 
     def _forget_plan(self, key: Any, before: LoadedPlan | None) -> None:
         """Remove a plan that has not run, and return to the plan `before`; None: remove all plans."""
         if before is None:
+            self._detach()
             self._forget_plans()
         else:
             self._lease.use(before, {})
@@ -361,12 +335,6 @@ class PoplarExecutor(PublicNames):
         # The model's weak reference to this executor is None already when `__del__` runs.
         if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
             marked_model.unmark(self._user_model)
-
-    def _release(self) -> None:
-        """Destroy the executor, and remove its links to the optimizer and the model."""
-        self.destroy()
-        self._optimizer_link.release()
-        self._unmark()
 
     def __del__(self) -> None:
         # Copies the newest weights to the model, if it can: at the interpreter's exit parts of torch may be
@@ -393,14 +361,15 @@ class PoplarExecutor(PublicNames):
         """
         first = self._lease.first or self._lease.need_executable()
         self.copyWeightsToHostIfNeeded()
+        kept = self._lease.to_keep(whole=True)
         others = (plan.executable for plan in self._lease.plans.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
-            tuple(executable.without_graph() for executable in (first, *others)),
+            tuple(replace(executable, graph=None) for executable in (first, *others)),
             self.options,
             self._wrapped.training,
             self._user_model if export_model else None,
             self._optimizer if export_model else None,
-            self._lease.to_keep(save_rng_state, whole=True),
+            kept if save_rng_state else replace(kept, random=None),
             self.per_replica_params,
         )
         executable_file.write(filename, saved)
@@ -422,10 +391,10 @@ class PoplarExecutor(PublicNames):
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
-        self._compiled_flags, self._compiled_plans = Flags.of(self._wrapped.traced), len(saved.executables)
+        self._weights.note_compilation()
+        self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            reporter = self._reporter_of(number)
-            self._lease.add(executable.key, LoadedPlan(executable, reporter))
+            self._lease.add(executable.key, LoadedPlan(executable, self._reporter_of(number)))
         self._lease.kept = saved.kept
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)

@@ -1,6 +1,5 @@
 """The results of an executor's latest call: outputs, times, anchors and notes."""
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,32 +31,7 @@ class LatestCall:
     has_run: bool = False
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
-    def getPerfCounters(self) -> dict[str, Times]:
-        """Return the times of the latest call, by key: for each input or output tensor a list of seconds.
-
-        "input" and "input_complete": when staging of each micro-batch began and ended. "output" and
-        "output_complete": when each output that the output mode keeps began to arrive, and had arrived.
-        The times are those of the host's clock, with an arbitrary zero.
-        """
-        return copy.deepcopy(self.counters)
-
-    def getLatency(self) -> Latency:
-        """Return (min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
-        return self._latency("input", min, "output_complete")
-
-    def getHostIpuLatency(self) -> Latency:
-        """Return (min, max, mean) seconds of staging a micro-batch."""
-        return self._latency("input", min, "input_complete")
-
-    def getComputeLatency(self) -> Latency:
-        """Return (min, max, mean) seconds between the staging of a micro-batch and its first output."""
-        return self._latency("input_complete", max, "output")
-
-    def getIpuHostLatency(self) -> Latency:
-        """Return (min, max, mean) seconds that the outputs of a micro-batch took to arrive."""
-        return self._latency("output", min, "output_complete")
-
-    def _latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
+    def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
         """Return (min, max, mean) seconds between two keys of `counters`; zeros if nothing was measured.
 
         A span starts at the `first` (min or max) of the tensors' times of `start`, and ends at the last of
@@ -72,14 +46,6 @@ class LatestCall:
         # An input of a later stage may be staged after an output of an earlier one: this counts as 0 seconds.
         spans = [max(0.0, end - start) for start, end in zip(begun, ended, strict=False)]
         return min(spans), max(spans), sum(spans) / len(spans)
-
-    def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of the tensor that `Options.anchorTensor` has named `short_name`."""
-        assert short_name in self.anchored, (
-            f"No tensor with name {short_name} found. Known now: {', '.join(self.anchored) or 'none'}\n"
-            "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
-        )
-        return self.anchored[short_name]
 
 
 def latest_call(executable: Executable, results: Results, synthetic_inputs: int | None) -> LatestCall:
@@ -117,32 +83,30 @@ def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executa
         ]
         for key in _KEYS
     }
-    mode = executable.settings.outputs
-    replicas_of = [run.counts.replicas for run in runs]
-    outputs = [_joined(v, mode, replicas_of) for v in zip(*(call.outputs for call in calls), strict=True)]
+    replicas = [run.counts.replicas for run in runs]
+    values_of_outputs = zip(*(call.outputs for call in calls), strict=True)
+    outputs = [_joined(values, executable.settings.outputs, replicas) for values in values_of_outputs]
+    # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
+    last = [i for i, run in enumerate(runs) if run.part.ends_step]
     anchored = {}
     for name, anchor in executable.anchors.by_name.items():
-        # An anchor of a weight has one value in a step: that of the run which ends the step.
-        whole = [
-            call.anchored[name]
-            for call, run in zip(calls, runs, strict=True)
-            if run.part.ends_step or anchor is None or not anchor.is_weight
-        ]
-        anchored[name] = whole[-1] if anchor is None else _joined(whole, anchor.outputs, replicas_of)
-    notes = [
-        (
-            parts[0][0],
-            with_tensors(parts[0][1], map(_in_a_row, zip(*(tensors_of(p[1]) for p in parts), strict=True))),
+        chosen = last if anchor is None or anchor.is_weight else range(len(runs))
+        values, mode = (
+            [calls[i].anchored[name] for i in chosen],
+            "final" if anchor is None else anchor.outputs,
         )
-        for parts in zip(*(call.notes for call in calls), strict=True)
-    ]
+        anchored[name] = _joined(values, mode, [replicas[i] for i in chosen])
+    notes = []
+    for parts in zip(*(call.notes for call in calls), strict=True):
+        (what, first), tensors = parts[0], zip(*(tensors_of(value) for _, value in parts), strict=True)
+        notes.append((what, with_tensors(first, map(_in_a_row, tensors))))
     return LatestCall(counters, anchored, notes, True, outputs)
 
 
-def _joined(values: Sequence[Tensor], mode: Outputs, replicas_of: Sequence[int]) -> Tensor:
-    """Return one tensor from the values of all runs: concatenated, or by `mode` their last or their sum.
+def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
+    """Return one tensor from the values of several runs: concatenated, or by `mode` their last or their sum.
 
-    Args: replicas_of: the number of replicas of each run
+    Args: replicas: the number of replicas of each run
     Raises: Error, if values of different shapes would be added
     """
     if mode == "final":
@@ -150,11 +114,11 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas_of: Sequence[int])
     if mode != "sum":
         return _in_a_row(values)
     total = values[0].clone()
-    for value, replicas in zip(values[1:], replicas_of[1:], strict=True):
+    for value, count in zip(values[1:], replicas[1:], strict=True):
         value = value.reshape(1) if total.dim() > value.dim() else value
         # A later run may have fewer replicas, and so fewer rows.
         part = total[: len(value)] if total.dim() else total
-        is_other = total.dim() > 0 and len(value) * replicas_of[0] != len(total) * replicas
+        is_other = total.dim() > 0 and len(value) * replicas[0] != len(total) * count
         if is_other or part.shape != value.shape:
             raise Error(
                 "OutputMode.Sum adds outputs of all micro-batches, and the last one of this batch has another size\n"

@@ -4,7 +4,6 @@ The classes of the model, its parameters and its buffers are replaced by subclas
 executor's `copyWeightsToHostIfNeeded`. Copies and pickles have the original classes.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -48,16 +47,15 @@ class _Marked:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _plain(self, change: Callable[[Tensor], Tensor] = lambda values: values) -> Any:
-        """Return an unmarked parameter or tensor with the newest values, to which `change` is applied."""
+    def _plain(self) -> Any:
+        """Return an unmarked parameter or tensor that shares the memory, after copying the newest values."""
         _refresh(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
-            plain = change(self.detach())  # type: ignore[attr-defined]
+            plain = self.detach()  # type: ignore[attr-defined]
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = plain = self._plain(Tensor.clone)
-        return plain
+        return copy.deepcopy(self._plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
@@ -96,7 +94,7 @@ def _after_refresh(name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refresh(self.__dict__["_pando_owner"])
+        _refresh(self._pando_owner)
         return getattr(super(_MarkedModel, self), name)(*args, **kwargs)
 
     return method
@@ -105,25 +103,27 @@ def _after_refresh(name: str) -> Callable[..., Any]:
 class _MarkedModel:
     """The mixin of a marked model's class."""
 
+    _pando_owner: weakref.ref[Any]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of the user's class, since `type(model)(...)` must not make a marked model."""
         return cls.__mro__[2](*args, **kwargs)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; return whether they had."""
-        owner = self.__dict__["_pando_owner"]()
-        return owner.copyWeightsToHostIfNeeded() if owner is not None else False
+        owner = self._pando_owner()
+        return owner is not None and owner.copyWeightsToHostIfNeeded()
 
     def destroy(self) -> None:
         """Destroy the executor of this model: free its devices and remove the marks. The weights stay."""
-        owner = self.__dict__["_pando_owner"]()
+        owner = self._pando_owner()
         if owner is not None:
             owner.destroy()
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, _Marked):
-            _refresh(self.__dict__["_pando_owner"])
+            _refresh(self._pando_owner)
         return value
 
     named_parameters, named_buffers, state_dict, __call__ = map(
@@ -136,7 +136,7 @@ class _MarkedModel:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refresh(self.__dict__["_pando_owner"])
+        _refresh(self._pando_owner)
         # Later protocols refuse an object of another class than that of the object which is pickled.
         return shallow_copy(self).__reduce_ex__(1)
 
@@ -177,7 +177,7 @@ def plain_class(model: Any) -> type:
 
 def owner_of(model: Any) -> Any:
     """Return the executor that trains a model; None if the model is not marked, or its executor is gone."""
-    return model.__dict__["_pando_owner"]() if is_marked(model) else None
+    return model._pando_owner() if is_marked(model) else None
 
 
 def check_not_wrapped(model: Any) -> None:
@@ -205,17 +205,48 @@ def mark(model: nn.Module, owner: Any) -> None:
 
     Raises: RuntimeError, if another executor trains the model
     """
-    if owner_of(model) is owner:
-        return
-    check_not_wrapped(model)
-    unmark(model)  # removes the mark of an executor that is gone
     link = weakref.ref(owner)
-    watch_registrations(_registered)
-    _warn_of_sharing(model)
-    _mark_parts(model, link)
-    kind = type(model)
-    model.__dict__["_pando_owner"] = link
-    model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), {"__module__": kind.__module__})
+    if owner_of(model) is not owner:
+        check_not_wrapped(model)
+        unmark(model)  # removes the mark of an executor that is gone
+        _warn_of_sharing(model)
+        kind = type(model)
+        own = {"__module__": kind.__module__, "_pando_owner": link}
+        model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), own)
+    mark_tensors(model, link)
+
+
+def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
+    """Mark a tensor, or the parameters and buffers of a module, as those of an executor's model."""
+    tensors: list[Any] = [value]
+    if isinstance(value, nn.Module):
+        tensors = [
+            t for layer in value.modules() for t in (*layer._parameters.values(), *layer._buffers.values())
+        ]
+    for tensor in tensors:
+        if type(tensor) in (nn.Parameter, Tensor):  # other subclasses are not marked
+            kind: Any = PoptorchParameter if type(tensor) is nn.Parameter else PoptorchBuffer
+            tensor.__class__ = kind
+            vars(tensor)["_owner"] = link
+
+
+def unmark(model: nn.Module) -> None:
+    """Undo `mark`. Does nothing to an unmarked model."""
+    if not is_marked(model):
+        return
+    model.__class__ = plain_class(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, _Marked):
+            vars(tensor).pop("_owner")
+            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+            tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def shallow_copy(model: Any) -> Any:
+    """Return a copy of the top-level module, of the user's class; parameters, buffers and submodules are shared."""
+    plain = object.__new__(plain_class(model))
+    plain.__dict__.update(copy.copy(model).__dict__)
+    return plain
 
 
 def _warn_of_sharing(model: nn.Module) -> None:
@@ -232,66 +263,6 @@ def _warn_of_sharing(model: nn.Module) -> None:
             "  fix: train them in one model; or call detachFromDevice() on one executor before the other is called",
             listed(shared),
         )
-
-
-def _mark_parts(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
-    if isinstance(value, Tensor):
-        _mark_tensor(value, link)
-        return
-    for child in value.modules():
-        _links[child] = link
-    for tensor in (*value.parameters(), *value.buffers()):
-        _mark_tensor(tensor, link)
-
-
-def _mark_tensor(tensor: Tensor, link: weakref.ref[Any]) -> None:
-    if type(tensor) in (nn.Parameter, Tensor):  # other subclasses are not marked
-        kind = PoptorchParameter if type(tensor) is nn.Parameter else PoptorchBuffer
-        tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
-        tensor._owner = link  # type: ignore[attr-defined]
-
-
-_links: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def _registered(module: nn.Module, name: str, value: Any) -> None:
-    """Copy the newest weights to the host, and mark `value` before it is set in a marked model."""
-    link = _links.get(module)
-    if link is not None and isinstance(value, Tensor | nn.Module) and link() is not None:
-        with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
-            _refresh(link)
-        _mark_parts(value, link)
-
-
-@functools.cache
-def watch_registrations(registered: Callable[[nn.Module, str, Any], None]) -> None:
-    """Register a hook that torch calls before a layer, parameter or buffer is set in any module."""
-    nn.modules.module.register_module_module_registration_hook(registered)
-    nn.modules.module.register_module_parameter_registration_hook(registered)
-    nn.modules.module.register_module_buffer_registration_hook(registered)
-
-
-def unmark(model: nn.Module) -> None:
-    """Undo `mark`. Does nothing to an unmarked model."""
-    if not is_marked(model):
-        return
-    for child in model.modules():
-        _links.pop(child, None)
-    model.__class__ = plain_class(model)
-    del model.__dict__["_pando_owner"]
-    for tensor in (*model.parameters(), *model.buffers()):
-        if isinstance(tensor, _Marked):
-            vars(tensor).pop("_owner")
-            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-            tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def shallow_copy(model: Any) -> Any:
-    """Return a copy of the top-level module, of the user's class; parameters, buffers and submodules are shared."""
-    plain = object.__new__(plain_class(model))
-    plain.__dict__.update(copy.copy(model).__dict__)
-    plain.__dict__.pop("_pando_owner", None)
-    return plain
 
 
 # ---- the model of an executor ------------------------------------------------------------------------------

@@ -1,7 +1,14 @@
-"""The link of executor and optimizer: rates are copied at `setOptimizer`; the state is on the devices."""
+"""The link of executor and optimizer: rates are copied at `setOptimizer`; the state is on the devices.
 
+While an executor trains with an optimizer, `optimizer.state` is empty. `state_dict()` reads the state from the devices,
+and a state loaded by `load_state_dict()` is uploaded before the next call. poptorch's optimizers have attributes for
+this (`optimizer_base.py`), torch's get hooks.
+"""
+
+import copy
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,11 +23,11 @@ from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, check_hooks
 from ..optim.optimizer_state import (
-    TorchLink,
     check_states,
     engine_state,
     hyperparameter_entries,
     rates_of,
+    refuse_other_rules,
     state_entries,
     states_of,
     torch_state,
@@ -29,6 +36,8 @@ from .device_lease import DeviceLease
 from .marked_model import WrappedModel
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
+_LOST = "_pando_lost_state"  # attribute of a torch optimizer whose state is lost: the handle of the hook that raises
+_PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles use it instead of the class's
 
 
 class OptimizerLink:
@@ -43,7 +52,7 @@ class OptimizerLink:
         self._model, self._lease = model, lease
         self.optimizer: Any = None
         self.hyper: settings.Hyper | None = None
-        self._torch_link: TorchLink | None = None
+        self._hooks: list[Any] = []  # handles of the hooks on a torch optimizer
         self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
@@ -79,7 +88,7 @@ class OptimizerLink:
         if optimizer is not self.optimizer:
             self.release()
             self.optimizer = optimizer
-            self.join(take=not compiled)  # after compilation the state on the devices is newer
+            self.connect(take=not compiled)  # after compilation the state on the devices is newer
         self._take_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
@@ -92,7 +101,7 @@ class OptimizerLink:
             options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
             options._freeze()
 
-    def join(self, take: bool = True) -> None:
+    def connect(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
 
         Args: take: whether the optimizer's present state is uploaded before the next call
@@ -104,49 +113,99 @@ class OptimizerLink:
                 link = weakref.ref(self)
                 self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
-        elif self._model.training and self._torch_link is None:
-            self._torch_link = TorchLink(self.optimizer, self._model.parameter_names(), self, take)
+        elif self._model.training and not self._hooks:
+            self._add_hooks()
+            if take:
+                self._load_torch_state()
+            self.optimizer.state.clear()
 
     def release(self) -> None:
-        """Copy the state from the devices into the optimizer, and undo `join`. A state that is sharded over
+        """Copy the state from the devices into the optimizer, and undo `connect`. A state that is sharded over
         instances is not copied: a later read of it raises Error."""
-        lost = _lost if self._lease.shares_state else None
-        if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._release(self._model.parameter_names(), lost)
-        if self._torch_link is not None:
-            self._torch_link.release(lost)
-            self._torch_link = None
+        lost, optimizer = self._lease.shares_state, self.optimizer
+        if isinstance(optimizer, PoptorchOptimizer):
+            optimizer._release(self._model.parameter_names(), _lost if lost else None)
+        elif self._hooks:
+            if lost:
+                vars(optimizer)[_LOST] = optimizer.register_state_dict_pre_hook(lambda _: _lost())
+                vars(optimizer)[_PICKLED] = _lost
+            else:
+                self._write_torch_state()
+                vars(optimizer).pop(_PICKLED, None)
+            for handle in self._hooks:
+                handle.remove()
+            self._hooks = []
 
-    # ---- state -------------------------------------------------------------------------------------------
+    # ---- a torch optimizer ---------------------------------------------------------------------------------
 
-    def load_states(self, states: Mapping[Tensor, Any], names: dict[int, str]) -> None:
-        """Have the next call upload states in torch's format; `names`: {id(parameter): canonical name}."""
+    def _add_hooks(self) -> None:
+        """Set the hooks of a torch optimizer. They do nothing after the executor is gone."""
+        optimizer: torch.optim.Optimizer = self.optimizer
+        link = weakref.ref(self)
+
+        def hook(method: Callable[[OptimizerLink], None]) -> Callable[..., None]:
+            def call(*_: Any) -> None:
+                if (it := link()) is not None:
+                    method(it)
+
+            return call
+
+        fill, empty = hook(OptimizerLink._write_torch_state), hook(lambda it: it.optimizer.state.clear())
+
+        def pickled() -> dict[str, Any]:
+            fill()
+            attributes = dict(type(optimizer).__getstate__(optimizer))
+            attributes["state"] = copy.copy(attributes["state"])
+            empty()
+            return attributes
+
+        if (lost := vars(optimizer).pop(_LOST, None)) is not None:
+            lost.remove()
+        vars(optimizer)[_PICKLED] = pickled
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(fill),
+            optimizer.register_state_dict_post_hook(empty),
+            optimizer.register_load_state_dict_pre_hook(
+                functools.partial(refuse_other_rules, self.frozen.kind)
+            ),
+            optimizer.register_load_state_dict_post_hook(hook(OptimizerLink._load_torch_state)),
+        ]
+
+    def _load_torch_state(self) -> None:
+        """Have the next call upload the states in `optimizer.state`, which are in torch's format."""
+        names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: engine_state(self.frozen, state)
-            for parameter, state in states.items()
+            for parameter, state in self.optimizer.state.items()
             if id(parameter) in names
         }
         check_states(self.frozen.kind, loaded)
         self._loaded.update(loaded)
+        self.optimizer.state.clear()
+
+    def _write_torch_state(self) -> None:
+        """Write the devices' state into `optimizer.state`. Before the first update these are loaded states only."""
+        _, steps = self._lease.random_state
+        on_devices, names = self._lease.optimizer_states() or {}, self._model.parameter_names()
+        states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
+        for name, state in self._loaded.items():
+            states.setdefault(name, {}).update(state)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names.get(id(parameter))
+            if name in states and (state := torch_state(self.frozen.kind, states[name], steps)):
+                self.optimizer.state[parameter] = state
+
+    # ---- state -------------------------------------------------------------------------------------------
 
     def discard_loaded(self) -> None:
         """Discard the optimizer's state on the host, uploaded or not: the executor has a newer one."""
         self._loaded = {}
         self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._pending_state = self.optimizer._pending_torch_state = None
-            self.optimizer._kept_state = None
+            self.optimizer._pending_state = self.optimizer._kept_state = None
+            self.optimizer._has_torch_state = False
         else:
-            self.join(take=False)
-
-    def torch_states(self) -> dict[str, dict[str, Tensor]]:
-        """Return each parameter's state in torch's format. Before the first update: only loaded states."""
-        _, steps = self._lease.random_state
-        on_devices = self._lease.optimizer_states() or {}
-        states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
-        for name, state in self._loaded.items():
-            states.setdefault(name, {}).update(state)
-        return {name: torch_state(self.frozen.kind, state, steps) for name, state in states.items()}
+            self.connect(take=False)
 
     def _read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         assert self.hyper is not None
@@ -162,10 +221,9 @@ class OptimizerLink:
         """Upload the states and rates that the user has loaded into the optimizer."""
         optimizer, state = self.optimizer, self._lease.need_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
-        if is_ours and optimizer._pending_torch_state is not None:
-            self.load_states(optimizer._pending_torch_state, self._model.parameter_names())
-            optimizer._pending_torch_state = None
-            self.optimizer.state.clear()  # the state on the devices is newer from now on
+        if is_ours and optimizer._has_torch_state:
+            self._load_torch_state()
+            optimizer._has_torch_state = False
         if self._loaded:
             state.write_optimizer(self._loaded)
             self._loaded = {}
@@ -202,13 +260,13 @@ class OptimizerLink:
 
     def check_unused(self) -> None:
         """Warn once if rates were changed without `setOptimizer`. Raises: Error, for hooks of `step()`"""
-        if self.optimizer is None:
+        used = self.hyper
+        if self.optimizer is None or used is None:
             return
         check_hooks(self.optimizer)
-        is_loaded = getattr(self.optimizer, "_has_loaded_rates", False)  # `upload` reads these
-        if self.hyper is None or self._has_warned or is_loaded:
+        if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):  # `upload` reads these
             return
-        used, now = self.hyper, rates_of(self.frozen.kind, self.optimizer)
+        now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:
             self._has_warned = True
             scalings = {"loss_scaling": now.loss_scaling}, {"loss_scaling": used.loss_scaling}

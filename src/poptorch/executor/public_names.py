@@ -1,5 +1,6 @@
 """The executor's public names, except those for calls, compilation, devices and files (`executor.py`)."""
 
+import copy
 import functools
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,7 +9,7 @@ from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from popengine.errors import Error
 
@@ -19,7 +20,7 @@ from ..options import Options
 from ..reporting.overview import Overview, overview
 from . import marked_model
 from .device_lease import DeviceLease
-from .latest_call import LatestCall
+from .latest_call import Latency, LatestCall, Times
 from .marked_model import WrappedModel
 from .optimizer_link import OptimizerLink
 from .weight_sync import WeightSync
@@ -77,7 +78,6 @@ class PublicNames:
     _optimizer_link: OptimizerLink
     _latest: LatestCall
     _updates: int
-    _compiled_mode: bool
     _compilation_seconds: float | None
     _announced_methods: set[str]
 
@@ -86,7 +86,6 @@ class PublicNames:
     copyWeightsToHost = _part("_weights", WeightSync.copyWeightsToHost)
     copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
     copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
-    averageRunningStatistics = _part("_weights", WeightSync.averageRunningStatistics)
     hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
     setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
 
@@ -96,6 +95,17 @@ class PublicNames:
         if is_stale:
             self.copyWeightsToHost()
         return is_stale
+
+    def averageRunningStatistics(self) -> None:
+        """*Pando*: replace running statistics by their mean over the replicas of all instances.
+
+        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance: call this
+        method before a validation or a checkpoint, in all instances. Running statistics are all floating point buffers
+        that forward changes.
+
+        Raises: Error, if the model is not attached to its devices
+        """
+        self._lease.need_engine().average_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the `state_dict()` of the user's model, with the newest weights."""
@@ -142,7 +152,7 @@ class PublicNames:
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
         self.model.train(mode)
-        self._compiled_mode = self._wrapped.user.training  # no second warning at the next call
+        self._weights.mode = self._wrapped.user.training  # no second warning at the next call
         return self
 
     def eval(self) -> Self:
@@ -201,12 +211,39 @@ class PublicNames:
 
     # ---- the latest call ---------------------------------------------------------------------------------
 
-    getPerfCounters = _part("_latest", LatestCall.getPerfCounters)
-    getLatency = _part("_latest", LatestCall.getLatency)
-    getHostIpuLatency = _part("_latest", LatestCall.getHostIpuLatency)
-    getComputeLatency = _part("_latest", LatestCall.getComputeLatency)
-    getIpuHostLatency = _part("_latest", LatestCall.getIpuHostLatency)
-    getAnchoredTensor = _part("_latest", LatestCall.getAnchoredTensor)
+    def getPerfCounters(self) -> dict[str, Times]:
+        """Return the times of the latest call, by key: for each input or output tensor a list of seconds.
+
+        "input" and "input_complete": when staging of each micro-batch began and ended. "output" and
+        "output_complete": when each output that the output mode keeps began to arrive, and had arrived.
+        The times are those of the host's clock, with an arbitrary zero.
+        """
+        return copy.deepcopy(self._latest.counters)
+
+    def getLatency(self) -> Latency:
+        """Return (min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
+        return self._latest.latency("input", min, "output_complete")
+
+    def getHostIpuLatency(self) -> Latency:
+        """Return (min, max, mean) seconds of staging a micro-batch."""
+        return self._latest.latency("input", min, "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """Return (min, max, mean) seconds between the staging of a micro-batch and its first output."""
+        return self._latest.latency("input_complete", max, "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """Return (min, max, mean) seconds that the outputs of a micro-batch took to arrive."""
+        return self._latest.latency("output", min, "output_complete")
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """Return the latest call's value of the tensor that `Options.anchorTensor` has named `short_name`."""
+        known = self._latest.anchored
+        assert short_name in known, (
+            f"No tensor with name {short_name} found. Known now: {', '.join(known) or 'none'}\n"
+            "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
+        )
+        return known[short_name]
 
     @property
     def finished_updates(self) -> int:

@@ -1,6 +1,6 @@
 """The whole state of a training, as one value that `popdist.Checkpoint` writes and restores."""
 
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
     "weights" and "optimizer" are equal in all instances, except those of per-replica parameters. If the
     optimizer state is sharded ("shares_state"), "optimizer" is the shard of this instance.
     """
-    lease, optimizer = executor._lease, executor._optimizer
+    lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.to_keep()
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
@@ -31,14 +31,16 @@ def training_state(executor: PoplarExecutor) -> TrainingState:
             values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
             buffers = [{name: values[name] for name in names}]
     return {
+        **vars(kept),
+        "optimizer": kept.optimizer or {},
         "weights": {name: value for name, value in values.items() if name not in names},
         "buffers": buffers,
-        "optimizer": lease.optimizer_states(whole=False) or {},
         "shares_state": lease.shares_state,
-        "rates": [_plain_hyperparameters(group) for group in optimizer.param_groups],
+        "rates": [
+            {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN)}
+            for group in optimizer.param_groups
+        ],
         "loss_scaling": getattr(optimizer, "loss_scaling", None),
-        "loss_factor": lease.loss_factor,
-        "random": list(lease.random_state),
     }
 
 
@@ -52,8 +54,8 @@ def set_training_state(executor: PoplarExecutor, state: TrainingState) -> None:
     if attached:
         executor.detachFromDevice()
     executor._weights.put_on_host({**state["buffers"][0], **state["weights"]})
-    random = state["random"][0], state["random"][1]
-    executor._lease.kept = KeptState(random, state["optimizer"], state["loss_factor"], state["buffers"])
+    kept = {field.name: state[field.name] for field in fields(KeptState)}
+    executor._lease.kept = KeptState(**kept)
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)
@@ -84,7 +86,3 @@ def _check_fits(executor: PoplarExecutor, state: TrainingState) -> None:
             f"the checkpoint's optimizer has {len(state['rates'])} groups, this one"
             f" {len(executor._optimizer.param_groups)}"
         )
-
-
-def _plain_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}

@@ -4,8 +4,10 @@ Training makes the host's copy stale: the next read of a weight there copies all
 the host reach the devices by `copyWeightsToDevice`; a call before it logs a warning, once.
 """
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from popengine.errors import Error
 from ..logs import listed, logger
 from ..reporting.reporter import noting
 from .device_lease import DeviceLease
-from .marked_model import WrappedModel, watch_registrations
+from .marked_model import WrappedModel, mark_tensors, owner_of
 
 # Of a weight on the host: its version counter, its address, whether it requires a gradient.
 Mark = tuple[int, int, bool]
@@ -25,21 +27,34 @@ Mark = tuple[int, int, bool]
 class WeightSync:
     """The transfer of weights between a model and the devices of its executor.
 
-    `version` counts the copies to the host.
+    `version` counts the copies to the host; `mode` is that of the user's model at its compilation.
     """
 
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
         self._model, self._lease, self._executor = model, lease, executor
         self.version = 0
         self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
-        self._trainers: list[weakref.ref[WeightSync]] | None = None  # of other executors; None: unknown
+        self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()  # of executors that share a layer
         self._equal: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
         self._marks: dict[str, Mark] = {}  # of the weights in `_equal` at that time
-        self._checked: dict[str, Mark] = {}  # of the same weights at the latest call
-        self._compiled: Any = None  # the executable to which `_new_layers` belongs
-        self._new_layers: list[str] = []  # names of layers that were replaced
         self._is_replaced = False  # whether a layer, parameter or buffer was replaced since the latest call
         self._warned: set[str] = set()
+        self.note_compilation()
+
+    def note_compilation(self) -> None:
+        """Store the model's layers, modes and `requires_grad`, which the compilation fixes."""
+        self._layers, self._flags = dict(self._model.traced.named_modules()), _flags(self._model.traced)
+        self.mode = self._model.user.training
+
+    @contextlib.contextmanager
+    def flags_of_compilation(self) -> Iterator[None]:
+        """Set modes and `requires_grad` to those of the compilation for the body, and restore them after it."""
+        now = _flags(self._model.traced)
+        _set_flags(self._flags)
+        try:
+            yield
+        finally:
+            _set_flags(now)
 
     def on_host(self) -> dict[str, Tensor]:
         """Return the user's parameters and buffers by canonical name.
@@ -49,8 +64,8 @@ class WeightSync:
         host, executable = self._model.weights(), self._lease.executable
         if executable is None:
             return host
-        weights = executable.plan.partition.signature.weights
-        lost = [slot.key for slot in weights if slot.key not in host]
+        slots = executable.plan.partition.signature.weights
+        lost = [slot.key for slot in slots if slot.key not in host]
         if lost:
             raise Error(
                 f"the model has lost {', '.join(lost)} since it was compiled\n"
@@ -59,19 +74,18 @@ class WeightSync:
                 "  fix: put it back, or change the model before it is wrapped"
             )
         shapes = self._model.shapes(executable.settings.replica_groups)
-        for slot in weights:
+        for slot in slots:
             with torch._C.DisableTorchFunctionSubclass():
-                dtype = host[slot.key].dtype
-            for what, now, before in (
-                ("shape", list(shapes[slot.key]), list(slot.shape)),
-                ("type", dtype, slot.dtype),
-            ):
-                if now != before:
-                    raise Error(
-                        f"{slot.role} {slot.key} has the {what} {now} now, and the model is compiled for {before}\n"
-                        "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
-                        "  fix: change it back, or call destroy() and compile the model again"
-                    )
+                shape, dtype = shapes[slot.key], host[slot.key].dtype
+            if (shape, dtype) != (slot.shape, slot.dtype):
+                is_cast = shape == slot.shape
+                now, before = (dtype, slot.dtype) if is_cast else (list(shape), list(slot.shape))
+                raise Error(
+                    f"{slot.role} {slot.key} has the {'type' if is_cast else 'shape'} {now} now, and the model is"
+                    f" compiled for {before}\n"
+                    "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
+                    "  fix: change it back, or call destroy() and compile the model again"
+                )
         return host
 
     # ---- to the host -------------------------------------------------------------------------------------
@@ -102,14 +116,14 @@ class WeightSync:
         self.version += 1
         self._note_equal(host)
         if self._model.training:
-            self._mark_other_executors()
+            self._mark_peers()
 
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         self.upload()
-        self._mark_other_executors()
+        self._mark_peers()
 
     def upload(self) -> None:
         """Upload the user's weights to this executor's devices only."""
@@ -118,17 +132,6 @@ class WeightSync:
         with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
         self._note_equal(weights)
-
-    def averageRunningStatistics(self) -> None:
-        """*Pando*: replace running statistics by their mean over the replicas of all instances.
-
-        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance: call this
-        method before a validation or a checkpoint, in all instances. Running statistics are all floating point buffers
-        that forward changes.
-
-        Raises: Error, if the model is not attached to its devices
-        """
-        self._lease.need_engine().average_buffers()
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
@@ -144,7 +147,7 @@ class WeightSync:
             self._lease.need_engine().write(buffers)
         self._equal |= buffers
         self._marks |= _marks(buffers)
-        self._mark_other_executors()
+        self._mark_peers()
 
     # ---- what is changed on the host ---------------------------------------------------------------------
 
@@ -156,18 +159,26 @@ class WeightSync:
     def check_host(self) -> None:
         """Warn, once per kind of change, if the model was changed after its compilation, which calls ignore.
 
-        These are written or replaced weights, replaced layers and, in training, a changed `requires_grad`.
+        These are written or replaced weights, replaced layers and, in training, a changed mode or `requires_grad`.
 
         Raises:
             Error: a weight was removed, or its dtype or shape has changed
         """
-        marks = _marks(self._equal)
-        if marks == self._checked and not self._is_replaced:
-            return
-        host = self.on_host()
-        if self._new_layers:
+        if self._model.training and self._model.user.training != self.mode:
+            modes = ("eval", "train") if self.mode else ("train", "eval")
             self._warn(
-                f"{listed(self._new_layers)} has another layer in its place since the compilation",
+                "the model is in {}() mode now, and was compiled in {}() mode".format(*modes),
+                "trains it in that mode",
+                "set the mode before the first call, or call destroy() on the executor; wrap the model with"
+                " poptorch.inferenceModel to evaluate it",
+            )
+        if not self._is_replaced and _marks(self._equal) == self._marks:
+            return
+        host, layers = self.on_host(), dict(self._model.traced.named_modules())
+        replaced = [name for name, layer in self._layers.items() if layers.get(name, layer) is not layer]
+        if replaced:
+            self._warn(
+                f"{listed(replaced)} has another layer in its place since the compilation",
                 "computes what the layer before did",
             )
         elif written := self._written(host):
@@ -177,7 +188,7 @@ class WeightSync:
                 "call copyWeightsToDevice() on the executor after weights were loaded or written",
             )
         self._check_flags(host)
-        self._checked, self._is_replaced, self._new_layers = marks, False, []
+        self._is_replaced = False
 
     def _check_flags(self, host: Mapping[str, Tensor]) -> None:
         """In training, warn if parameters were frozen or made trainable since the compilation."""
@@ -188,7 +199,7 @@ class WeightSync:
         with torch._C.DisableTorchFunctionSubclass():
             frozen = [n for n, w in host.items() if n in trained and not w.requires_grad]
             untrained = [n for n, w in host.items() if n not in trained and w.requires_grad]
-        freed = [n for n in untrained if n in self._checked and not self._checked[n][2]]
+        freed = [n for n in untrained if n in self._marks and not self._marks[n][2]]
         if frozen:
             self._warn(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
         if freed:
@@ -211,58 +222,53 @@ class WeightSync:
 
     def _note_equal(self, host: dict[str, Tensor]) -> None:
         """Record that the host's weights are now equal to those of the devices."""
-        self._equal, self._marks = host, _marks(host)
-        self._checked, self._is_behind = self._marks, False
+        self._equal, self._marks, self._is_behind = host, _marks(host), False
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
-    def begin(self) -> dict[str, Tensor]:
+    def newest(self) -> dict[str, Tensor]:
         """Return the weights for a new engine: the newest of all executors of the model."""
-        executable = self._lease.need_executable()
-        if executable is not self._compiled:
-            self._compiled, self._new_layers = executable, []
-        for module in self._model.user.modules():
-            _users.setdefault(module, weakref.WeakSet()).add(self)
-        for other in self._others():
-            other._trainers = None
-        watch_registrations(_registered)
-        self._pull()
+        _watch_registrations()
+        self._join(self._model.user)
+        self._copy_from_trainers()
         host = self.on_host()
         self._check_flags(host)
         self._note_equal(host)
         return host
 
+    def _join(self, layer: nn.Module) -> None:
+        """Register this executor with a layer and its parts, and with the other executors of these."""
+        for module in layer.modules():
+            users = _users.setdefault(module, weakref.WeakSet())
+            for peer in set(users) - {self}:
+                self._peers.add(peer)
+                peer._peers.add(self)
+            users.add(self)
+
     def refresh(self) -> None:
         """Upload the weights if another executor of the model has trained or uploaded newer ones."""
-        self._pull()
+        self._copy_from_trainers()
         if self._is_behind:
             self.upload()
 
-    def _pull(self) -> None:
+    def _copy_from_trainers(self) -> None:
         """Copy to the host the newest weights of the model's other training executors."""
-        if self._trainers is None:
-            self._trainers = [weakref.ref(other) for other in self._others() if other._model.training]
-        for trainer in self._trainers:
-            sync = trainer()
-            executor = sync and sync._executor()
+        for peer in list(self._peers):
+            executor = peer._executor() if peer._model.training else None
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
-    def _mark_other_executors(self) -> None:
+    def _mark_peers(self) -> None:
         """Record in the executors that share a layer with this one that the host has new weights.
 
         Inference executors upload them before their next run. Training executors keep their own weights,
         without a warning: there was one when the model was wrapped.
         """
-        for other in self._others():
-            if other._model.training:
-                other._marks = other._checked = _marks(other._equal)
+        for peer in self._peers:
+            if peer._model.training:
+                peer._marks = _marks(peer._equal)
             else:
-                other._is_behind = True
-
-    def _others(self) -> set["WeightSync"]:
-        """Return the `WeightSync` of each other executor that shares a layer with this one."""
-        return {other for module in self._model.user.modules() for other in _users.get(module, ())} - {self}
+                peer._is_behind = True
 
 
 # By module, the executors that are, or were, attached to devices with it.
@@ -270,13 +276,31 @@ _users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = weak
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    """Record in each executor of a module that one of its layers, parameters or buffers is being replaced."""
+    """Prepare the executors of a module for a new value of one of its layers, parameters or buffers.
+
+    Of a trained model the host gets the newest weights before, and the new parameters and buffers are marked.
+    """
     old = (module._modules, module._parameters, module._buffers)
-    if not any(names.get(name) is value for names in old):
-        for sync in _users.get(module, ()):
-            sync._is_replaced = True
+    if any(names.get(name) is value for names in old):
+        return
+    for sync in list(_users.get(module, ())):
+        sync._is_replaced = True
+        executor = sync._executor()
+        if executor is not None and isinstance(value, Tensor | nn.Module):
+            if owner_of(sync._model.user) is executor:
+                with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
+                    executor.copyWeightsToHostIfNeeded()
+                mark_tensors(value, weakref.ref(executor))
             if isinstance(value, nn.Module):
-                sync._new_layers.append(name)
+                sync._join(value)
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Register a hook that torch calls before a layer, parameter or buffer is set in any module."""
+    nn.modules.module.register_module_module_registration_hook(_registered)
+    nn.modules.module.register_module_parameter_registration_hook(_registered)
+    nn.modules.module.register_module_buffer_registration_hook(_registered)
 
 
 def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
@@ -286,3 +310,19 @@ def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
             for name, weight in weights.items()
         }
+
+
+def _flags(model: nn.Module) -> list[tuple[nn.Module | nn.Parameter, bool]]:
+    """Return each layer of a model with its mode, and each parameter with its `requires_grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        return [*((layer, layer.training) for layer in model.modules()), *trained]
+
+
+def _set_flags(flags: list[tuple[nn.Module | nn.Parameter, bool]]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for part, flag in flags:
+            if isinstance(part, nn.Module):
+                part.__dict__["training"] = flag
+            elif part.requires_grad != flag:
+                part.requires_grad_(flag)

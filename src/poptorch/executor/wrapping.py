@@ -10,9 +10,11 @@ from torch import nn
 
 from popengine.errors import Error
 
+from ..compiling.executable import compile_model
 from ..logs import logger
 from ..options import Options
-from ..reporting.overview import Overview
+from ..planning import profiles
+from ..reporting.overview import Overview, overview
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
 from .public_names import with_torch_modes
@@ -115,7 +117,8 @@ def describe(
         Error: the model can't be compiled for such a batch
     """
     with _executor_of(model, options, training) as (executor, own):
-        return executor._described(*executor._run_for(own, *arguments_of(batch)))
+        program = executor._run_for(own, *arguments_of(batch))
+        return overview(compile_model(*program, is_plan_only=True))
 
 
 @with_torch_modes
@@ -148,7 +151,8 @@ def plan(
     chosen = machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _executor_of(model, options, training) as (executor, own):
-        found = executor._profiles(*executor._run_for(own, *arguments_of(batch)), kinds)
+        program = executor._run_for(own, *arguments_of(batch))
+        found = profiles(*program, executor._optimizer_link.hyper, kinds)
     return Estimates.of(found, chosen, replicas, accumulation)
 
 

@@ -77,8 +77,8 @@ class Optimizer:
     _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # State that the user has loaded and the executor has not uploaded yet.
     _pending_state: DeviceState | None = None
-    # The same, from torch's part of a loaded dictionary whose "ipu_state" is None.
-    _pending_torch_state: dict[Tensor, Any] | None = None
+    # Whether `state` was loaded, from a dictionary whose "ipu_state" is None, and not uploaded yet.
+    _has_torch_state = False
     # Whether the rates were changed by a loaded state since the executor last read them.
     _has_loaded_rates = False
     # State read from the last executor before it released the optimizer, and its names of the parameters.
@@ -143,7 +143,7 @@ class Optimizer:
 
         Both are None before compilation. Torch's "param_groups" have the rates, too.
         """
-        if self._pending_torch_state is not None:
+        if self._has_torch_state:
             state = None
         else:
             state = self._pending_state or (self._state_reader() if self._state_reader else self._kept_state)
@@ -184,8 +184,7 @@ class Optimizer:
         if ipu_param:
             load_rates(self._kind, self, ipu_param)
             self._has_loaded_rates = True
-        loaded: dict[Tensor, Any] = self.state  # type: ignore[attr-defined]
-        self._pending_torch_state = dict(loaded) if ipu_state is None and loaded else None
+        self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
     def _release(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
         """Read the state from the devices for the last time; called before the executor ends.
@@ -206,7 +205,7 @@ class Optimizer:
             names: id(parameter) -> canonical name in the next executor
         """
         kept, self._kept_state = self._kept_state, None
-        if kept is None or kept[0] is None or self._pending_state or self._pending_torch_state:
+        if kept is None or kept[0] is None or self._pending_state or self._has_torch_state:
             return
         news = {name: names[key] for key, name in self._kept_names.items() if key in names}
         parts = [(key.partition("___"), value) for key, value in kept[0].items()]

@@ -1,4 +1,4 @@
-"""An optimizer's state and rates outside of an executor: poptorch's format, torch's format, hooks on optimizers.
+"""An optimizer's state and rates outside of an executor: poptorch's format and torch's format.
 
 `state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 
@@ -12,14 +12,11 @@ ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
 torch's optimizers keep torch's own format, so a checkpoint can be loaded in plain PyTorch, and the other way round.
 """
 
-import copy
-import functools
 import logging
 import math
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -271,79 +268,3 @@ def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any])
             )
         states[f"parameter {index}"] = {names.get(name, name): value for name, value in tensors.items()}
     check_states(kind, states, {f"parameter {index}": shape for index, shape in enumerate(shapes)})
-
-
-# torch's optimizers while an executor trains ------------------------------------------------------------
-
-# Attribute of an optimizer whose state is lost: the handle of the hook that raises the error.
-_LOST = "_pando_lost_state"
-_PICKLED = "__getstate__"  # set on the optimizer itself: copies and pickles use it instead of the class's
-
-
-class TorchLink:
-    """Hooks that connect a torch optimizer with its executor; they do nothing after the executor is gone.
-
-    While they are set, the state is on the devices and `optimizer.state` is empty. `state_dict()` reads the
-    state from the devices; a state loaded by `load_state_dict()` is uploaded before the next call.
-
-    Args:
-        names: id(parameter) -> canonical name
-        owner: the executor's `OptimizerLink`, which reads and writes the state on the devices
-        take:  whether the executor loads the state that the optimizer has now
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[int, str], owner: Any, take: bool
-    ) -> None:
-        self._optimizer, self._names, self._owner = optimizer, names, weakref.ref(owner)
-        if (lost := vars(optimizer).pop(_LOST, None)) is not None:
-            lost.remove()
-        vars(optimizer)[_PICKLED] = self._pickled
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
-            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
-            optimizer.register_load_state_dict_pre_hook(
-                functools.partial(refuse_other_rules, owner.frozen.kind)
-            ),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._take()),
-        ]
-        if take:
-            self._take()
-
-    def _take(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.load_states(self._optimizer.state, self._names)
-        self._empty()
-
-    def _fill(self) -> None:
-        owner = self._owner()
-        states = owner.torch_states() if owner is not None else {}
-        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
-            state = states.get(self._names.get(id(parameter), ""))
-            if state:
-                self._optimizer.state[parameter] = state
-
-    def _empty(self) -> None:
-        if self._owner() is not None:
-            self._optimizer.state.clear()
-
-    def _pickled(self) -> dict[str, Any]:
-        """Return the attributes for a copy or pickle of the optimizer, including the state on the devices."""
-        self._fill()
-        result = dict(type(self._optimizer).__getstate__(self._optimizer))
-        result["state"] = copy.copy(result["state"])
-        self._empty()
-        return result
-
-    def release(self, lost: Callable[[], NoReturn] | None = None) -> None:
-        """Write the state into the optimizer, and remove the hooks. If the state is lost, `lost` is called
-        when the state is read later, to raise an error."""
-        if lost is None:
-            self._fill()
-            vars(self._optimizer).pop(_PICKLED, None)
-        else:
-            vars(self._optimizer)[_LOST] = self._optimizer.register_state_dict_pre_hook(lambda _: lost())
-            vars(self._optimizer)[_PICKLED] = lost
-        for handle in self._handles:
-            handle.remove()

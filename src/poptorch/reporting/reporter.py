@@ -23,12 +23,11 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import describe
-from popengine.ir import Graph
 from popengine.run.engine import Engine, threads_inside
 from popengine.run.recorder import Recorder, Times
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
-from poptorch.compiling.tune import Hints
+from poptorch.compiling.executable import Executable
 
 from ..data.loader import listeners
 from ..logs import counted, logger
@@ -53,22 +52,17 @@ class Reporter:
         self.path, self.options, self.number = path, options, number
         self.recorder = Recorder()
         self.passes: dict[str, float] = {}  # seconds of each pass of the compilation
-        self._engine: Engine | None = None
-        self._graph: Graph | None = None
-        self._hints: dict[str, Any] = {}
+        self._running: tuple[Engine, Executable] | None = None
         self._save_next = time.perf_counter() + _SAVE_EVERY
 
-    def attached(self, engine: Engine, graph: Graph | None, hints: Hints) -> None:
-        self._engine, self._graph = engine, graph
-        self._hints = {
-            "hints": {name: factor.low for name, factor in hints.options.items()},
-            "sharing": [[count, *speed, cost] for count, (speed, cost) in hints.sharing.items()],
-        }
+    def attached(self, engine: Engine, executable: Executable) -> None:
+        """Save this engine's profile from now on."""
+        self._running = engine, executable
 
     def released(self) -> None:
         """Save the profile, and drop the engine: the executor releases its devices."""
         self.save()
-        self._engine = self._graph = None
+        self._running = None
 
     def called(self) -> None:
         """Save after a call, at most once per minute, so that a killed program leaves a profile, too."""
@@ -80,20 +74,19 @@ class Reporter:
 
     def save(self) -> None:
         """Write the profile and the page, in instance 0. A file that can't be written is a warning."""
-        engine = self._engine
-        if engine is None or engine.settings.counts.instance != 0:
+        if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
-            self._profile(engine).save(self.path)
+            self._profile(*self._running).save(self.path)
             from popvision import html  # loaded only for a profile
 
             html.write_report(self.path.parent.parent)
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
-    def _profile(self, engine: Engine) -> profile.Profile:
+    def _profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
-        found, origin = describe(engine.plan, settings, self._graph), recorder.origin
+        found, origin = describe(engine.plan, settings, executable.graph), recorder.origin
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
         facts = {
             "calls": recorder.calls,
@@ -112,7 +105,7 @@ class Reporter:
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
             "strategy": _strategy_in_words(options, settings.strategy.mode),
             "optimizer": _optimizer_in_words(settings.optimizer),
-            **self._hints,
+            **executable.hints,
         }
         return replace(
             found,
@@ -148,13 +141,13 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
     return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
-def reporter_for(executor: Any, options: Options, directory: Path | None, number: int) -> Reporter | None:
-    """Return the reporter of a plan. It saves when the executor is garbage-collected, too.
+def reporter_for(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
+    """Return the reporter of a plan; None if no profile is requested. It saves when the executor is
+    garbage-collected, too.
 
-    Args:
-        directory: of the first plan's profile; None: no profile is asked for
-        number:    of the plan, from 1: each plan of a model has a profile in a folder of its own
+    Args: number: of the plan, from 1: each plan of a model has a profile in a folder of its own
     """
+    directory = options._profile_directory(training)
     if directory is None:
         return None
     if number > 1:
