@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns
@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ir import Piece, Task
+from ..ir import Task
 from ..profile import Tensor as Row
-from ..programs import Program, programs
+from ..programs import programs
 from .backends.eager import Code, build
 from .devices import settle
 from .row_functions import RowFunctions
@@ -31,13 +31,14 @@ _Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch
 class Meter:
     """The tensors that an ipu of replica 0 holds, as if it had its own memory. Times are in instructions."""
 
-    def __init__(self, step_rows: RowFunctions, ipu: int) -> None:
-        self._rows, self._ipu = step_rows, ipu
-        self._done: list[Row] = []
-        self._held: dict[_Memory, Row] = {}
+    def __init__(self, rows: RowFunctions, ipu: int) -> None:
+        self._rows, self._ipu = rows, ipu
+        # Each was made by the instruction `born`, and freed by `died` (-1: not yet); in the order of `born`.
+        self.tensors: list[Row] = []
+        self._held: dict[_Memory, int] = {}  # memory -> its index in `tensors`
         self._names: Counter[_Memory] = Counter()  # how many names refer to each
-        self._memory: dict[int, dict[str, _Memory]] = {}  # micro-batch -> name -> key in `_held`
-        self._inputs = {value.untyped_storage()._cdata for value in step_rows.call.inputs}
+        self._memory: dict[tuple[int, str], _Memory] = {}  # by micro-batch and name
+        self._inputs = {value.untyped_storage()._cdata for value in rows.call.inputs}
         self._state = self._state_storages()
 
     def before(self, task: Task, micro_batch: int, first: int) -> None:
@@ -69,32 +70,30 @@ class Meter:
                 self._gone(instruction.names, micro_batch, index)
 
     def _born(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
-        known = self._memory.setdefault(micro_batch, {})
         for name in names:
-            if name not in values or name in known:
+            if name not in values or (micro_batch, name) in self._memory:
                 continue
             value = values[name]
             storage = value.untyped_storage()
             if storage._cdata in self._state:
                 continue
             is_input = storage._cdata in self._inputs
-            key = known[name] = (micro_batch, value.data_ptr()) if is_input else storage._cdata
+            key: _Memory = (micro_batch, value.data_ptr()) if is_input else storage._cdata
+            self._memory[micro_batch, name] = key
             self._names[key] += 1
             if key not in self._held:
                 size, kind = (value.nbytes, "input") if is_input else (storage.nbytes(), "activation")
-                self._held[key] = Row(self._ipu, name, kind, micro_batch, size, index, -1)
+                self._held[key] = len(self.tensors)
+                self.tensors.append(Row(self._ipu, name, kind, micro_batch, size, index, -1))
 
     def _gone(self, names: Iterable[str], micro_batch: int, index: int) -> None:
-        known = self._memory.get(micro_batch, {})
-        for key in [known.pop(name) for name in names if name in known]:
-            self._names[key] -= 1
-            if not self._names[key]:
-                self._done.append(self._held.pop(key)._replace(died=index))
-
-    @property
-    def rows(self) -> list[Row]:
-        """The tensors so far: each was made by the instruction `born`, and freed by `died` (-1: not yet)."""
-        return sorted([*self._done, *self._held.values()], key=lambda row: row.born)
+        for name in names:
+            key = self._memory.pop((micro_batch, name), None)
+            if key is not None:
+                self._names[key] -= 1
+                if not self._names[key]:
+                    place = self._held.pop(key)
+                    self.tensors[place] = self.tensors[place]._replace(died=index)
 
     def _state_storages(self) -> set[int]:
         state = self._rows.state
@@ -132,14 +131,14 @@ def _keep(kept: list[Any], entry: Any, most: int) -> None:
 
 @dataclass
 class Detail:
-    """The detailed record of one step, of one ipu of replica 0."""
+    """The detailed record of one step of replica 0: the tensors of each ipu, and the times of each operation."""
 
     call: int
     step: int
-    meter: Meter
-    # By piece, for each of its lines: CPU time of all runs; time of the fastest run in any step (ns).
+    meters: dict[int, Meter]  # by ipu
+    # By piece, for each of its lines: time of the fastest run in any step; CPU time of all runs (ns).
+    fastest: dict[int, list[int]]
     lines: dict[int, list[int]] = field(default_factory=dict)
-    fastest: dict[int, list[int]] = field(default_factory=dict)
     runs: Counter[int] = field(default_factory=Counter)  # piece -> how often it ran
 
     def times(self, piece: int) -> list[int]:
@@ -147,18 +146,12 @@ class Detail:
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
-    def after(self, task: Task, micro_batch: int, first: int, ticks: list[tuple[int, int]]) -> None:
-        """Record the tensors after a row, and the times of its operations, from `ticks` (see `_Ticks`)."""
-        self.meter.after(task, micro_batch, first)
-        if not ticks or task.kind not in ("forward", "backward"):
-            return
-        piece = task.piece
+    def note(self, piece: int, ticks: list[tuple[int, int]]) -> None:
+        """Add one run of a piece; `ticks` are the readings of both clocks around its lines, see `_Ticks`."""
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
-        if piece in self.lines:
-            computed = [a + b for a, b in zip(self.lines[piece], computed, strict=True)]
-        if piece in self.fastest:
-            took = list(map(min, self.fastest[piece], took))
-        self.lines[piece], self.fastest[piece] = computed, took
+        before = self.lines.get(piece, [0] * len(computed))
+        self.lines[piece] = [a + b for a, b in zip(before, computed, strict=True)]
+        self.fastest[piece] = list(map(min, self.fastest.get(piece, took), took))
         self.runs[piece] += 1
 
 
@@ -173,17 +166,17 @@ class Recorder:
     def __init__(self, budget: int = 120_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
         self.kept: dict[tuple[int, int], list[Times]] = {}  # the first and the last steps, by replica and ipu
-        self.details: dict[int, Detail] = {}  # by ipu
+        self.detail: Detail | None = None  # of the latest step that was recorded in detail
         self.in_calls: list[tuple[int, int, int, int]] = []  # the first and the last: call, start, end, steps
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
-        self._looking: dict[int, Detail] = {}  # of the running step, by ipu of replica 0
+        self._detail: Detail | None = None  # of the running step
         self._rows: RowFunctions | None = None
         self._plain: list[Code] = []  # the pieces of replica 0 without clocks
-        self._programs: dict[int, Program] = {}
+        self._lengths: dict[int, int] = {}  # of each ipu's program
         self._most_steps = 1  # to store, at either end of a training
         self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
@@ -217,26 +210,28 @@ class Recorder:
         """
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         if self._rows is None or self._rows.plan is not plan:
-            self._programs = programs(plan)
-            self._place = {
-                (entry.row, entry.micro_batch): entry.first
-                for program in self._programs.values()
-                for entry in program.entries
-            }
-        lengths = {ipu: len(program.instructions) for ipu, program in self._programs.items()}
-        most = max(1, self.budget // (2 * len(lengths) * len(replicas)))
-        self._most_steps = max(1, self.budget // (2 * max(1, sum(lengths.values()) * len(replicas))))
-        self._rows, self._times, self._looking = rows, {}, {}
-        for ipu, length in lengths.items():
-            for replica in replicas:
-                self._times[replica, ipu] = Times(self._call, number, min(most, length))
-            if len(self.kept.get((0, ipu), ())) < DETAILED_STEPS:
-                detail = self._looking[ipu] = Detail(self._call, number, Meter(rows, ipu))
-                if ipu in self.details:
-                    detail.fastest = self.details[ipu].fastest
+            made, self.detail = programs(plan), None
+            self._lengths = {ipu: len(program.instructions) for ipu, program in made.items()}
+            entries = [entry for program in made.values() for entry in program.entries]
+            self._place = {(entry.row, entry.micro_batch): entry.first for entry in entries}
+        most = max(1, self.budget // (2 * len(self._lengths) * len(replicas)))
+        self._most_steps = max(1, self.budget // (2 * max(1, sum(self._lengths.values()) * len(replicas))))
+        self._rows, self._detail = rows, None
+        self._times = {
+            (replica, ipu): Times(self._call, number, min(most, length))
+            for ipu, length in self._lengths.items()
+            for replica in replicas
+        }
         self._plain = list(rows.codes[0])
-        if self._looking and rows.settings.backend == "eager":  # compiled pieces have no single operations
-            rows.codes[0][:] = _ticking(plan.partition.pieces, self._ticks)
+        if any(len(self.kept.get(place, ())) < DETAILED_STEPS for place in self._times):
+            meters = {ipu: Meter(rows, ipu) for ipu in self._lengths}
+            fastest = {} if self.detail is None else self.detail.fastest
+            self._detail = Detail(self._call, number, meters, fastest)
+            if rows.settings.backend == "eager":  # compiled pieces have no single operations
+                tick = self._ticks.note
+                rows.codes[0][:] = [
+                    build(piece, after="; tick()", tick=tick) for piece in plan.partition.pieces
+                ]
         now = perf_counter_ns()
         for row, task in enumerate(plan.tasks):
             if task.kind == "copy":  # no time: in one memory nothing is copied
@@ -250,7 +245,7 @@ class Recorder:
         if not is_finished:
             self.broken = self._times
             return
-        self.details.update(self._looking)
+        self.detail = self._detail or self.detail
         for place, times in self._times.items():
             _keep(self.kept.setdefault(place, []), times, self._most_steps)
 
@@ -262,9 +257,9 @@ class Recorder:
         if first is None:
             work(index)
             return
-        detail = self._looking.get(task.ipu) if replica == 0 and not task.once else None
+        detail = self._detail if replica == 0 and not task.once else None
         if detail is not None:
-            detail.meter.before(task, index, first)
+            detail.meters[task.ipu].before(task, index, first)
         self._ticks.read.clear()
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
@@ -274,7 +269,9 @@ class Recorder:
         for other in range(self._rows.settings.counts.replicas) if task.once else (replica,):
             self._note(task, first, other, begin, end, core, computed)
         if detail is not None:
-            detail.after(task, index, first, self._ticks.read)
+            detail.meters[task.ipu].after(task, index, first)
+            if self._ticks.read and task.kind in ("forward", "backward"):
+                detail.note(task.piece, self._ticks.read)
 
     def _note(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
@@ -301,8 +298,3 @@ class _Ticks(threading.local):
 
     def note(self) -> None:
         self.read.append((perf_counter_ns(), thread_time_ns()))
-
-
-def _ticking(pieces: Sequence[Piece], ticks: _Ticks) -> list[Code]:
-    """Return functions of the pieces that read the clocks before their first line and after each line."""
-    return [build(piece, after="; tick()", tick=ticks.note) for piece in pieces]

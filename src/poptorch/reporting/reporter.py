@@ -24,7 +24,7 @@ import torch
 from popengine import profile
 from popengine.compile.describe import describe
 from popengine.run.engine import Engine, threads_inside
-from popengine.run.recorder import Recorder, Times
+from popengine.run.recorder import Detail, Recorder, Times
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
 from poptorch.compiling.executable import Executable
@@ -86,6 +86,7 @@ class Reporter:
 
     def _profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
+        detail = recorder.detail
         found, origin = describe(engine.plan, settings, executable.graph), recorder.origin
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
         facts = {
@@ -93,7 +94,7 @@ class Reporter:
             "failed_calls": recorder.failed_calls,
             "steps": recorder.steps,
             "ns_in_calls": recorder.ns_in_calls,
-            "detailed_step": next(([one.call, one.step] for one in recorder.details.values()), None),
+            "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": _capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
@@ -113,7 +114,7 @@ class Reporter:
             + (f" (plan {self.number})" if self.number > 1 else ""),
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_timed(found.operations, recorder)),
+            operations=tuple(_timed(found.operations, detail)),
             tracks=tuple(_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
@@ -128,7 +129,7 @@ class Reporter:
                 for replica in range(settings.counts.replicas)
                 for ipu in engine.plan.state
             ),
-            tensors=tuple(row for detail in recorder.details.values() for row in detail.meter.rows),
+            tensors=tuple(row for meter in detail.meters.values() for row in meter.tensors) if detail else (),
             options=tuple(_changed_options(options, settings.training)),
         )
 
@@ -209,12 +210,10 @@ def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.
     )
 
 
-def _timed(operations: Sequence[profile.Operation], recorder: Recorder) -> list[profile.Operation]:
+def _timed(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
     """Return the operations with their times in the detailed step."""
-    lines, runs = {}, {}
-    for detail in recorder.details.values():
-        lines.update({piece: iter(detail.times(piece)) for piece in detail.lines})
-        runs.update(detail.runs)
+    runs = {} if detail is None else detail.runs
+    lines = {} if detail is None else {piece: iter(detail.times(piece)) for piece in detail.lines}
     return [
         operation._replace(calls=runs[operation.piece], ns=next(lines[operation.piece]))
         if operation.piece in runs
