@@ -35,7 +35,6 @@ EXECUTOR = """
 # The others are to be renamed: this list may only shrink.
 TWICE = """
     Block Optimizer Options
-    Call
     Channel
     Part
     Piece

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ def build(
         operation = operation_of(name)
         # `draw` takes the operation itself.
         function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
-        names[written] = _with_gradients_on(function) if name in NEEDS_GRADIENTS_ON else function
+        # Within inference mode `enable_grad` records nothing.
+        names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.written(after), _file(piece), "exec"), names)
     return names["piece"]
 
@@ -114,14 +115,6 @@ def _accelerator_function(operation: OpOverload, device: torch.device) -> Callab
     if any(argument.name == "device" and argument.kwarg_only for argument in operation._schema.arguments):
         return lambda *args, **kwargs: operation(*args, **{**kwargs, "device": device, "pin_memory": None})
     return None
-
-
-def _with_gradients_on(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with torch.enable_grad():  # within inference mode nothing is recorded
-            return function(*args)
-
-    return call
 
 
 def user_line(piece: Piece, error: BaseException) -> str:
@@ -188,19 +181,21 @@ class FiniteCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _WITHOUT_VALUES:
+        taken, made = tree_leaves((args, kwargs)), tree_leaves(out)
+        inputs, outputs = _floats(taken), _floats(made)
+        if func in _WITHOUT_VALUES or not inputs:
             return out
-        taken = tree_leaves((args, kwargs))
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-        inputs = [value for value in taken if isinstance(value, Tensor) and value.is_floating_point()]
-        has_nan = any(bool(value.isnan().any()) for value in inputs)
-        if has_nan and made and made[0].dtype == torch.bool:
-            raise FloatingPointException(f"{func} compares a NaN")
-        outputs = [value for value in made if value.is_floating_point()]
-        if any(bool(value.isnan().any()) for value in outputs) and inputs and not has_nan:
+        if any(bool(value.isnan().any()) for value in inputs):
+            if isinstance(made[0], Tensor) and made[0].dtype == torch.bool:
+                raise FloatingPointException(f"{func} compares a NaN")
+        elif any(bool(value.isnan().any()) for value in outputs):
             raise FloatingPointException(f"{func} makes a NaN")
-        said = any(isinstance(value, float) and math.isinf(value) for value in taken)
-        overflows = any(bool(value.isinf().any()) for value in outputs) and inputs and not said
+        is_written = any(isinstance(value, float) and math.isinf(value) for value in taken)
+        overflows = any(bool(value.isinf().any()) for value in outputs) and not is_written
         if overflows and all(bool(value.isfinite().all()) for value in inputs):
             raise FloatingPointException(f"{func} makes an infinity: it overflows or divides by zero")
         return out
+
+
+def _floats(values: Iterable[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -13,7 +13,6 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...ir import Partition, Piece
 from ...operations import LIBRARY
@@ -42,17 +41,19 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     """Return the functions of all pieces. Pieces that can't be compiled run eagerly, with a warning."""
     missing = why_not(device)
     if missing:
-        warnings.warn(
+        _warn(
             f"the compiled backend is not used: {missing[0]}\n"
             "  so: pieces run eagerly, slower but with the same results\n"
-            f'  fix: {missing[1]}; or options.compiler("eager")',
-            RuntimeWarning,
-            stacklevel=2,
+            f'  fix: {missing[1]}; or options.compiler("eager")'
         )
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
         pairs = zip(partition.pieces, values_read(partition), strict=True)
         return tuple(_function(piece, likes) for piece, likes in pairs)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def why_not(device: torch.device) -> tuple[str, str] | None:
@@ -79,11 +80,9 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
         return compiled(piece, tuple(reads))
     except Exception as error:  # whatever makes the compiler fail, the piece runs eagerly
         phase = "forward" if piece.phase == "F" else "backward"
-        warnings.warn(
+        _warn(
             f"{phase} of stage {piece.stage} (piece {piece}) can't be compiled and runs eagerly: "
-            f"{type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"{type(error).__name__}: {error}"
         )
         return build(piece)
 
@@ -115,8 +114,7 @@ def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
             values.append(torch.tensor(key - (1 << 64) if key >> 63 else key))
         for i, stride in enumerate(strides):
             if values[i].stride() != stride:
-                like = torch.empty_strided(values[i].shape, stride, dtype=values[i].dtype)
-                values[i] = like.copy_(values[i])
+                values[i] = values[i].new_empty_strided(values[i].shape, stride).copy_(values[i])
         return code(values)
 
     return call
@@ -125,8 +123,7 @@ def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
 # ---- tracing a piece on fake tensors -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
+class Like(NamedTuple):
     """The metadata of a tensor that compiled code depends on."""
 
     shape: tuple[int, ...]
@@ -136,9 +133,6 @@ class Like:
     @staticmethod
     def of(value: Tensor) -> Like:
         return Like(tuple(value.shape), value.stride(), value.dtype)
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
 def values_read(partition: Partition) -> list[tuple[Like, ...]]:
@@ -164,7 +158,7 @@ def trace(
     """Return the fx graph of a piece, and its fake inputs (the last is the random key, if it draws)."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
     with fake:
-        values = [like.empty() for like in reads]
+        values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
 
@@ -177,27 +171,9 @@ def trace(
 # ---- operations that run as they are ----------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """An operation that compiled code calls through `popengine::eager`."""
-
-    operation: OpOverload
-    place: int | None  # of a draw of random numbers; None: the operation draws none
-    leaves: list[Any]  # of the arguments; ... where tensors go
-    structure: TreeSpec
-
-    def results(self, key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
-        given = iter(tensors)
-        leaves = [next(given) if leaf is ... else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.structure)
-        if self.place is None or key is None or is_fake:
-            made = self.operation(*args, **kwargs)
-        else:
-            made = draw(self.operation, int(key), self.place, *args, **kwargs)
-        return [made] if isinstance(made, Tensor) else list(made)
-
-
-# By text, which compiled code from inductor's cache contains too: its process has traced the piece before.
-_calls: dict[str, _Call] = {}
+# Functions of (key of the random numbers, tensors, whether these are fake). By text, which compiled code from
+# inductor's cache contains too: its process has traced the piece before.
+_calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]]] = {}
 
 
 def _opaque(operation: OpOverload) -> Callable[..., Any]:
@@ -213,11 +189,23 @@ def _draw(operation: OpOverload, key: Tensor, place: int, *args: Any, **kwargs: 
 
 
 def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: Any, kwargs: Any) -> Any:
+    """Call an operation through `popengine::eager`; with a `place`, it draws random numbers (see `draw`)."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    leaves = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    text = f"{operation} {place} {leaves} {structure}"
-    _calls[text] = _Call(operation, place, leaves, structure)
+    others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def run(key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
+        given = iter(tensors)
+        filled = [next(given) if leaf is ... else leaf for leaf in others]
+        args, kwargs = tree_unflatten(filled, structure)
+        if place is None or key is None or is_fake:
+            made = operation(*args, **kwargs)
+        else:
+            made = draw(operation, int(key), place, *args, **kwargs)
+        return [made] if isinstance(made, Tensor) else list(made)
+
+    text = f"{operation} {place} {others} {structure}"
+    _calls[text] = run
     made = torch.ops.popengine.eager(text, key, tensors)
     returns = operation._schema.returns
     is_single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
@@ -225,9 +213,9 @@ def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: An
 
 
 def _run_call(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    # A result that shares an argument's memory is copied: the compiled code may reuse that memory.
+    # Compiled code may reuse the memory of arguments, so a result that shares it is copied.
     owned = {tensor.untyped_storage()._cdata for tensor in tensors}
-    made = _calls[text].results(key, tensors, is_fake=False)
+    made = _calls[text](key, tensors, False)
     return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
 
 
@@ -235,6 +223,6 @@ LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")
 LIBRARY.impl("eager", _run_call, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "popengine::eager",
-    lambda text, key, tensors: _calls[text].results(key, tensors, is_fake=True),
+    lambda text, key, tensors: _calls[text](key, tensors, True),
     lib=LIBRARY,
 )
