@@ -21,12 +21,6 @@ HEADER = 256  # bytes
 _SHOWN = 6  # differences that are listed
 _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
-# Sections that follow from others: they are not listed if one of the others differs.
-_FOLLOW = {
-    "operation": ("versions", "options", "shape"),
-    "plan": ("versions", "options", "shape", "operation"),
-    "first value": ("options", "shape"),
-}
 
 
 def header(what: str, facts: Facts) -> Tensor:
@@ -55,19 +49,9 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
             "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
-    found: dict[str, list[str]] = {}
-    for section in dict.fromkeys(section for one in facts for section in one):
-        sections = [one.get(section, {}) for one in facts]
-        for name in dict.fromkeys(name for one in sections for name in one):
-            values = [one.get(name, "none") for one in sections]
-            if len(set(values)) > 1:
-                found.setdefault(section, []).append(f"{_called(section, name)}: {_where(values, names)}")
-    lines = [
-        line
-        for section, lines in found.items()
-        if not any(earlier in found for earlier in _FOLLOW.get(section, ()))
-        for line in (lines[:1] if section == "operation" else lines)  # the others follow from the first
-    ]
+    sections = dict.fromkeys(section for one in facts for section in one)
+    # Later sections may differ only because the first one does.
+    lines = next(filter(None, (_differing(section, facts, names) for section in sections)))
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
@@ -78,8 +62,16 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
     )
 
 
-def _called(section: str, name: str) -> str:
-    return name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
+def _differing(section: str, facts: Sequence[Facts], names: Sequence[int]) -> list[str]:
+    """Return a line for each fact of a section that differs; of operations only the first, as others follow."""
+    of_instances = [one.get(section, {}) for one in facts]
+    found = []
+    for name in dict.fromkeys(name for one in of_instances for name in one):
+        values = [one.get(name, "none") for one in of_instances]
+        if len(set(values)) > 1:
+            called = name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
+            found.append(f"{called}: {_where(values, names)}")
+    return found[:1] if section == "operation" else found
 
 
 def _where(values: Sequence[str], names: Sequence[int]) -> str:
@@ -99,20 +91,21 @@ def _where(values: Sequence[str], names: Sequence[int]) -> str:
 
 def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
     """Return the facts that have to be equal in all instances before the first call."""
-    counts = dataclasses.replace(settings.counts, instance=0)
-    options = _flat(dataclasses.replace(settings, counts=counts))
-    slots = [slot for slot in plan.partition.signature.slots if slot.role != "constant"]
-    parameters = {slot.key for slot in slots if slot.role == "parameter"}
+    counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
+    forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
+    for slot in signature.slots:
+        if slot.role != "constant":
+            section = "input" if slot.role == "input" else "shape"
+            forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
+    parameters = {slot.key for slot in signature.slots if slot.role == "parameter"}
+    code = repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
-        "options": options,
-        "shape": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role != "input"},
-        "input": {slot.key: f"{tuple(slot.shape)} {slot.dtype}" for slot in slots if slot.role == "input"},
+        "options": _flat(dataclasses.replace(settings, counts=counts)),
+        **forms,
         "constant": _constants(plan),
         "operation": _operations(plan),
-        "plan": {
-            "the step": _hashed(repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces))
-        },
+        "plan": {"the step": _hashed(code.encode())},
         "seed": {"random seed": str(seed)},
         "first value": hashes_of({key: value for key, value in weights.items() if key in parameters}),
     }
@@ -130,15 +123,13 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 def _constants(plan: Plan) -> dict[str, str]:
     """Return shape, dtype and value (or hash) of each constant, by the operation that reads it."""
-    found = {}
+    constants, found = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
-        for name in line.operands():
-            value = plan.partition.signature.constants.get(name)
-            if value is not None:
-                text = str(value.tolist()) if value.numel() <= _LISTED else _hashed_tensor(value)
-                found[f"{name}, which {line.call} reads at {line.where}"] = (
-                    f"{tuple(value.shape)} {value.dtype} {text}"
-                )
+        for name in (name for name in line.operands() if name in constants):
+            value = constants[name]
+            text = str(value.tolist()) if value.numel() <= _LISTED else _hashed_tensor(value)
+            described = f"{tuple(value.shape)} {value.dtype} {text}"
+            found[f"{name}, which {line.call} reads at {line.where}"] = described
     return found
 
 
@@ -177,11 +168,10 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
     return found
 
 
-def _hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _hashed(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()[:12]
 
 
 def _hashed_tensor(value: Tensor) -> str:
-    with torch.no_grad():
-        plain = value.detach().cpu().contiguous().reshape(-1)
-        return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    plain = value.detach().cpu().contiguous().reshape(-1)
+    return _hashed(plain.view(torch.uint8).numpy().tobytes())
