@@ -45,7 +45,7 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     else:
         flat = tensor.cpu().reshape(-1).clone()
         what = f"popdist.collectives.all_reduce({op})"
-        _after_barrier(group, what, {"value": tensor}, lambda: AllReduce(group, _TAG, 1).all_reduce([flat]))
+        _after_barrier(group, what, {"value": tensor}, lambda: AllReduce(group, _TAG).all_reduce([flat]))
         tensor = flat.reshape(tensor.shape).to(tensor.device)
         if op == "mean":
             tensor = tensor / group.size
@@ -73,7 +73,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
         flat = torch.cat([_bytes_of(value) for value in tensors.values()])
         if group.ranks[group.rank] != root:
             flat.zero_()
-        AllReduce(group, _TAG, 1).all_reduce([flat])
+        AllReduce(group, _TAG).all_reduce([flat])
         parts = flat.split([value.nbytes for value in tensors.values()])
         for value, part in zip(tensors.values(), parts, strict=True):
             value.copy_(part.clone().view(value.dtype).view(value.shape))

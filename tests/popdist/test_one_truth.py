@@ -301,11 +301,11 @@ def slow_in_the_middle(folder, iterations):
         updates = executor._lease.engine._step.updates
         inner = updates._average
 
-        def slow(*sums):
+        def slow(sums):
             (folder / "waits").touch()  # both are in the call now
             while not (folder / "interrupted").exists():
                 time.sleep(0.05)
-            inner(*sums)
+            inner(sums)
 
         updates._average = slow
     try:

@@ -43,7 +43,7 @@ def counted(elements):
     send = here.send
     here.send = lambda value, other, tag: (sent.append(value.nbytes), send(value, other, tag))[1]
     flat = torch.ones(elements)
-    AllReduce(here, FIRST_TAG, 1).all_reduce([flat])
+    AllReduce(here, FIRST_TAG).all_reduce([flat])
     assert flat.eq(here.size).all()
     found = len(sent), sum(sent), established()
     popdist.synchronize()  # nobody leaves before all have counted

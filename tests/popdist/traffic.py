@@ -45,7 +45,7 @@ class _NobodyThere:
         self.traffic.bytes_received += value.nbytes
         return None, other
 
-    def wait(self, work: None, other: int, what: str) -> None:
+    def wait(self, messages: list[tuple[None, int]], what: str) -> None:
         pass
 
 
@@ -57,12 +57,12 @@ def of_a_sum(elements: Mapping[torch.dtype, int], place: int, instances: int, re
         replicas: in each instance
     """
     nobody: Any = _NobodyThere(place, instances)
-    sums = AllReduce(nobody, 0, replicas)
+    sums = AllReduce(nobody, 0)
     for dtype, count in elements.items():
         bucket = BUCKET // dtype.itemsize
         for start in range(0, count, bucket):
             size = min(bucket, count - start)
-            flats = [torch.empty(size, dtype=dtype, device="meta") for _ in range(sums.nodes)]
+            flats = [torch.empty(size, dtype=dtype, device="meta") for _ in range(replicas)]
             sums.all_reduce(flats)
     return nobody.traffic
 
@@ -75,7 +75,7 @@ def of_shared_state(elements: Mapping[torch.dtype, Sequence[int]], place: int) -
     """
     instances = len(next(iter(elements.values())))
     nobody: Any = _NobodyThere(place, instances)
-    sums = AllReduce(nobody, 0, 1)
+    sums = AllReduce(nobody, 0)
     for dtype, shares in elements.items():
         flat, cuts = torch.empty(sum(shares), dtype=dtype, device="meta"), [0, *accumulate(shares)]
         sums.reduce_scatter([flat], cuts)

@@ -37,10 +37,9 @@ class Bucket:
 
 def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
     """Return the buckets of a piece's gradients, and make the sums in `state` views of their `flats`."""
-    made, settings = plan.partition.pieces[piece], state.settings
-    lines = {line.name: place for place, line in enumerate(made.lines)}
-    results = [r for r in plan.partition.signature.results if r.kind == "gradient" and r.name in made.writes]
-    keys = {r.key for r in sorted(results, key=lambda r: lines.get(r.name, -1))}
+    settings, writes = state.settings, plan.partition.pieces[piece].writes
+    results = plan.partition.signature.results
+    keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}
     kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[str]] = {}
     for unit in state.units:
         if unit.key in keys:
@@ -48,35 +47,24 @@ def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
             dtype = settings.optimizer.type_for(state.weight(unit).dtype)
             kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
             kinds.setdefault(kind, []).append(unit.key)
-    return [
-        _bucket(mine, members, dtype, is_owned, state) for (members, dtype, is_owned), mine in kinds.items()
-    ]
+    return [_bucket(mine, *kind, state) for kind, mine in kinds.items()]
 
 
 def _bucket(
-    keys: Sequence[str], members: tuple[int, ...], dtype: torch.dtype, is_owned: bool, state: State
+    keys: Sequence[str], members: tuple[int, ...], dtype: torch.dtype, is_sharded: bool, state: State
 ) -> Bucket:
     weights = {key: state.values[members[0]][state.slot_of[key]] for key in keys}
     step = max(1, _ALIGNED // dtype.itemsize)
-    shares = [list(keys)]
-    if is_owned:
-        shares = [
-            [key for key in keys if state.owner[key] == place]
-            for place in range(state.settings.counts.instances)
-        ]
     cuts, starts = [0], {}
-    for share in shares:
+    for owner in range(state.settings.counts.instances) if is_sharded else [None]:
         end = cuts[-1]
-        for key in share:
+        for key in (key for key in keys if state.owner.get(key) == owner):
             starts[key] = end
             end += -(-weights[key].numel() // step) * step
         cuts.append(end)
-    flats = []
-    for replica in members:
-        flat = torch.zeros(cuts[-1], dtype=dtype, device=state.device)
-        flats.append(flat)
+    flats = tuple(torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in members)
+    for replica, flat in zip(members, flats, strict=True):
         for key, start in starts.items():
-            state.sums[replica][key] = torch.as_strided(
-                flat, weights[key].shape, weights[key].stride(), start
-            )
-    return Bucket(tuple(starts), members, tuple(flats), tuple(cuts) if is_owned else None)
+            weight = weights[key]
+            state.sums[replica][key] = flat.as_strided(weight.shape, weight.stride(), start)
+    return Bucket(tuple(starts), members, flats, tuple(cuts) if is_sharded else None)

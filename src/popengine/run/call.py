@@ -1,7 +1,8 @@
 """One call of the engine: its inputs, its progress, its end, and its results.
 
+A turn is the index of a micro-batch in the call: iteration * accumulation + index within the weight update.
 The result of an output is concatenated in dimension 0 from the values that its output mode returns, one for
-each (iteration, accumulation, replica) in this order, slowest first.
+each (turn, replica) in this order, slowest first.
 """
 
 from __future__ import annotations
@@ -47,29 +48,23 @@ class Rows:
             self.values.zero_()
         self.started, self.finished = [0.0] * copies, [0.0] * copies
 
-    def put(self, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
+    def put(self, turn: int, replica: int, value: Tensor) -> None:
         """Store one micro-batch's value in its row (mode "sum": add it), unless the mode leaves it out."""
-        row = self._row(iteration, accumulation, replica)
-        if row is None:
-            return
+        counts, row = self._counts, replica
+        iteration, micro_batch = divmod(turn, counts.accumulation)
+        if self._mode == "final":
+            if turn < counts.iterations * counts.accumulation - 1:
+                return
+        elif self._mode != "sum":
+            if (iteration + 1) % self._period:
+                return
+            row += (iteration // self._period * counts.accumulation + micro_batch) * counts.replicas
         self.started[row] = perf_counter()
         if self._mode == "sum":
             self.values[row].add_(value)
         else:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
-
-    def _row(self, iteration: int, accumulation: int, replica: int) -> int | None:
-        counts = self._counts
-        if self._mode == "sum":
-            return replica
-        if self._mode == "final":
-            last = (counts.iterations - 1, counts.accumulation - 1)
-            return replica if (iteration, accumulation) == last else None
-        if (iteration + 1) % self._period:
-            return None
-        iteration //= self._period
-        return (iteration * counts.accumulation + accumulation) * counts.replicas + replica
 
     @property
     def joined(self) -> Tensor:
@@ -101,62 +96,56 @@ class Results:
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         counts = self._counts = settings.counts
         self.loss_scale = 1.0  # in the latest step
-        self._rows: dict[int, Rows] = {}  # of outputs, by position
-        self._written: dict[int, Tensor] = {}  # of inputs that forward writes into, by position
-        self._anchors: dict[Anchor, Rows] = {}  # of weights
+        self._outputs: dict[int, Rows] = {}  # by position
+        self._written: dict[int, Rows] = {}  # of inputs that forward writes into, by position
+        self.weights: dict[Anchor, Rows] = {}  # by anchor; a turn is an iteration
         modes: dict[int, tuple[Outputs, int]] = {
             int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
         }
         for position, result in enumerate(signature.results):
             if result.kind == "output":
-                mode, period = modes.get(position, (settings.outputs, settings.return_period))
-                self._rows[position] = Rows(counts, mode, period, result, device)
-            elif result.kind == "input":  # the new value of every micro-batch is returned
-                shape = (counts.iterations, counts.accumulation, counts.groups, *result.shape)
-                self._written[position] = torch.empty(shape, dtype=result.dtype, device=device)
+                mode = modes.get(position, (settings.outputs, settings.return_period))
+                self._outputs[position] = Rows(counts, *mode, result, device)
+            elif result.kind == "input":  # replicas of a group write the same values
+                of_groups = replace(counts, replicas=counts.groups)
+                self._written[position] = Rows(of_groups, "all", 1, result, device)
         for anchor in settings.anchors:
             if anchor.is_weight:
                 slot = next(slot for slot in signature.weights if slot.key == anchor.key)
                 once = replace(counts, accumulation=1)
-                self._anchors[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
+                self.weights[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
         self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
 
-    def load(self, key: int, iteration: int, accumulation: int, replica: int, started: float) -> None:
+    def load(self, key: int, turn: int, replica: int, started: float) -> None:
         """Record that the upload of an input's micro-batch began at `started` (perf_counter) and ends now."""
-        counts = self._counts
-        row = (iteration * counts.accumulation + accumulation) * counts.replicas + replica
+        row = turn * self._counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
-    def put(self, position: int, iteration: int, accumulation: int, replica: int, value: Tensor) -> None:
+    def put(self, position: int, turn: int, replica: int, value: Tensor) -> None:
         """Store one micro-batch's value of the result at `position`: an output, or an input's new value."""
         if position in self._written:
-            group = self._counts.group_of(replica)
-            self._written[position][iteration, accumulation, group].copy_(value)
+            self._written[position].put(turn, self._counts.group_of(replica), value)
         else:
-            self._rows[position].put(iteration, accumulation, replica, value)
-
-    def put_weight(self, anchor: Anchor, iteration: int, replica: int, value: Tensor) -> None:
-        """Store a weight's value in the rows of an anchor, by the anchor's output mode."""
-        self._anchors[anchor].put(iteration, 0, replica, value)
+            self._outputs[position].put(turn, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchor, concatenated as those of an output: see `Rows.joined`."""
-        return (self._anchors[anchor] if anchor.is_weight else self._rows[int(anchor.key)]).joined
+        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).joined
 
     def outputs(self) -> list[Tensor]:
         """Return the outputs in the order of forward's results, then those that were added for anchors."""
-        return [rows.joined for rows in self._rows.values()]
+        return [rows.joined for rows in self._outputs.values()]
 
     def arrivals(self) -> list[tuple[list[float], list[float]]]:
         """Return, for each output, the times when the copies of its values began and ended (perf_counter)."""
-        return [(rows.started, rows.finished) for rows in self._rows.values()]
+        return [(rows.started, rows.finished) for rows in self._outputs.values()]
 
     def inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that the forward wrote into, by position of the result."""
-        return {position: rows.flatten(0, 3).cpu() for position, rows in self._written.items()}
+        return {position: rows.values.flatten(0, 1).cpu() for position, rows in self._written.items()}
 
 
 _PATIENCE = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
@@ -174,7 +163,7 @@ class EngineCall:
     finished steps.
     """
 
-    inputs: Sequence[Tensor]  # each [iterations, accumulation, groups, micro-batch, ...]
+    inputs: Sequence[Tensor]  # each [turns, groups, micro-batch, ...]
     results: Results
     hyper: Hyper | None
     steps: int

@@ -125,19 +125,18 @@ BYTES = 64
 def aligned(batch: Tensor) -> Tensor:
     """Return a batch whose micro-batches begin at multiples of 64 bytes: itself, or a copy with padding.
 
-    Args: batch: [iterations, accumulation, groups, micro-batch, ...]
+    Args: batch: [turns, groups, micro-batch, ...]
     """
-    size, first = batch.element_size(), batch.shape[:3]
-    steps = [stride for stride, count in zip(batch.stride()[:3], first, strict=True) if count > 1]
-    if not batch.numel() or all(
-        number % BYTES == 0 for number in (batch.data_ptr(), *(s * size for s in steps))
+    size, (turns, groups) = batch.element_size(), batch.shape[:2]
+    steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
+    if not batch.numel() or not any(
+        number % BYTES for number in (batch.data_ptr(), *(s * size for s in steps))
     ):
         return batch
-    inner = torch.empty_like(batch[0, 0, 0]).stride()  # keeps channels_last
-    row = -(-prod(batch.shape[3:]) * size // BYTES) * BYTES // size
-    strides = (first[1] * first[2] * row, first[2] * row, row, *inner)
-    room = torch.empty(prod(first) * row, dtype=batch.dtype)
-    return room.as_strided(batch.shape, strides).copy_(batch)
+    row = -(-prod(batch.shape[2:]) * size // BYTES) * BYTES // size
+    inner = torch.empty_like(batch[0, 0]).stride()  # keeps channels_last
+    room = torch.empty(turns * groups * row, dtype=batch.dtype)
+    return room.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
 
 
 def begins_well(value: Tensor) -> Tensor:

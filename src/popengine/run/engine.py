@@ -22,7 +22,7 @@ from . import devices
 from .backends import load
 from .call import EngineCall, Results
 from .devices import aligned
-from .instances.all_reduce import AllReduce, TreeNode, add, total
+from .instances.all_reduce import AllReduce, flattened, leaves, tree_sum
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import ProcessGroup, group_of
 from .ready_queue import ReadyQueue
@@ -74,9 +74,7 @@ class Engine:
         self.updates_done = 0  # of the latest call
         self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
         # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
-        self._sharded = ""
-        if self._group is not None and self._state.owner:
-            self._sharded = self._group.publish(self._state)
+        self._sharded = self._group.publish(self._state) if self._group and self._state.owner else ""
         self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
@@ -168,16 +166,14 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return batches as [iterations, accumulation, groups, micro-batch, ...], `aligned` or `pinned`."""
-        counts = self.settings.counts
-        every = (counts.iterations, counts.accumulation, counts.groups, -1)
-        is_host = self._state.device.type == "cpu"
+        """Return batches as [turns, groups, micro-batch, ...], `aligned` or `pinned`."""
+        counts, device = self.settings.counts, self._state.device
         found = []
         for value in inputs:
-            batch = value.reshape(*every, *value.shape[1:]) if value.dim() else value.expand(1, 1, 1)
-            found.append(
-                aligned(batch) if is_host and batch.is_cpu else devices.pinned(batch, self._state.device)
-            )
+            rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
+            batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
+            is_here = device.type == "cpu" and batch.is_cpu
+            found.append(aligned(batch) if is_here else devices.pinned(batch, device))
         return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
@@ -186,17 +182,13 @@ class Engine:
         seed, step = self._state.random_state
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),
-            "state": {
-                "updates so far": str(step),
-                "loss scaling factor": repr(self._state.loss_factor),
-            },
+            "state": {"updates so far": str(step), "loss scaling factor": repr(self._state.loss_factor)},
             "seed": {"random seed": str(seed)},
             "input": {str(place): f"{tuple(value.shape)}" for place, value in enumerate(inputs)},
         }
         if self._unconfirmed:
-            facts["value"] = hashes_of(
-                {k: v for k, v in self._state.read().items() if k in self._unconfirmed}
-            )
+            weights = self._state.read()
+            facts["value"] = hashes_of({key: weights[key] for key in self._unconfirmed})
         return facts
 
     def _await_idle(self) -> None:
@@ -278,20 +270,15 @@ def _mean_over_replicas(
     Args:
         replicas: the buffers of each replica in this process
     """
-    first, nodes = replicas[0], list[TreeNode]()
-    for replica, buffers in enumerate(replicas, counts.instance * counts.replicas):
-        flat = torch.cat([buffer.double().reshape(-1) for buffer in buffers])
-        add(nodes, TreeNode(0, replica, [flat]))
+    first = replicas[0]
+    flats = [flattened([buffer.double() for buffer in buffers]) for buffers in replicas]
     if group is None:
-        (sums,) = total(nodes)
+        tree_sum(leaves([flat] for flat in flats))
     else:
-        flats = [node.values[0] for node in nodes]
-        reduction = AllReduce(group, _BUFFERS_TAG, counts.replicas)
         shapes = {str(place): str(tuple(buffer.shape)) for place, buffer in enumerate(first)}
-        what = "the mean of running statistics"
+        reduction, what = AllReduce(group, _BUFFERS_TAG), "the mean of running statistics"
         group.after_barrier(what, {"buffers": shapes}, lambda: reduction.all_reduce(flats))
-        sums = flats[0]
-    means = (sums / counts.global_replicas).split([buffer.numel() for buffer in first])
+    means = (flats[0] / counts.global_replicas).split([buffer.numel() for buffer in first])
     return [mean.view(b.shape).to(b.dtype) for mean, b in zip(means, first, strict=True)]
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from queue import SimpleQueue
@@ -27,7 +27,8 @@ from ..programs import actions, lanes
 from . import devices
 from .call import EngineCall
 from .recorder import Recorder
-from .row_functions import RowFunctions, Work
+from .row_functions import RowFunctions
+from .updating import Work
 
 _SOFT = 1  # omp_pause_soft: the library's settings stay
 
@@ -115,38 +116,32 @@ class StepTasks:
         """Return the rows that each row waits for, including the order's bound on micro-batches in flight."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
-        apart, shared = ORDERS[plan.order]
         # All processes must gather values of micro-batches in the same order.
-        in_turns = any(rows.communicates(r) for r, task in enumerate(plan.tasks) if task.kind == "gather")
-        order = IN_TURNS if in_turns else shared if cores else apart
+        in_turns = any(rows.communicates(row) for row, task in enumerate(plan.tasks) if task.kind == "gather")
+        order = IN_TURNS if in_turns else ORDERS[plan.order][bool(cores)]
         all_actions, rows_of = actions(plan)
-        for number, mine in enumerate(rows_of):
+        for number, own in enumerate(rows_of):
             bound = order.bound(number, all_actions, max(cores, 1))
             if bound is not None:
                 end = next(row for row in reversed(rows_of[bound.row]) if plan.tasks[row].kind != "sum")
-                for row in mine:
-                    if not any(edge.row in mine and not edge.behind for edge in plan.tasks[row].after):
+                for row in own:
+                    if not any(edge.row in own and not edge.behind for edge in plan.tasks[row].after):
                         found[row].append(After(end, bound.behind))
         return found
 
-    def _needs(self, after: After, task: BoundTask) -> list[tuple[int, int, int]]:
-        """Return the (row, index, replica) of each task of the row `after.row` that a task waits for."""
-        row, replicas = self._plan.tasks[after.row], [task.replica]
-        if row.once:
-            replicas = [0]
-        elif self._plan.tasks[task.row].once:
-            replicas = list(range(self._replicas))
-        elif after.group > 1:
-            size = min(after.group, self._replicas)
-            start = task.replica // size * size
-            replicas = list(range(start, start + size))
-        if after.behind is not None:
-            indices = [task.index - after.behind if row.index == "micro_batch" else 0]
+    def _needs(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
+        """Return the (row, index, replica) of each task of the row `edge.row` that a task waits for."""
+        row = self._plan.tasks[edge.row]
+        group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
+        start = task.replica // group * group
+        replicas = [0] if row.once else range(start, start + group)
+        if edge.behind is not None:
+            indices = [task.index - edge.behind if row.index == "micro_batch" else 0]
         else:
             # If each micro-batch waits for the previous one, it is enough to wait for the last.
-            is_chain = After(after.row, 1) in row.after
-            indices = list(range(self._sizes[after.row]))[-1 if is_chain else 0 :]
-        return [(after.row, index, replica) for index in indices if index >= 0 for replica in replicas]
+            is_chain = After(edge.row, 1) in row.after
+            indices = range(self._sizes[edge.row])[-1 if is_chain else 0 :]
+        return [(edge.row, index, replica) for index in indices if index >= 0 for replica in replicas]
 
 
 class ReadyQueue:
@@ -159,7 +154,7 @@ class ReadyQueue:
 
     def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
         self._rows, self._threads, self._inside = rows, threads, inside
-        self._tables: dict[bool, StepTasks] = {}  # by whether the step is recorded
+        self._tables: dict[int, StepTasks] = {}  # by the number of cores that share all ipus
         self._tasks: StepTasks
         self._recorder: Recorder | None = None
         lock = threading.Lock()
@@ -173,14 +168,11 @@ class ReadyQueue:
         self._is_shared = False
         self._judged, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
-        cores = [*range(1, threads)]
-        if rows.settings.training and rows.settings.counts.instances > 1:
-            cores.append(_SENDS)
+        sends = [_SENDS] if rows.settings.training and rows.settings.counts.instances > 1 else []
         self._all = [threading.Thread(target=self._serve, name="core 0", daemon=True)]
-        self._all += [
-            threading.Thread(target=self._help, args=(core,), name=f"core {core}", daemon=True)
-            for core in cores
-        ]
+        for core in [*range(1, threads), *sends]:
+            work = partial(self._help, core)
+            self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
         for thread in self._all:
             thread.start()
 
@@ -194,7 +186,7 @@ class ReadyQueue:
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait until all calls that were started have ended."""
+        """Wait until all calls that were started have ended. (An interrupted caller may not have started its call.)"""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
         answers.get()
@@ -224,15 +216,14 @@ class ReadyQueue:
                 # Some libraries have one number of threads for the process.
                 torch.set_num_threads(self._inside)
                 with torch.inference_mode(), devices.running(self._rows.state.device):
-                    self._steps(call)
+                    try:
+                        self._steps(call)
+                    finally:
+                        self._rows.end_call()
                 if self._inside > 1:
                     let_go_of_team()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
-            try:
-                self._rows.end_call()
-            except BaseException as failure:
-                error = error or failure
             torch.set_num_threads(call.threads)
             call.end(error)
             del call, error
@@ -245,15 +236,12 @@ class ReadyQueue:
             self._rows.end_step()
             call.step_done()
 
-    def _table(self) -> StepTasks:
-        """Return the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
-        is_recorded = self._recorder is not None
-        if is_recorded not in self._tables:
-            self._tables[is_recorded] = StepTasks(self._rows, 0 if is_recorded else self._threads)
-        return self._tables[is_recorded]
-
     def _step(self, number: int) -> None:
-        tasks = self._table()
+        """Run the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
+        cores = 0 if self._recorder is not None else self._threads
+        if cores not in self._tables:
+            self._tables[cores] = StepTasks(self._rows, cores)
+        tasks = self._tables[cores]
         if self._recorder is not None:
             self._recorder.begin_step(self._rows, number)
         with self._changed:

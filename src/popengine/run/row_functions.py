@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -27,9 +27,8 @@ from .instances.connections import PeerFailed, PeerLost
 from .instances.process_group import ProcessGroup
 from .random_draws import mix
 from .state import State
-from .updating import Updates
+from .updating import Updates, Work
 
-Work = Callable[[int], None]
 _GATHER_TAG = 8  # of messages
 
 
@@ -50,36 +49,36 @@ class RowFunctions:
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         replicas = range(settings.counts.replicas)
-        self.codes: list[list[Code]] = [
-            list(codes) for _ in replicas
-        ]  # a recorder replaces those of replica 0
+        # By replica and piece. A recorder replaces those of replica 0.
+        self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self.updates = Updates(plan, settings, state, group)
         self._prepared = [Prepared(plan, state, replica) for replica in replicas]
         self.call: EngineCall
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
-        self._weights_asked_for = [anchor for anchor in settings.anchors if anchor.is_weight]
         # A running mean weights its values itself.
         self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
         """Return the function of a row for a replica; None: the row does nothing."""
-        kind = self.plan.tasks[row].kind
-        if kind in ("forward", "backward"):
-            return self._computing(row, replica)
-        if kind == "gather":
-            return self._gathering(row, replica)
-        if kind == "sum":
-            return self._summing(row, replica)
-        return self._end_updates if kind == "end" else self.updates.bind(row)
+        match self.plan.tasks[row].kind:
+            case "forward" | "backward":
+                return self._computing(row, replica)
+            case "gather":
+                return self._gathering(row, replica)
+            case "sum":
+                return self._summing(row, replica)
+            case "end":
+                return self._end_updates
+        return self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
         """Return whether a row exchanges data with other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gathers > self.settings.counts.replicas
-        return self.updates.communicates(row)
+        return task.kind in ("exchange", "share") or (task.kind == "begin" and self._group is not None)
 
     # ---- a call --------------------------------------------------------------------------------------------
 
@@ -116,14 +115,12 @@ class RowFunctions:
 
     def _anchor(self, source: str) -> None:
         """Copy the weights of the anchors with this source ("weight", "updated") to the results."""
-        for anchor in self._weights_asked_for:
-            if anchor.source == source:
-                iterations = self.settings.counts.iterations
-                steps = (self.call.done,) if self.settings.training else range(iterations)
-                for replica, values in enumerate(self.state.values):
+        iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
+        for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
+            for replica, values in enumerate(self.state.values):
+                for iteration in iterations:
                     value = values[self.state.slot_of[anchor.key]]
-                    for iteration in steps:
-                        self.call.results.put_weight(anchor, iteration, replica, value)
+                    self.call.results.weights[anchor].put(iteration, replica, value)
 
     def _end_updates(self, _: int) -> None:
         self.updates.end()
@@ -131,12 +128,11 @@ class RowFunctions:
 
     def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's rows of the input at position `key`, not yet uploaded: [micro-batch, ...]."""
-        iteration, accumulation = self._iteration(micro_batch)
-        return self.call.inputs[key][iteration, accumulation, self.settings.counts.group_of(replica)]
+        return self.call.inputs[key][self._turn(micro_batch), self.settings.counts.group_of(replica)]
 
-    def _iteration(self, micro_batch: int) -> tuple[int, int]:
-        """Return a micro-batch's device iteration and accumulation index. (In inference a step is a call.)"""
-        return (self.call.done, micro_batch) if self.settings.training else (micro_batch, 0)
+    def _turn(self, micro_batch: int) -> int:
+        """Return the index in the call of a step's micro-batch. (In inference a step is a call.)"""
+        return self.call.done * self.plan.micro_batches + micro_batch
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
@@ -144,7 +140,9 @@ class RowFunctions:
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
-        loads, stores = self._loads(row), _pairs(task, "store")
+        earlier = {name for other in self.plan.tasks[:row] for name, _ in _pairs(other, "load")}
+        loads = [(name, int(key)) for name, key in _pairs(task, "load") if name not in earlier]
+        stores = _pairs(task, "store")
         slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, "keep")]
         reads = self._reads(number)
         flowing = {name for place, name in reads if place == _FRAME} - {*piece.writes}
@@ -157,13 +155,11 @@ class RowFunctions:
             call = self.call
             if call.is_stopped:
                 raise Stopped
-            frame = frames.get(micro_batch)
-            if frame is None:
-                frame = frames.setdefault(micro_batch, {})
+            frame = frames.setdefault(micro_batch, {})
             for name, key in loads:
                 started = perf_counter()
-                frame[name] = upload(self.input(int(key), micro_batch, replica), device)
-                call.results.load(int(key), *self._iteration(micro_batch), replica, started)
+                frame[name] = upload(self.input(key, micro_batch, replica), device)
+                call.results.load(key, self._turn(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
@@ -194,37 +190,37 @@ class RowFunctions:
 
         return compute
 
-    def _loads(self, row: int) -> list[tuple[str, str]]:
-        """Return (name, position) of each input that a row loads and no earlier row does."""
-        earlier = {name for task in self.plan.tasks[:row] for name, _ in _pairs(task, "load")}
-        return [(name, key) for name, key in _pairs(self.plan.tasks[row], "load") if name not in earlier]
-
     def _reads(self, number: int) -> list[tuple[int, str]]:
         """Return (source, name) of each value that a piece reads: _FRAME, _STATE, _BUFFER (the step's new
         buffers) or _PREPARED."""
-        partition = self.plan.partition
+        partition, changed = self.plan.partition, self.plan.partition.signature.changed
         others = (other for i, other in enumerate(partition.pieces) if i != number)
         made = {name for other in others for name in other.writes}
-        roles = {slot.name: slot.role for slot in partition.signature.slots}
+        state = {slot.name for slot in partition.signature.slots if slot.role != "input"}
 
         def place(name: str) -> int:
             if name in partition.prepared:
                 return _PREPARED
-            if roles.get(name, "input") == "input":
+            if name not in state or name in changed & made:
                 return _FRAME
-            if name in partition.signature.changed:
-                return _FRAME if name in made else _BUFFER
-            return _STATE
+            return _BUFFER if name in changed else _STATE
 
         return [(place(name), name) for name in partition.pieces[number].reads]
 
     def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
-        piece = self.plan.partition.pieces[task.piece]
+        """Return the error for a piece that failed: its place, its cause, and which weights the call leaves."""
+        piece, call = self.plan.partition.pieces[task.piece], self.call
+        left = "the weights are as they were before the call"
+        if call.hyper is not None and call.done:
+            left = (
+                f"{call.done} of the {call.steps} weight updates of this call were done, and the weights are"
+                " those after them"
+            )
         return RunError(
             f"{task.kind} of stage {task.stage} (blocks {self.plan.partition.names[task.stage]}) failed on ipu"
             f" {task.ipu}, micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
             f"  at {user_line(piece, error)}\n"
-            f"  {_left(self.call)}; the executor can be called again"
+            f"  {left}; the executor can be called again"
         )
 
     # ---- sums and results ------------------------------------------------------------------------------------
@@ -232,12 +228,12 @@ class RowFunctions:
     def _store(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
-        call, (iteration, accumulation) = self.call, self._iteration(micro_batch)
+        call, turn = self.call, self._turn(micro_batch)
         for name, key in stores:
             value, position = frame[name], int(key)
             if position in self._scaled and call.hyper is not None:
                 value = value / (call.hyper.loss_scaling * self.state.loss_factor * self._weight)
-            call.results.put(position, iteration, accumulation, replica, value)
+            call.results.put(position, turn, replica, value)
 
     def _summing(self, row: int, replica: int) -> Work:
         """Return the function that adds gradients to their sums, and outputs of mode "sum" to the results."""
@@ -312,14 +308,6 @@ def _pairs(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
 
 
 _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value
-
-
-def _left(call: EngineCall) -> str:
-    """Return a phrase for error messages: which weights a call leaves that failed or was interrupted."""
-    if call.hyper is None or not call.done:
-        return "the weights are as they were before the call"
-    done = f"{call.done} of the {call.steps} weight updates of this call were done"
-    return f"{done}, and the weights are those after them"
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:

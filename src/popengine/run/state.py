@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..ir import Plan
+from ..ir import Plan, Slot
 from ..profile import Memory
 from ..settings import Settings
 from ..update.group_update import init_state
@@ -28,6 +28,7 @@ from . import devices
 from .devices import begins_well
 
 OptimizerState = dict[str, Tensor]
+WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and writes
 
 
 class Unit(NamedTuple):
@@ -35,14 +36,6 @@ class Unit(NamedTuple):
 
     key: str
     replica: int
-    ipu: int
-
-
-class _OpenStep(NamedTuple):
-    """Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan ends."""
-
-    sums: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 class State:
@@ -71,19 +64,21 @@ class State:
         self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
         self._loss_scale = 1.0
         signature = plan.partition.signature
-        self._slots = {slot.name: slot for slot in signature.slots}
         self.slot_of = {slot.key: slot.name for slot in signature.weights}
-        self._held: _OpenStep | None = None  # of a step that another plan has begun
-        names = [name for names in plan.state.values() for name in names]
+        # Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan has begun.
+        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        names = {name for names in plan.state.values() for name in names}
         if settings.several_plans:  # they may read slots that this plan does not
-            names += self.slot_of.values()
-        self._names = list(dict.fromkeys(names))  # of the slots that are held here
-        self._changed = [name for name in self._names if name in signature.changed]
+            names.update(self.slot_of.values())
+        self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}  # those held here
+        self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
+        self._changed = [name for name in self._slots if name in signature.changed]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
-        replicas = range(settings.counts.replicas)
+        replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.running(device):
-            weight_slots = {*self.slot_of.values()}
-            fixed = {name: self._constant(name) for name in self._names if name not in weight_slots}
+            fixed = {
+                name: self._fixed(slot) for name, slot in self._slots.items() if slot.role not in WEIGHTS
+            }
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
@@ -92,53 +87,48 @@ class State:
             self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
             self.optimizer: dict[Unit, OptimizerState] = {}
             self.owner: dict[str, int] = {}
-            self.units = self._units()
+            # The ipu that updates each trained parameter, and all units: in the order of ipus, slots and replicas.
+            self.ipu_of = {
+                slot.key: ipu
+                for ipu, names in plan.state.items()
+                for slot in map(self._slots.__getitem__, names)
+                if slot.role == "parameter" and slot.key in trained
+            }
+            self.units = [
+                Unit(key, replica)
+                for key in self.ipu_of
+                for replica in replicas
+                if settings.members(key, replica)[0] == replica
+            ]
             if previous is not None:
                 self.take_over(previous)
             self._begin_buffers()
             self.owner = self._owners() | self.owner
-            optimizer = settings.optimizer
-            group_of = {} if optimizer is None else optimizer.group_of
-            for unit in self.units:
-                if unit not in self.optimizer and unit.key in group_of and self.is_kept_here(unit.key):
-                    assert optimizer is not None
-                    self.optimizer[unit] = init_state(optimizer, self.weight(unit))
+            if (optimizer := settings.optimizer) is not None:
+                for unit in self.units:
+                    is_updated_here = unit.key in optimizer.group_of and self.is_kept_here(unit.key)
+                    if is_updated_here and unit not in self.optimizer:
+                        self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.settle(device)
 
-    def _constant(self, name: str) -> Tensor:
-        slot = self._slots[name]
+    def _fixed(self, slot: Slot) -> Tensor:
+        """Return the value of a constant, or the first one of the loss scale."""
         if slot.role == "constant":
             return begins_well(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
-    def _units(self) -> list[Unit]:
-        """Return all units, in the order of ipus, then slots, then replicas."""
-        trained = set(self.trained)
-        return [
-            Unit(slot.key, replica, ipu)
-            for ipu, names in self.plan.state.items()
-            for slot in map(self._slots.__getitem__, names)
-            if slot.role == "parameter" and slot.key in trained
-            for replica in range(self.settings.counts.replicas)
-            if self.settings.members(slot.key, replica)[0] == replica
-        ]
-
     def _owners(self) -> dict[str, int]:
         """Return the owner of each sharded parameter; per ipu, all processes own about as many elements."""
-        counts, least = self.settings.counts, self.settings.shard_optimizer
-        optimizer = self.settings.optimizer
+        counts, optimizer = self.settings.counts, self.settings.optimizer
+        least = self.settings.shard_optimizer
         if least is None or optimizer is None or counts.instances == 1:
             return {}
         found: dict[str, int] = {}
-        loads: dict[int, list[int]] = {}
+        loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns
         for unit in self.units:
-            size = self.weight(unit).numel()
-            if (
-                unit.key in optimizer.group_of
-                and unit.key not in self.settings.replica_groups
-                and size >= least
-            ):
-                load = loads.setdefault(unit.ipu, [0] * counts.instances)
+            size, is_grouped = self.weight(unit).numel(), unit.key in self.settings.replica_groups
+            if unit.key in optimizer.group_of and not is_grouped and size >= least:
+                load = loads.setdefault(self.ipu_of[unit.key], [0] * counts.instances)
                 found[unit.key] = load.index(min(load))
                 load[found[unit.key]] += size
         return found
@@ -153,14 +143,7 @@ class State:
             for key, name in other.slot_of.items():
                 if replica < len(other.values) or self.slot_of[key] not in values:
                     values[self.slot_of[key]] = theirs[name]
-        units = {(unit.key, unit.replica): unit for unit in self.units}
-        states = {
-            (unit.key, unit.replica): state
-            for optimizer in (self.optimizer, other.optimizer)
-            for unit, state in optimizer.items()
-        }
-        self.optimizer = {units.get(place, Unit(*place, -1)): state for place, state in states.items()}
-        self.owner = self.owner | other.owner
+        self.optimizer, self.owner = self.optimizer | other.optimizer, self.owner | other.owner
         self.still, self.lost, self.host_is_stale = other.still, other.lost, other.host_is_stale
         self.random_state, self.loss_factor = other.random_state, other.loss_factor
         self._held = other._held if self.settings.part.before else None
@@ -179,8 +162,9 @@ class State:
         self._begin_buffers()
         if self._held is None:
             return
-        self.new_buffers[0].update((self.slot_of[key], value) for key, value in self._held.buffers.items())
-        for key, value in self._held.sums.items():
+        sums, buffers = self._held
+        self.new_buffers[0].update((self.slot_of[key], value) for key, value in buffers.items())
+        for key, value in sums.items():
             if key in self.sums[0]:  # in a bucket
                 self.sums[0][key].copy_(value)
             else:
@@ -195,7 +179,7 @@ class State:
     def hold_step(self) -> None:
         """Store the gradient sums and new buffers, of replica 0, for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
-        self._held = _OpenStep(dict(self.sums[0]), buffers)
+        self._held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
         """Finish the step: its new buffers become the values, and the count of updates grows by 1."""
@@ -206,8 +190,9 @@ class State:
         self.host_is_stale = self.host_is_stale or self.settings.training
 
     def set_loss_scale(self, scale: float) -> None:
+        """Set the value by which pieces multiply the loss, if it has changed."""
         name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
-        if name in self.values[0] and scale != self._loss_scale:
+        if name is not None and scale != self._loss_scale:
             value = torch.full_like(self.values[0][name], scale)
             for values in self.values:
                 values[name] = value
@@ -223,21 +208,17 @@ class State:
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
         """Copy `weights[replica]` to each replica's parameters and buffers, all or none; others stay."""
         after: list[dict[str, Tensor]] = []
-        held = {*self._names}
         with torch.no_grad(), devices.running(self.device):
             for replica, before in enumerate(self.values):
-                values, given = dict(before), weights[replica]
-                for key, name in self.slot_of.items():
-                    if key not in given or name not in held:
-                        continue
-                    first = self.settings.members(key, replica)[0]
-                    if first != replica and self._slots[name].role == "parameter":
-                        values[name] = after[first][name]
-                        continue
-                    slot = self._slots[name]
-                    new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                    values[name] = new.copy_(self._row(key, given[key], replica))
-                after.append(values)
+                given = weights[replica]
+                after.append(dict(before))
+                for slot in (slot for slot in self._weights if slot.key in given):
+                    first = self.settings.members(slot.key, replica)[0]
+                    if slot.role == "parameter" and first != replica:
+                        after[replica][slot.name] = after[first][slot.name]
+                    else:
+                        new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+                        after[replica][slot.name] = new.copy_(self._row(slot.key, given[slot.key], replica))
         devices.settle(self.device)
         if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False
@@ -251,17 +232,14 @@ class State:
         may run a call. Raises Error if the weights are lost."""
         self.check()
         return {
-            slot.key: self._for_host(slot.key, [self.values[row][name] for row in self._rows(slot.key)])
-            for name in self._names
-            if (slot := self._slots[name]).role in ("parameter", "buffer")
+            slot.key: self._for_host(slot.key, [self.values[row][slot.name] for row in self._rows(slot.key)])
+            for slot in self._weights
         }
 
     def read_buffers(self) -> list[dict[str, Tensor]]:
         """Return copies of each replica's buffers, by canonical name."""
-        buffers = [slot for name in self._names if (slot := self._slots[name]).role == "buffer"]
-        return [
-            {slot.key: self._fetch(values[slot.name]).clone() for slot in buffers} for values in self.values
-        ]
+        buffers = [slot for slot in self._weights if slot.role == "buffer"]
+        return [{slot.key: values[slot.name].cpu().clone() for slot in buffers} for values in self.values]
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
         """Return copies of the optimizer state by parameter; with replica groups, one row per group.
@@ -270,24 +248,13 @@ class State:
         found: dict[str, OptimizerState] = {}
         with self.still:
             self.check()
-            states = {(unit.key, unit.replica): state for unit, state in self.optimizer.items()}
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
-                places = [(key, self.settings.members(key, row)[0]) for row in self._rows(key)]
-                rows = [states[place] for place in places if place in states]
-                if rows:
-                    found[key] = {
-                        name: self._for_host(key, [row[name] for row in rows]).clone() for name in rows[0]
-                    }
+                units = [Unit(key, self.settings.members(key, row)[0]) for row in self._rows(key)]
+                rows = [self.optimizer[unit] for unit in units if unit in self.optimizer]
+                for name in rows[0] if rows else ():
+                    value = self._for_host(key, [row[name] for row in rows]).clone()
+                    found.setdefault(key, {})[name] = value
         return found
-
-    def _for_host(self, key: str, values: Sequence[Tensor]) -> Tensor:
-        """Return the first value on the CPU; of a parameter with replica groups, all values stacked."""
-        fetched = [self._fetch(value) for value in values]
-        return torch.stack(fetched) if self._is_grouped(key) else fetched[0]
-
-    def _fetch(self, value: Tensor) -> Tensor:
-        with devices.running(self.device):
-            return value.cpu()
 
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
@@ -308,42 +275,44 @@ class State:
     ) -> OptimizerState:
         found = {}
         for name, value in given.items():
-            like = state.get(name)
-            home = (like if like is not None else self.weight(unit)).device
-            dtype = value.dtype if like is None else like.dtype
-            new = torch.empty_like(self._row(unit.key, value, unit.replica), dtype=dtype, device=home)
-            found[name] = new.copy_(self._row(unit.key, value, unit.replica).detach())
+            row = self._row(unit.key, value, unit.replica).detach()
+            device, dtype = self.weight(unit).device, row.dtype
+            if name in state:
+                device, dtype = state[name].device, state[name].dtype
+            found[name] = row.to(device, dtype, copy=True)
         return found
-
-    def _is_grouped(self, key: str) -> bool:
-        return key in self.settings.replica_groups
 
     def _rows(self, key: str) -> tuple[int, ...]:
         """Return the replicas whose values of a parameter the host receives."""
-        return self.settings.replica_groups[key].rows if self._is_grouped(key) else (0,)
+        groups = self.settings.replica_groups.get(key)
+        return (0,) if groups is None else groups.rows
 
     def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
         """Return a replica's row of a host value; the whole value if the parameter has no replica groups."""
-        if not self._is_grouped(key):
-            return value
-        return value[self.settings.replica_groups[key].row_for(replica, len(value))]
+        groups = self.settings.replica_groups.get(key)
+        return value if groups is None else value[groups.row_for(replica, len(value))]
+
+    def _for_host(self, key: str, values: Sequence[Tensor]) -> Tensor:
+        """Return the first value on the CPU; of a parameter with replica groups, all values stacked."""
+        fetched = [value.cpu() for value in values]
+        return torch.stack(fetched) if key in self.settings.replica_groups else fetched[0]
 
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
         """Return the bytes that an ipu of a replica holds from step to step, as if it had its own memory."""
         optimizer = self.settings.optimizer
-        parameters = others = gradients = states = 0
+        sizes = {"parameter": 0, "other": 0}
         for name in self.plan.held(ipu):
-            size = self.values[replica][name].nbytes
-            if self._slots[name].role == "parameter":
-                parameters += size
-            else:
-                others += size
+            role = "parameter" if self._slots[name].role == "parameter" else "other"
+            sizes[role] += self.values[replica][name].nbytes
+        gradients = states = 0
         for unit in self.units:
-            if unit.ipu == ipu and replica in self.settings.members(unit.key, unit.replica):
+            is_here = self.ipu_of[unit.key] == ipu and replica in self.settings.members(
+                unit.key, unit.replica
+            )
+            if optimizer is not None and is_here:
                 weight = self.weight(unit)
-                assert optimizer is not None
                 gradients += weight.numel() * optimizer.type_for(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return Memory(replica, ipu, parameters, others, gradients, states)
+        return Memory(replica, ipu, sizes["parameter"], sizes["other"], gradients, states)

@@ -32,13 +32,12 @@ from ..update.gradients import all_finite, clamp_, clipping_factor, count, next_
 from ..update.group_update import UpdateStep
 from .buckets import Bucket, buckets_of
 from .call import EngineCall
-from .instances.all_reduce import AllReduce, TreeNode, add, total
+from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import mix
 from .state import State, Unit
 
 Work = Callable[[int], None]
-_PROCESSES_TAG = 12  # of messages
 
 
 class Updates:
@@ -52,22 +51,20 @@ class Updates:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.call: EngineCall
         self._place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
-        self._ways: dict[tuple[int, ...], AllReduce] = {}  # by local replicas that have the same value
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
-            self._processes = AllReduce(group, _PROCESSES_TAG, replicas=1)
+            self._processes = AllReduce(group, FIRST_TAG)
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange":
                     self.buckets[row] = buckets_of(plan, task.piece, state)
         # By (ipu, parameter group): its units. By ipu: its chunks, each with its (ipu, parameter group).
         self._groups: dict[tuple[int, int], list[Unit]] = {}
         self._chunks: dict[int, list[tuple[tuple[int, int], Chunk]]] = {}
-        for unit in state.units:
-            if unit in state.optimizer:
-                place = unit.ipu, self._optimizer.group_of[unit.key]
-                self._groups.setdefault(place, []).append(unit)
+        for unit in filter(state.optimizer.__contains__, state.units):
+            place = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
+            self._groups.setdefault(place, []).append(unit)
         for place, units in sorted(self._groups.items()):
-            parts = [self._part(unit, state.weight(unit), ()) for unit in units]
+            parts = [self._part(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
         # Whether all gradients have to be reduced and measured before the first update.
@@ -76,9 +73,9 @@ class Updates:
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
         self._counts: dict[Unit, Tensor] = {}
+        # By (ipu, parameter group); empty: a gradient overflowed, and no weight changes.
         self._steps: dict[tuple[int, int], UpdateStep] = {}
         self._factor: Tensor | None = None  # of clipping by norm
-        self._is_left_out = False
         self.is_writing = False  # from `begin` to `end`
 
     @property
@@ -88,22 +85,17 @@ class Updates:
 
     def bind(self, row: int) -> Work | None:
         """Return the function of a row; None: the row does nothing."""
-        task = self.plan.tasks[row]
+        kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange, row),
             "norm": self._look_at,
             "begin": self._begin,
-            "measure": partial(self._measure, task.ipu),
+            "measure": partial(self._measure, ipu),
             "trust": self._trust,
-            "update": partial(self._update, task.ipu),
+            "update": partial(self._update, ipu),
             "share": self._share,
         }
-        return functions.get(task.kind)
-
-    def communicates(self, row: int) -> bool:
-        """Return whether a row exchanges data with other processes."""
-        kind = self.plan.tasks[row].kind
-        return kind in ("exchange", "share") or (kind == "begin" and self._group is not None)
+        return functions.get(kind)
 
     def size(self, row: int) -> int:
         """Return the number of indices of a row: of parameters, of chunks, or 1."""
@@ -133,108 +125,78 @@ class Updates:
     def _exchange(self, row: int, _: int) -> None:
         """All-reduce a row's buckets over processes (reduce-scatter if sharded), into their first `flats`."""
         for bucket in self.buckets[row]:
-            nodes: list[TreeNode] = []
-            way = self._way(bucket.members)
-            first = way.rank * len(bucket.members)
-            for place, flat in enumerate(bucket.flats, first):
-                self._average(flat)
-                add(nodes, TreeNode(0, place, [flat]))
-            flats = [node.values[0] for node in nodes]
+            self._average(bucket.flats)
             if bucket.cuts is None:
-                way.all_reduce(flats)
+                self._processes.all_reduce(bucket.flats)
             else:
-                way.reduce_scatter(flats, bucket.cuts)
+                self._processes.reduce_scatter(bucket.flats, bucket.cuts)
 
-    def _average(self, *sums: Tensor) -> None:
+    def _average(self, sums: Sequence[Tensor]) -> None:
         """If the sums are running means, divide them by the number of replicas, against overflow."""
         if self.settings.reduction == "running":
-            average(list(sums), self.settings.counts.global_replicas)
-
-    def _way(self, members: tuple[int, ...]) -> AllReduce:
-        """Return the all-reduce over these local replicas and the same ones of other processes."""
-        assert self._group is not None
-        if members not in self._ways:
-            self._ways[members] = AllReduce(self._group, FIRST_TAG + 2 * members[0], len(members))
-        return self._ways[members]
+            divide_(sums, self.settings.counts.global_replicas)
 
     def _reduce(self, parts: Sequence[Part]) -> None:
-        """Add the sums of other replicas (`others`) to the parts' gradients, in a binary tree's order."""
-        several = [part for part in parts if part.others]
-        for size in {len(part.others) for part in several}:
-            some = [part for part in several if len(part.others) == size]
-            columns = [[part.gradient for part in some]]
-            columns += [[part.others[place] for part in some] for place in range(size)]
-            nodes: list[TreeNode] = []
-            for place, column in enumerate(columns):
-                self._average(*column)
-                add(nodes, TreeNode(0, place, column))
-            total(nodes)
-
-    def _divide(self, parts: Sequence[Part]) -> None:
-        average([part.gradient for part in parts], self._divisor())
+        """Add the sums of other replicas (`others`) to the parts' gradients, as a binary tree, and divide them."""
+        for others in {len(part.others) for part in parts} - {0}:
+            rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
+            replicas = [list(sums) for sums in zip(*rows, strict=True)]
+            for sums in replicas:
+                self._average(sums)
+            tree_sum(leaves(replicas))
+        divide_([part.gradient for part in parts], self._divisor())
 
     def _look_at(self, index: int) -> None:
         """Reduce and divide a gradient; store its norm and `count` if needed. Skip it if a peer owns it."""
         unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
-        part = self._part(unit, self._sum(unit), self._sums_of_others(unit))
+        part = self._part(unit, self._sums(unit))
         self._reduce([part])
-        self._divide([part])
         if self.settings.automatic_loss_scaling:
             self._counts[unit] = count(part.gradient, self._scale)
         if self._needs_norms:
             self._norms[unit] = norm(part.gradient)
 
-    def _sum(self, unit: Unit) -> Tensor:
-        return self.state.sums[unit.replica][unit.key]
+    def _sums(self, unit: Unit) -> list[Tensor]:
+        """Return the gradient sums of the replicas in this process that share the unit's parameter.
 
-    def _sums_of_others(self, unit: Unit) -> tuple[Tensor, ...]:
-        """Return the gradient sums of the other replicas in this process that share the unit's parameter.
-
-        Empty if several processes train together: the row "exchange" has added all sums already.
+        Only the first, if several processes train together: the row "exchange" has added all to it.
         """
-        if self._group is not None:
-            return ()
-        members = self.settings.members(unit.key, unit.replica)
-        return tuple(self.state.sums[replica][unit.key] for replica in members[1:])
+        members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
+        return [self.state.sums[replica][unit.key] for replica in members]
+
+    def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> Part:
+        """Return the part for a unit's update; the gradient is the total of `sums`."""
+        state = self.state.optimizer.get(unit, {})
+        return Part(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin(self, _: int) -> None:
         """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step."""
-        optimizer = self._optimizer
+        optimizer, added = self._optimizer, 1 if self._looks_at_gradients else None
         if self._needs_norms:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
-        self._is_left_out = self.settings.automatic_loss_scaling and not self._adapt_scale()
-        for place, units in self._groups.items():
-            parts = [
-                self._part(
-                    unit,
-                    self._sum(unit),
-                    () if self._looks_at_gradients else self._sums_of_others(unit),
-                    self._seed(unit),
-                )
-                for unit in units
-            ]
-            self._steps[place] = UpdateStep(optimizer, self._hyper.groups[place[1]], parts)
+        if not self.settings.automatic_loss_scaling or self._adapt_scale():
+            for place, units in self._groups.items():
+                parts = [self._part(unit, self._sums(unit)[:added], self._seed(unit)) for unit in units]
+                self._steps[place] = UpdateStep(optimizer, self._hyper.groups[place[1]], parts)
         if self._group is None:
             self.call.commit()
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
-            self._processes.agree(self.call.commit)
+            self._group.agree(self.call.commit)
         self.state.still.acquire()
         self.is_writing = True
-        if not self._is_left_out:
-            for step in self._steps.values():
-                step.begin()
+        for step in self._steps.values():
+            step.begin()
 
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Reduce, divide and clip the gradients of the parts, in place, and return the parts."""
         optimizer = self._optimizer
         if not self._looks_at_gradients:
             self._reduce(parts)
-            self._divide(parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         is_scaled = self._scale != 1 and self.state.device.type == "cpu"
@@ -253,7 +215,7 @@ class Updates:
         found = [
             self._norms[unit]
             if self._is_counted_here(unit)
-            else torch.zeros((), dtype=torch.promote_types(self._sum(unit).dtype, torch.float32))
+            else torch.zeros((), dtype=torch.promote_types(self._sums(unit)[0].dtype, torch.float32))
             for unit in ordered
         ]
         return torch.linalg.vector_norm(self._over_owners(torch.stack(found)))
@@ -277,11 +239,6 @@ class Updates:
         self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
 
-    def _part(
-        self, unit: Unit, gradient: Tensor, others: tuple[Tensor, ...], seed: int | None = None
-    ) -> Part:
-        return Part(self.state.weight(unit), gradient, self.state.optimizer.get(unit, {}), others, seed)
-
     def _seed(self, unit: Unit) -> int | None:
         """Return the seed of stochastic rounding, from step and parameter; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
@@ -290,27 +247,26 @@ class Updates:
 
     def _measure(self, ipu: int, index: int) -> None:
         place, chunk = self._chunks[ipu][index]
-        step = self._steps[place]
-        if not self._is_left_out:
+        if place in self._steps:
+            step = self._steps[place]
             step.measure(self._prepare(step.views(chunk)))
 
     def _trust(self, _: int) -> None:
-        for step in self._steps.values() if not self._is_left_out else ():
+        for step in self._steps.values():
             step.trust()
 
     def _update(self, ipu: int, index: int) -> None:
         place, chunk = self._chunks[ipu][index]
-        step = self._steps[place]
-        if not self._is_left_out:
+        if place in self._steps:
+            step = self._steps[place]
             views = step.views(chunk)
             step.apply(views if step.layers is not None else self._prepare(views))
 
     def _share(self, _: int) -> None:
         """Broadcast the updated weights from their owners to all processes."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
-        if units and not self._is_left_out:
-            weights = [self.state.weight(unit) for unit in units]
-            self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
+        weights = [self.state.weight(unit) for unit in units]
+        self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
 
     def end(self) -> None:
         """Finish the step: end it in the state, drop its gradients, and release the lock on the weights."""
@@ -323,13 +279,13 @@ class Updates:
         """Drop the gradients and norms of a step. Gradient sums in buckets keep their memory."""
         for values in (self._norms, self._counts, self._steps):
             values.clear()
-        self._is_left_out, self._factor = False, None
+        self._factor = None
         if not self.buckets:
             for sums in self.state.sums:
                 sums.clear()
 
 
-def average(sums: list[Tensor], divisor: float) -> None:
+def divide_(sums: Sequence[Tensor], divisor: float) -> None:
     """Divide the sums in place; a divisor of 1 leaves them unchanged."""
     if divisor != 1 and sums:
-        torch._foreach_div_(sums, divisor)
+        torch._foreach_div_(list(sums), divisor)

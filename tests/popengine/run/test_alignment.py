@@ -15,30 +15,30 @@ def odd(value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(2, 3, 1, 2, 5), (1, 2, 2, 3), (2, 2, 1, 2, 3, 3, 2)])
+@pytest.mark.parametrize("shape", [(6, 1, 2, 5), (2, 2, 3), (4, 1, 2, 3, 3, 2)])
 def test_each_micro_batch_begins_at_a_multiple_of_64_bytes_and_has_its_values(shape, dtype):
     values = torch.randint(0, 2, shape).to(dtype)
     for given in (values, odd(values)):
         found = aligned(given)
         assert torch.equal(found, values)
-        slices = [group for iteration in found for step in iteration for group in step]
+        slices = [group for turn in found for group in turn]
         assert {each.data_ptr() % 64 for each in slices} == {0}
-        assert found[0, 0, 0].is_contiguous()
+        assert found[0, 0].is_contiguous()
 
 
 def test_a_batch_that_begins_well_is_not_copied():
-    values = torch.zeros(2, 3, 1, 4, 16)
+    values = torch.zeros(6, 1, 4, 16)
     assert aligned(values) is values
-    assert aligned(torch.zeros(1, 1, 1, 3)).shape == (1, 1, 1, 3)
+    assert aligned(torch.zeros(1, 1, 3)).shape == (1, 1, 3)
     assert begins_well(values) is values
 
 
 def test_channels_last_stays_what_it_is():
-    values = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last).reshape(1, 3, 1, 2, 3, 5, 5)
+    values = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last).reshape(3, 1, 2, 3, 5, 5)
     found = aligned(values)
     assert torch.equal(found, values)
-    assert found[0, 1, 0].is_contiguous(memory_format=torch.channels_last)
-    assert found[0, 1, 0].data_ptr() % 64 == 0
+    assert found[1, 0].is_contiguous(memory_format=torch.channels_last)
+    assert found[1, 0].data_ptr() % 64 == 0
 
 
 def watched(engine):

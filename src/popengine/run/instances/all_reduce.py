@@ -17,59 +17,76 @@ to 3.7 times as long as its all_reduce, whose order of additions depends on the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .connections import Connections
+from .connections import Connections, Message
 
 IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
 _ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
 _AHEAD = 4  # segments that are received while one is added up
 _SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # purposes of waits, for warnings
-_Incoming = tuple[Tensor, dist.Work, int]  # a segment of a tree node, its receive operation, and the sender
+_Incoming = list[tuple[Tensor, Message]]  # the peers' nodes of a segment, in the order of the tree
 
 
 # ---- the tree ------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TreeNode:
-    """The sum over the 2^level replicas from index · 2^level on. `add` and `total` overwrite its values."""
+class TreeNode(NamedTuple):
+    """The sum over the 2^level replicas from index · 2^level on, as a list of tensors."""
 
     level: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
     values: list[Tensor]
 
 
-def add(stack: list[TreeNode], node: TreeNode) -> None:
-    """Push the next node onto a stack, and replace each complete pair of neighbours by its sum."""
-    while stack and node.index % 2 and stack[-1].level == node.level and stack[-1].index == node.index - 1:
-        left = stack.pop()
-        if left.values:
-            torch._foreach_add_(left.values, node.values)
-        node = TreeNode(node.level + 1, node.index // 2, left.values)
-    stack.append(node)
+def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNode]:
+    """Yield a node for the tensors of each replica; `first` is the number of the first replica."""
+    return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
 
-def total(stack: list[TreeNode]) -> list[Tensor]:
-    """Return the sum of all nodes on a stack and empty the stack. Call it after the last node was added."""
-    while len(stack) > 1:
-        last = stack.pop()
-        torch._foreach_add_(stack[-1].values, last.values)
-    return stack.pop().values
+def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
+    """Replace each complete pair of neighbours by its sum, which overwrites the left one; return what is left."""
+    found: list[TreeNode] = []
+    for node in nodes:
+        while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
+            left = found.pop().values
+            if left:
+                torch._foreach_add_(left, node.values)
+            node = TreeNode(node.level + 1, node.index // 2, left)
+        found.append(node)
+    return found
 
 
-def nodes_of(start: int, count: int) -> list[tuple[int, int]]:
-    """Return (level, index) of the tree nodes that the replicas start, ..., start + count - 1 add up to."""
-    stack: list[TreeNode] = []
-    for replica in range(start, start + count):
-        add(stack, TreeNode(0, replica, []))
-    return [(node.level, node.index) for node in stack]
+def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
+    """Return the sum of nodes, given from left to right. The first node's tensors are overwritten by it, and others
+    by partial sums."""
+    found = merged(nodes)
+    while len(found) > 1:
+        last = found.pop()
+        torch._foreach_add_(found[-1].values, last.values)
+    return found[0].values
+
+
+Shapes = tuple[tuple[tuple[int, int], ...], ...]  # (level, index) of the nodes of each instance
+
+
+@cache
+def nodes_of(instances: int, replicas: int) -> Shapes:
+    """Return the tree nodes that the replicas of each instance add up to.
+
+    Args:
+        replicas: number of replicas in each instance
+    """
+    return tuple(
+        tuple(node[:2] for node in merged(leaves([[]] * replicas, instance * replicas)))
+        for instance in range(instances)
+    )
 
 
 # ---- over instances ------------------------------------------------------------------------------------------
@@ -79,147 +96,124 @@ class AllReduce:
     """The all-reduce over all instances of a group, and its two halves: reduce-scatter and all-gather.
 
     Args:
-        group:    connections to the other instances
-        tag:      tag of the messages; no other messages may use `tag` and `tag + 1`
-        replicas: number of replicas in each instance that take part
+        group: connections to the other instances
+        tag:   tag of the messages; no other messages may use `tag` and `tag + 1`
     """
 
-    def __init__(self, group: Connections, tag: int, replicas: int) -> None:
+    def __init__(self, group: Connections, tag: int) -> None:
         self._group, self._tag = group, tag
-        self.rank, self.size = group.rank, group.size
-        self._nodes = [nodes_of(rank * replicas, replicas) for rank in range(self.size)]
-        self._received: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # memory of segments
-
-    @property
-    def nodes(self) -> int:
-        """The number of tree nodes that this instance's replicas add up to."""
-        return len(self._nodes[self.rank])
+        self._rank, self._size = group.rank, group.size
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
-        """Sum the nodes of all instances; every instance receives the sum in its `flats[0]`.
+        """Sum over the replicas of all instances; every instance receives the sum in its `flats[0]`.
 
         Args:
-            flats: the nodes of this instance, each 1-d; those after the first are overwritten
+            flats: the values of each replica of this instance that takes part, 1-d, as many in every
+                instance; those after the first are overwritten
         """
-        self._reduce(flats, even_cuts(flats[0].numel(), self.size), gathers=True)
-
-    def agree(self, commit: Callable[[], None]) -> None:
-        """Wait for all instances, call `commit`, and return when it has returned in all of them.
-
-        If `commit` raises an exception in an instance, or the instance ends before, `agree` returns in none:
-        each waits for a shard of a sum that every other instance sends after its `commit`.
-        """
-        zeros = torch.zeros(self.size * _ALIGNED)
-        self._reduce([zeros], even_cuts(zeros.numel(), self.size), gathers=True, commit=commit)
+        cuts = even_cuts(flats[0].numel(), self._size)
+        begun = self._reduce(flats, cuts, gathers=True) + self._receive_shards(flats[0], cuts)
+        self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum the nodes of all instances; each instance receives its shard of the sum, in its `flats[0]`.
+        """Sum as `all_reduce`; each instance receives only its shard of the sum, in its `flats[0]`.
 
         Args:
             cuts: element offsets at which the shard of each instance begins, and the end of the last
         """
-        self._reduce(flats, cuts, gathers=False)
+        self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
         """Receive the shards of all peers into `flat`, which holds this instance's shard already."""
-        sent = [
-            self._group.send(flat[start:stop], peer, self._tag + 1)
-            for start, stop in _segments(cuts[self.rank], cuts[self.rank + 1], self.size)
-            for peer in self._group.peers
+        begun = [
+            message for own in self._segments(cuts, self._rank) for message in self._send_to_all(flat, *own)
         ]
-        self._receive_shares(flat, cuts, _GATHER)
-        for work, peer in sent:
-            self._group.wait(work, peer, _GATHER)
+        self._group.wait(begun + self._receive_shards(flat, cuts), _GATHER)
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Overwrite each value by that of the instance that owns it; `owners` are ranks."""
         for chosen in by_dtype(values):
-            shares = [[values[i] for i in chosen if owners[i] == rank] for rank in range(self.size)]
-            cuts = [0, *accumulate(sum(value.numel() for value in share) for share in shares)]
+            shards = [[values[i] for i in chosen if owners[i] == rank] for rank in range(self._size)]
+            cuts = [0, *accumulate(sum(value.numel() for value in shard) for shard in shards)]
             flat = values[chosen[0]].new_empty(cuts[-1])
-            if shares[self.rank]:
-                flat[cuts[self.rank] : cuts[self.rank + 1]] = flattened(shares[self.rank])
+            if shards[self._rank]:
+                flat[cuts[self._rank] : cuts[self._rank + 1]] = flattened(shards[self._rank])
             self.all_gather(flat, cuts)
             for peer in self._group.peers:
-                copy_from_flat(flat[cuts[peer] : cuts[peer + 1]], shares[peer])
+                copy_from_flat(flat[cuts[peer] : cuts[peer + 1]], shards[peer])
 
-    def _reduce(
-        self,
-        flats: Sequence[Tensor],
-        cuts: Sequence[int],
-        gathers: bool,
-        commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Sum this instance's shard; with `gathers` also send it to all peers and receive theirs. Calls
-        `commit` after the sum of the first segment, and before that is sent."""
-        target, group = flats[0], self._group
-        sent = [
-            group.send(flat[start:stop], peer, self._tag)
-            for peer, start, stop in self._shares_of_peers(cuts)
-            for flat in flats
+    def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
+        """Sum this instance's shard, into `flats[0]`; with `gathers` also start to send it to all peers.
+
+        Returns: the messages that are being sent
+        """
+        first = self._rank * len(flats)
+        nodes = [node.values[0] for node in merged(leaves(([flat] for flat in flats), first))]
+        target = nodes[0]
+        begun = [
+            self._group.send(node[start:stop], peer, self._tag)
+            for peer, start, stop in self._shards_of_peers(cuts)
+            for node in nodes
         ]
-        owned = _segments(cuts[self.rank], cuts[self.rank + 1], self.size)
-        coming: deque[list[_Incoming]] = deque()
+        owned, shapes = self._segments(cuts, self._rank), nodes_of(self._size, len(flats))
+        coming: deque[_Incoming] = deque()
         for turn in range(len(owned) + _AHEAD):
             if turn < len(owned):
-                coming.append(self._receive_parts(turn % (_AHEAD + 1), target, *owned[turn]))
+                coming.append(self._receive_nodes(shapes, target, *owned[turn]))
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
-                self._add(flats, start, stop, coming.popleft())
-                if turn == _AHEAD:
-                    commit()
-                if gathers:
-                    sent += [group.send(target[start:stop], peer, self._tag + 1) for peer in group.peers]
-        if gathers:
-            self._receive_shares(target, cuts, _SUM)
-        for work, peer in sent:
-            group.wait(work, peer, _SUM)
+                self._add(shapes, [node[start:stop] for node in nodes], coming.popleft())
+                begun += self._send_to_all(target, start, stop) if gathers else ()
+        return begun
 
-    def _shares_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _receive_nodes(self, shapes: Shapes, like: Tensor, start: int, stop: int) -> _Incoming:
+        """Start to receive a segment of this instance's shard from all peers."""
+        senders = [peer for peer in self._group.peers for _ in shapes[peer]]
+        room = like.new_empty(len(senders), stop - start)
+        return [
+            (value, self._group.receive(value, peer, self._tag))
+            for peer, value in zip(senders, room.unbind(), strict=True)
+        ]
+
+    def _add(self, shapes: Shapes, own: Sequence[Tensor], coming: _Incoming) -> None:
+        """Wait for the peers' nodes of a segment, and sum all nodes in the order of the tree, into `own[0]`.
+
+        Args:
+            own: this instance's nodes of the segment
+        """
+        self._group.wait([message for _, message in coming], _SUM)
+        mine, others = iter(own), iter([value for value, _ in coming])
+        (result,) = tree_sum(
+            TreeNode(*place, [next(mine if rank == self._rank else others)])
+            for rank, places in enumerate(shapes)
+            for place in places
+        )
+        if result is not own[0]:
+            own[0].copy_(result)
+
+    def _send_to_all(self, flat: Tensor, start: int, stop: int) -> list[Message]:
+        return [self._group.send(flat[start:stop], peer, self._tag + 1) for peer in self._group.peers]
+
+    def _receive_shards(self, flat: Tensor, cuts: Sequence[int]) -> list[Message]:
+        """Start to receive all peers' shards into `flat`. A peer sends its shard after it has received the nodes."""
+        return [
+            self._group.receive(flat[start:stop], peer, self._tag + 1)
+            for peer, start, stop in self._shards_of_peers(cuts)
+        ]
+
+    def _shards_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (peer, start, stop) of all segments of peers' shards, ordered by segment, then by peer."""
         found = [
-            (turn, peer, start, stop)
+            (turn, peer, *segment)
             for peer in self._group.peers
-            for turn, (start, stop) in enumerate(_segments(cuts[peer], cuts[peer + 1], self.size))
+            for turn, segment in enumerate(self._segments(cuts, peer))
         ]
-        return [segment for _, *segment in sorted(found)]  # type: ignore[misc]
+        return [(peer, start, stop) for _, peer, start, stop in sorted(found)]
 
-    def _receive_parts(self, slot: int, like: Tensor, start: int, stop: int) -> list[_Incoming]:
-        """Start to receive a segment of this instance's shard from all peers, into the buffers `slot`."""
-        found = []
-        for peer in self._group.peers:
-            for index in range(len(self._nodes[peer])):
-                key = slot, peer, index, like.dtype
-                if key not in self._received or self._received[key].numel() < stop - start:
-                    self._received[key] = like.new_empty(stop - start)
-                value = self._received[key][: stop - start]
-                found.append((value, *self._group.receive(value, peer, self._tag)))
-        return found
-
-    def _add(self, flats: Sequence[Tensor], start: int, stop: int, parts: list[_Incoming]) -> None:
-        """Wait for the parts of a segment, and sum them in the order of the tree into `flats[0]`."""
-        stack: list[TreeNode] = []
-        arriving = iter(parts)
-        for rank, nodes in enumerate(self._nodes):
-            for index, (level, number) in enumerate(nodes):
-                if rank == self.rank:
-                    value = flats[index][start:stop]
-                else:
-                    value, work, peer = next(arriving)
-                    self._group.wait(work, peer, _SUM)
-                add(stack, TreeNode(level, number, [value]))
-        (result,) = total(stack)
-        if result.data_ptr() != flats[0][start:stop].data_ptr():
-            flats[0][start:stop].copy_(result)
-
-    def _receive_shares(self, flat: Tensor, cuts: Sequence[int], what: str) -> None:
-        """Receive all peers' shards into `flat`. A peer sends its shard after it has received the nodes."""
-        works = [
-            self._group.receive(flat[start:stop], peer, self._tag + 1)
-            for peer, start, stop in self._shares_of_peers(cuts)
-        ]
-        for work, peer in works:
-            self._group.wait(work, peer, what)
+    def _segments(self, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the segments in which an instance's shard is sent."""
+        step, stop = max(IN_FLIGHT // self._size, 1 << 12), cuts[rank + 1]
+        return [(start, min(start + step, stop)) for start in range(cuts[rank], stop, step)]
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
@@ -240,11 +234,6 @@ def by_dtype(values: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of the values of each dtype."""
     dtypes = dict.fromkeys(value.dtype for value in values)
     return [[i for i, value in enumerate(values) if value.dtype == dtype] for dtype in dtypes]
-
-
-def _segments(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    step = max(IN_FLIGHT // size, 1 << 12)
-    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def flattened(values: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,8 +28,9 @@ logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer between warnings
 _FOREVER = timedelta(days=365)
-_CUT, _PROBE = 3, 3  # tags
+_CUT, _PROBE, _AGREE = 3, 3, 6  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
+Message = tuple[dist.Work, int]  # a message that is being sent or received, and its peer
 _process_ends = threading.Event()
 
 
@@ -67,10 +68,10 @@ class PeerLost(UnrecoverableError):
 class _PeerWait:
     """A wait of a thread for a peer, for the purpose `what`."""
 
-    peer: int  # its number in messages
+    peer: int  # its global rank
     what: str
     since: float = field(default_factory=time.monotonic)
-    warn_after: float = field(default_factory=lambda: WARN_AFTER)
+    warnings: int = 0
 
 
 class Connections:
@@ -92,7 +93,7 @@ class Connections:
         self._generation = 0
         self._group: _Gloo | None = None
         self._failure = ""  # why the previous generation was closed
-        self._ended = ""  # why there will be no next generation
+        self._has_ended = False  # there will be no next generation
         self._is_watched = False
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
@@ -100,33 +101,15 @@ class Connections:
 
     # ---- messages ----------------------------------------------------------------------------------------
 
-    def send(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
-        """Start to send a value, which may change after `wait`. Returns: the first two arguments of `wait`"""
+    def send(self, value: Tensor, peer: int, tag: int) -> Message:
+        """Start to send a value, which must not change before `wait` for the message has returned."""
         return self._begin("send", value, peer, tag)
 
-    def receive(self, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
-        """Start to receive `value`, complete after `wait`. Returns: the first two arguments of `wait`"""
+    def receive(self, value: Tensor, peer: int, tag: int) -> Message:
+        """Start to receive `value`, which is complete when `wait` for the message has returned."""
         return self._begin("recv", value, peer, tag)
 
-    def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Wait until a message is sent or received; `what` names the purpose in warnings."""
-        thread, generation = threading.get_ident(), self._generation
-        self._waits[thread] = _PeerWait(self.ranks[peer], what)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._closed_by(error, peer, generation) from error
-        finally:
-            self._waits.pop(thread, None)
-
-    def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send a value to the peers in `received`, and receive each peer's value into its tensor there."""
-        begun = [self.receive(value, peer, tag) for peer, value in received.items()]
-        begun += [self.send(mine, peer, tag) for peer in received]
-        for work, peer in begun:
-            self.wait(work, peer, what)
-
-    def _begin(self, operation: str, value: Tensor, peer: int, tag: int) -> tuple[dist.Work, int]:
+    def _begin(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
         with self._lock:
             group, generation = self._group, self._generation
             if group is None:
@@ -135,6 +118,37 @@ class Connections:
             return getattr(group, operation)([value], peer, tag), peer
         except RuntimeError as error:
             raise self._closed_by(error, peer, generation) from error
+
+    def wait(self, messages: Iterable[Message], what: str) -> None:
+        """Wait until messages are sent or received; `what` names the purpose in warnings."""
+        thread, generation = threading.get_ident(), self._generation
+        for work, peer in messages:
+            self._waits[thread] = _PeerWait(self.ranks[peer], what)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._closed_by(error, peer, generation) from error
+            finally:
+                self._waits.pop(thread, None)
+
+    def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
+        """Send a value to the peers in `received`, and receive each peer's value into its tensor there."""
+        begun = [self.receive(value, peer, tag) for peer, value in received.items()]
+        self.wait(begun + [self.send(mine, peer, tag) for peer in received], what)
+
+    def agree(self, commit: Callable[[], None]) -> None:
+        """Wait for all instances, call `commit`, and return when it has returned in all of them.
+
+        If `commit` raises an exception in an instance, or the instance ends before, `agree` returns in none:
+        each waits for a message that every other instance sends after its `commit`.
+        """
+        token = torch.zeros(1)
+        for is_committed in (False, True):
+            if is_committed:
+                commit()
+            self.exchange(
+                token, {peer: torch.empty(1) for peer in self.peers}, _AGREE, "the sum of gradients"
+            )
 
     # ---- waits -------------------------------------------------------------------------------------------
 
@@ -147,26 +161,26 @@ class Connections:
             waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
             if (waits or count) and not publisher.is_alive():
                 count = count + 1 if waits else 0
-                news = {"for": waits[0].peer, "what": waits[0].what, "count": count} if waits else None
-                publisher = TorchThread(self._publish_wait, news)
+                news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
+                publisher = TorchThread(self._publish_wait, json.dumps(news[0]) if news else "")
                 publisher.start()
             for wait in waits:
-                if now - wait.since > wait.warn_after:
+                if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
                     logger.warning(
-                        "instance %d has not arrived at %s for %.0f s", wait.peer, wait.what, wait.warn_after
+                        "instance %d has not arrived at %s for %.0f s", wait.peer, wait.what, limit
                     )
-                    wait.warn_after += WARN_AFTER
+                    wait.warnings += 1
 
-    def _publish_wait(self, wait: dict[str, Any] | None) -> None:
+    def _publish_wait(self, text: str) -> None:
         with suppress(RuntimeError):
-            self._store.set(f"waits/{self.ranks[self.rank]}", json.dumps(wait) if wait else "")
+            self._store.set(f"waits/{self.ranks[self.rank]}", text)
 
     # ---- generations -------------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
         """Connect to all peers and wait for them, if not connected. Raises PeerLost if one has ended."""
         with self._connecting:
-            if self._ended:
+            if self._has_ended:
                 raise self._error()
             if self._group is not None:
                 return
@@ -176,7 +190,7 @@ class Connections:
             try:
                 group = self._connect(f"{self._name}/{self._generation}", what)
             except RuntimeError as error:
-                self._ended = self._ended or str(error)
+                self._failure, self._has_ended = str(error), True
                 raise self._error() from error
             finally:
                 self._waits.pop(threading.get_ident(), None)
@@ -211,18 +225,19 @@ class Connections:
         """Close all connections after a failure here, which wakes all waiting threads, here and in peers."""
         with self._lock:
             if self._group is not None:
-                reason = {"by": self.ranks[self.rank], "why": why, "ends": False}
-                publishing = TorchThread(self._publish, reason)
+                failure = f"instance {self.ranks[self.rank]} {why}", False
+                publishing = TorchThread(self._first_failure, *failure)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
-                self._close("", why)
+                self._close(*failure)
 
-    def _publish(self, reason: dict[str, Any]) -> dict[str, Any] | None:
-        """Write the reason of a failure, unless there is one. Returns: the first one; None: no store"""
+    def _first_failure(self, why: str, ends: bool) -> tuple[str, bool]:
+        """Return why the connections close, and whether this ends the training: as a peer has written it to
+        the store, or as given here, which is then written."""
         key = f"{self._name}/{self._generation}/broken"
         with suppress(RuntimeError):
-            return json.loads(self._store.compare_set(key, "", json.dumps(reason)))
-        return None
+            why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
+        return why, ends
 
     def _closed_by(self, error: Exception, peer: int, generation: int) -> Error:
         """Close all connections after an error of a message to or from `peer`, and return the error to
@@ -230,28 +245,22 @@ class Connections:
         with self._lock:
             if self._group is not None and self._generation == generation:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
-                first = self._publish({"by": self.ranks[self.rank], "why": gone, "ends": True})
-                if first is None or first["why"] == gone:
-                    self._close(gone, gone)
-                else:
-                    why = first["why"] if first["ends"] else f"instance {first['by']} {first['why']}"
-                    self._close(why if first["ends"] else "", why)
+                self._close(*self._first_failure(gone, True))
             return self._error()
 
-    def _close(self, ended: str, why: str) -> None:
-        """Close all connections. Gloo does so when a receive times out, and wakes all other waits.
-        `ended`: why no generation can follow, or ""."""
+    def _close(self, why: str, ends: bool) -> None:
+        """Close all connections. Gloo does so when a receive times out, and wakes all other waits."""
         group, self._group = self._group, None
-        self._ended, self._failure = self._ended or ended, why
+        self._failure, self._has_ended = why, ends
         self._generation += 1
         if group is not None:
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
 
     def _error(self) -> Error:
-        if self._ended:
+        if self._has_ended:
             return PeerLost(
-                f"another instance has left the training: {self._ended}\n"
+                f"another instance has left the training: {self._failure}\n"
                 "  why: all instances add up their gradients, and have to make the same number of calls\n"
                 "  here the weights are those of the last finished update\n"
                 "  fix: see what the other instance says, and start all of them again"

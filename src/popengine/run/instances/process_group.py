@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import Error
+from ..state import OptimizerState, State
 from .connections import Connections, TorchThread, join_threads
 from .consistency import HEADER, Facts, differences, header, place_in
 
@@ -58,15 +59,7 @@ def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
     return value
 
 
-OptimizerStates = dict[str, dict[str, Tensor]]  # by parameter and state
-
-
-class ShardedState(Protocol):
-    """The state of a training whose optimizer state is sharded over instances."""
-
-    def read_optimizer(self) -> OptimizerStates:
-        """Return this instance's shard. It is called between the calls of the training."""
-        ...
+OptimizerStates = dict[str, OptimizerState]  # by parameter
 
 
 class ProcessGroup(Connections):
@@ -79,7 +72,7 @@ class ProcessGroup(Connections):
         self._one_at_a_time = threading.Lock()
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._published = 0
-        self._states: weakref.WeakValueDictionary[str, ShardedState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
         # Shards of engines that were closed; dropped at the next barrier.
         self._kept: dict[str, OptimizerStates] = {}
 
@@ -145,7 +138,7 @@ class ProcessGroup(Connections):
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
-    def publish(self, state: ShardedState) -> str:
+    def publish(self, state: State) -> str:
         """Register this instance's shard of a state for peers to read. All must publish in the same order.
 
         The reference to the state is weak. Returns: its name, for `read_parts`
@@ -158,7 +151,7 @@ class ProcessGroup(Connections):
     def keep_until_barrier(self, name: str) -> None:
         """Keep a copy of this instance's shard until the next barrier, because slower peers may read it."""
         state = self._states.pop(name, None)
-        if state is not None and not self._ended:
+        if state is not None and not self._has_ended:
             self._kept[name] = state.read_optimizer()
 
     def has_parts(self) -> bool:
