@@ -22,7 +22,7 @@ from . import devices
 from .backends import load
 from .call import EngineCall, Results
 from .devices import aligned
-from .instances.all_reduce import AllReduce, flattened, leaves, tree_sum
+from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
 from .instances.process_group import ProcessGroup, group_of
 from .ready_queue import ReadyQueue
@@ -271,7 +271,7 @@ def _mean_over_replicas(
         replicas: the buffers of each replica in this process
     """
     first = replicas[0]
-    flats = [flattened([buffer.double() for buffer in buffers]) for buffers in replicas]
+    flats = [torch.cat([buffer.double().reshape(-1) for buffer in buffers]) for buffers in replicas]
     if group is None:
         tree_sum(leaves([flat] for flat in flats))
     else:

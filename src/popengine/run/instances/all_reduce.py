@@ -111,7 +111,9 @@ class AllReduce:
             flats: the values of each replica of this instance that takes part, 1-d, as many in every
                 instance; those after the first are overwritten
         """
-        cuts = even_cuts(flats[0].numel(), self._size)
+        elements = flats[0].numel()
+        share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
+        cuts = [min(rank * share, elements) for rank in range(self._size + 1)]
         begun = self._reduce(flats, cuts, gathers=True) + self._receive_shards(flats[0], cuts)
         self._group.wait(begun, _SUM)
 
@@ -132,15 +134,21 @@ class AllReduce:
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Overwrite each value by that of the instance that owns it; `owners` are ranks."""
-        for chosen in by_dtype(values):
-            shards = [[values[i] for i in chosen if owners[i] == rank] for rank in range(self._size)]
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            shards: list[list[Tensor]] = [[] for _ in range(self._size)]
+            for value, owner in zip(values, owners, strict=True):
+                if value.dtype == dtype:
+                    shards[owner].append(value)
             cuts = [0, *accumulate(sum(value.numel() for value in shard) for shard in shards)]
-            flat = values[chosen[0]].new_empty(cuts[-1])
+            flat = torch.empty(cuts[-1], dtype=dtype)
+            flats = flat.tensor_split(cuts[1:-1])
             if shards[self._rank]:
-                flat[cuts[self._rank] : cuts[self._rank + 1]] = flattened(shards[self._rank])
+                torch.cat([value.reshape(-1) for value in shards[self._rank]], out=flats[self._rank])
             self.all_gather(flat, cuts)
             for peer in self._group.peers:
-                copy_from_flat(flat[cuts[peer] : cuts[peer + 1]], shards[peer])
+                parts = flats[peer].split([value.numel() for value in shards[peer]])
+                for value, part in zip(shards[peer], parts, strict=True):
+                    value.copy_(part.view(value.shape))
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
         """Sum this instance's shard, into `flats[0]`; with `gathers` also start to send it to all peers.
@@ -222,28 +230,3 @@ def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Te
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")
     return torch.cat([*parts.values()])
-
-
-def even_cuts(elements: int, size: int) -> list[int]:
-    """Return the offsets at which equal shards begin, and the end of the last."""
-    share = -(-elements // (size * _ALIGNED)) * _ALIGNED
-    return [min(rank * share, elements) for rank in range(size + 1)]
-
-
-def by_dtype(values: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the values of each dtype."""
-    dtypes = dict.fromkeys(value.dtype for value in values)
-    return [[i for i, value in enumerate(values) if value.dtype == dtype] for dtype in dtypes]
-
-
-def flattened(values: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all values in one new tensor, one after another."""
-    return torch.cat([value.reshape(-1) for value in values])
-
-
-def copy_from_flat(flat: Tensor, values: Sequence[Tensor]) -> None:
-    """Copy the elements of a flat tensor into the values, one after another."""
-    if values:
-        parts = flat.split([value.numel() for value in values])
-        shaped = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
-        torch._foreach_copy_(list(values), shaped)
