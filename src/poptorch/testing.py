@@ -128,13 +128,13 @@ def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
     return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
 
 
-def _called(model: Callable[..., Any], batch: Any) -> Any:
+def _call(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model with a batch of arguments, and return its outputs."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)
 
 
-def _place_of_loss(outputs: Any) -> int:
+def _index_of_loss(outputs: Any) -> int:
     """Return the index of the loss among forward's output tensors: of "loss", else of the first scalar."""
     named = loss_field(outputs)
     for place, value in enumerate(tensors_of(outputs)):
@@ -158,8 +158,8 @@ def _plain_update(
             index = turn * counts.groups + counts.group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
-            outputs = _called(model, with_tensors(batch, parts))
-            place = _place_of_loss(outputs)
+            outputs = _call(model, with_tensors(batch, parts))
+            place = _index_of_loss(outputs)
             loss = tensors_of(outputs)[place]
             loss.backward()
             losses[turn, replica] = loss.detach()
@@ -179,13 +179,13 @@ def _update_here(
     """Return the title of an executor's plan, and its update; a second update, by SGD, has the gradients."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
-    losses = tensors_of(_called(executor, batch))[place].flatten()
+    losses = tensors_of(_call(executor, batch))[place].flatten()
     title = executor.plan.title
     executor.destroy()
     other = copy.deepcopy(model)
     sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
     executor = trainingModel(other, options, sgd)
-    _called(executor, batch)
+    _call(executor, batch)
     executor.destroy()
     for parameter, same in zip(twin.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
@@ -205,13 +205,13 @@ def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
         return f"rounding, {float(error.max()) / largest:.0e}"
     factor = float((here * there).sum() / (there * there).sum()) if largest else 0.0
     if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor):
-        return _times(factor)
+        return _factor_text(factor)
     place = (~(error <= rounding)).nonzero()[0].tolist()
     at = f"at {place}: " if place else ""
     return f"{at}{float(here[tuple(place)]):.4g}, plain {float(there[tuple(place)]):.4g}"
 
 
-def _times(factor: float) -> str:
+def _factor_text(factor: float) -> str:
     ratio = Fraction(factor).limit_denominator(1 << 16)
     if ratio.denominator > 1 and ratio.numerator == 1:
         return f"{ratio} of plain"
@@ -237,5 +237,5 @@ def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts)
         accumulation: "micro-batches are summed, not averaged",
         1 / accumulation: "accumulation is scaled twice",
     }
-    cause = {_times(factor): f": {cause}" for factor, cause in causes.items()}.get(verdict, "")
+    cause = {_factor_text(factor): f": {cause}" for factor, cause in causes.items()}.get(verdict, "")
     return f"gradients are {verdict}{cause}"

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
-def _checked(ipu_id: int | None) -> int | None:
+def _checked_ipu(ipu_id: int | None) -> int | None:
     if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
         raise Error(
             f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
@@ -23,7 +23,7 @@ def _checked(ipu_id: int | None) -> int | None:
     return ipu_id
 
 
-def _open(user_id: str | None, ipu_id: int | None) -> None:
+def _open_block(user_id: str | None, ipu_id: int | None) -> None:
     capture = current()
     if capture is not None:
         capture.enter(user_id or str(next(_auto_ids)), ipu_id)
@@ -42,10 +42,10 @@ class Block(nn.Module):
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
-        self._user_id, self._ipu_id = user_id, _checked(ipu_id)
+        self._user_id, self._ipu_id = user_id, _checked_ipu(ipu_id)
 
     def __enter__(self) -> None:
-        _open(self._user_id, self._ipu_id)
+        _open_block(self._user_id, self._ipu_id)
 
     def __exit__(self, *_: object) -> None:
         Block.end()
@@ -59,7 +59,7 @@ class Block(nn.Module):
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block that ends where the next block opens."""
-        _open(user_id, _checked(ipu_id))
+        _open_block(user_id, _checked_ipu(ipu_id))
 
     @staticmethod
     def end() -> None:
@@ -77,13 +77,13 @@ class BeginBlockHook:
     """
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
-        self.user_id, self.ipu_id, self.strategy = user_id, _checked(ipu_id), strategy
+        self.user_id, self.ipu_id, self.strategy = user_id, _checked_ipu(ipu_id), strategy
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if current() is not None:
             if not self.user_id:
                 self.user_id = str(next(_auto_ids))
-            _open(self.user_id, self.ipu_id)
+            _open_block(self.user_id, self.ipu_id)
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"

@@ -51,7 +51,7 @@ def annotate(
             " poptorch.annotate(model, layers_per_ipu=[6, 6])"
         )
     placed = _placed_by_key(model, marks) if marks else _placed_by_count(model, layers_per_ipu or [])
-    _mark(placed, PipelinedExecution(AutoStage.AutoIncrement))
+    _register_hooks(placed, PipelinedExecution(AutoStage.AutoIncrement))
     return model
 
 
@@ -63,13 +63,13 @@ def split(model: M, ipus: int) -> M:
     Raises:
         Error: the model has fewer repeated layers than ipus, or a layer begins a block already
     """
-    layers = _layers(model)
+    layers = _repeated_layers(model)
     if len(layers) < ipus:
         raise Error(
-            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_listed(model)}\n"
+            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_stacks_in_words(model)}\n"
             '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'
         )
-    _mark(layers, PipelinedExecution(AutoBalance(ipus)).orSharded())
+    _register_hooks(layers, PipelinedExecution(AutoBalance(ipus)).orSharded())
     return model
 
 
@@ -86,7 +86,7 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     """During a capture, make each repeated layer of an unmarked model a block for `AutoBalance`."""
     wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
-    layers = _layers(model) if wanted else []
+    layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
 
     def begin(name: str, module: nn.Module, inputs: Any) -> None:
@@ -117,17 +117,17 @@ def _stacks(model: nn.Module) -> dict[str, _Placed]:
     return found
 
 
-def _layers(model: nn.Module) -> _Placed:
+def _repeated_layers(model: nn.Module) -> _Placed:
     return list(itertools.chain.from_iterable(_stacks(model).values()))
 
 
-def _listed(model: nn.Module) -> str:
+def _stacks_in_words(model: nn.Module) -> str:
     """Return the names and lengths of a model's repeated layers as text, "none" without any."""
     found = _stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
-def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
+def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
     """Register a hook on each module that begins its block. Raises Error if one begins a block already."""
     for module, *_ in placed:
         check_unmarked(module)
@@ -139,11 +139,11 @@ def _mark(placed: _Placed, strategy: PipelinedExecution) -> None:
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
     """Return the placed layers of the stack with sum(counts) layers, or of all. Raises Error if none fits."""
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
-    layers = fitting[0] if len(fitting) == 1 else _layers(model)
+    layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):
         raise Error(
             f"layers_per_ipu={list(counts)} places {sum(counts)} layers; the model's repeated layers are"
-            f" {_listed(model)}\n"
+            f" {_stacks_in_words(model)}\n"
             "  fix: numbers whose sum is the layers of one of these, or of all; or place modules by name:"
             ' poptorch.annotate(model, {"name.0-5": 0, "name.*": 1})'
         )

@@ -57,8 +57,8 @@ def freeze_optimizer(
             and (_has_momentum(optimizer) if state.when == "momentum" else flags.get(state.when, True))
         },
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
-        max_grad_norm=_limit(optimizer, "max_grad_norm"),
-        max_grad_value=_limit(optimizer, "max_grad_value"),
+        max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
+        max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
         flags=flags,
     )
     return frozen, hyper
@@ -121,7 +121,7 @@ def _equal_in_groups(optimizer: Any, name: str) -> bool:
     return values == {True}
 
 
-def _limit(optimizer: torch.optim.Optimizer, name: str) -> float:
+def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     """Return a clipping bound of gradients, by default infinity. Raises AssertionError if it is negative."""
     limit = number(getattr(optimizer, name, math.inf), name, "the optimizer")
     if limit < 0:
@@ -191,7 +191,7 @@ class OptimizerGuard:
         self._report = logger.debug if relaxed else logger.warning
         self._automatic_loss_scaling = automatic_loss_scaling
         self._accepted: _Accepted | None = None
-        self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_names`
+        self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_attribute_names`
         self._warned: set[type] = set()  # the user's subclasses that a warning was logged for
 
     def accept(
@@ -219,7 +219,7 @@ class OptimizerGuard:
         if compiled and old is not None:
             _check_change(optimizer, old, new, compare_rates=not is_loaded)
         elif old is None or old.label != new.label:
-            self._attributes = _names(optimizer)
+            self._attributes = _attribute_names(optimizer)
         self._report_unexpected(optimizer, new.label)
         if not compiled or old is None or is_loaded:
             self._accepted = new
@@ -239,7 +239,7 @@ class OptimizerGuard:
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Log, once each, the names that the optimizer has now and the first accepted optimizer had not."""
-        for place, found in _names(optimizer).items():
+        for place, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(place, found)
             if found - known and (unexpected := sorted(found - known - _declared_names(optimizer))):
                 known.update(unexpected)
@@ -271,7 +271,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """Return the names of attributes, defaults and group keys, by their description in messages."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):

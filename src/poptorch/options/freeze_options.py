@@ -89,10 +89,10 @@ def freeze(
         automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
-        shard_optimizer=_least_shared(options) if training and counts.global_replicas > 1 else None,
+        shard_optimizer=_min_sharded_elements(options) if training and counts.global_replicas > 1 else None,
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=device_of(options, training),
-        backend=_chosen(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
+        backend=_setting(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
         several_plans=options.exists("new_shapes"),
     )
 
@@ -111,13 +111,13 @@ def device_of(options: Options, training: bool) -> DeviceKind:
     Raises:
         Error: the kind is unknown, there is no such device, or several processes train on an accelerator
     """
-    kind: Any = _chosen(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
+    kind: Any = _setting(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:
         devices.check(kind, options._counts().instances if training else 1)
     return kind
 
 
-def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
+def _setting(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
     """Return the value of an option, else of an environment variable, else `known[0]`.
 
     Raises:
@@ -131,7 +131,7 @@ def _chosen(options: Options, option: str, variable: str, known: tuple[str, ...]
     return name
 
 
-def _least_shared(options: Options) -> int | None:
+def _min_sharded_elements(options: Options) -> int | None:
     """Return how many elements a parameter must have for its state to be sharded, or None: no sharding."""
     values = options.TensorLocations.location_optimizer.toDict()
     if not values.get("replicated_tensor_sharding", False):

@@ -205,11 +205,11 @@ def _apply(options: Any, source: str) -> None:
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
     tree = ast.parse(source)
-    (line, *more) = tree.body
-    if more or not (
-        isinstance(line, ast.Assign) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Call))
-    ):
-        raise SyntaxError("a line holds one setting, such as deviceIterations(4)")
+    match tree.body:
+        case [ast.Assign() | ast.Expr(value=ast.Call())]:
+            pass
+        case _:
+            raise SyntaxError("a line holds one setting, such as deviceIterations(4)")
     for node in ast.walk(tree):
         if not isinstance(node, _SYNTAX):
             raise SyntaxError(
