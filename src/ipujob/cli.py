@@ -20,8 +20,8 @@ from popengine.environment import pando_version
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
 from .files import Faults, load_job, read, read_jobs, with_changes
-from .render import placed
 from .render import render as make_objects
+from .render import with_namespace
 from .rules import count, crd
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
@@ -110,29 +110,29 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    def with_namespace(name: str, run: Command, summary: str) -> Callable[..., Any]:
+    def in_namespace(name: str, run: Command, summary: str) -> Callable[..., Any]:
         add = command(name, run, summary).add_argument
         add("-n", "--namespace", help="else the file's, else the kubeconfig's")
         return add
 
-    add = with_namespace("submit", remote.submit, "create the jobs of a file in a cluster")
+    add = in_namespace("submit", remote.submit, "create the jobs of a file in a cluster")
     add("file", metavar="FILE")
     add("--name", help="in place of the file's name or generateName")
     add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
     add("--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed")
 
-    add = with_namespace("status", remote.status, "print the jobs, or all about one")
+    add = in_namespace("status", remote.status, "print the jobs, or all about one")
     add("name", nargs="?", metavar="NAME")
     add("--watch", action="store_true", help="print again whenever it changes")
 
-    add = with_namespace("logs", remote.logs, "print the output of workers")
+    add = in_namespace("logs", remote.logs, "print the output of workers")
     add("name", metavar="NAME")
     add("--worker", type=int, default=0, metavar="K")
     add("--all", action="store_true", help="all workers, with their names before each line")
     add("--follow", action="store_true")
     add("--previous", action="store_true", help="of the container before its restart in the same pod")
 
-    add = with_namespace("delete", remote.delete, "delete jobs and their pods")
+    add = in_namespace("delete", remote.delete, "delete jobs and their pods")
     add("names", nargs="+", metavar="NAME")
     add("--keep-pods", action="store_true", help="leave the pods, without an owner")
 
@@ -186,12 +186,12 @@ def render(arguments: argparse.Namespace) -> int:
             continue
         document = with_changes(document, arguments.name)
         job = load_job(document, arguments.device, arguments.image)
-        job = dataclasses.replace(job, drops=(*job.drops, *drops))
+        job = dataclasses.replace(job, dropped=(*job.dropped, *drops))
         try:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
             raise Faults([document.locate(("spec", "restartPolicy"), str(error))]) from None
-        made += [placed(each, document.value) for each in objects]
+        made += [with_namespace(each, document.value) for each in objects]
         for text in left_out:
             print(document.locate((), f"warning: {text}"), file=sys.stderr)
     print(_dump(made), end="")

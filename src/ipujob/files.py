@@ -131,7 +131,7 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     return job
 
 
-def named(value: Object, name: str | None = None) -> Object:
+def with_name(value: Object, name: str | None = None) -> Object:
     """Return an IPUJob with a name: `name`, else its own, else its `generateName` and five random letters."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
@@ -150,7 +150,7 @@ def with_changes(document: Document, name: str | None = None, command: str | Non
         command: a script for bash, in place of the worker's and the launcher's command
     """
     try:
-        value = named(copy.deepcopy(document.value), name)
+        value = with_name(copy.deepcopy(document.value), name)
         if command is not None:
             own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
             own |= {"command": ["/bin/bash", "-c", command], "args": []}

@@ -244,7 +244,7 @@ def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
         if path.rstrip("/") != "/dev/shm" and not Path(path).exists():
             message = f"volume {mount.get('name')} is mounted at {path}, which doesn't exist here"
             yield Fault((*place, "volumeMounts", index), message, f"mkdir -p {path}, or take the mount out")
-    if not (container.get("command") or job.launch or job.ttl):
+    if not (container.get("command") or job.launcher_command or job.ttl):
         yield Fault(place, "an image's own command can't be run here", "--command TEXT")
 
 

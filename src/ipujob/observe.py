@@ -75,7 +75,7 @@ def observe(
         conditions = _conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
         return Decision(_patch(old, status, now))
-    instances, missing, gone = advance(job, old.get("instances") or {}, own_pods)
+    instances, missing, gone = next_states(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     word, message = _summary(job, list(instances.values()), remaining)
     notes = "; ".join(text for _, text in warnings_of(job, value)) or "instances run"
@@ -109,7 +109,9 @@ def observe(
         gone += [pod for pod in remaining if _is_cleaned(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.service(job))
-    return Decision(_patch(old, status, now), tuple(gone), tuple(pods.owned(each, value) for each in create))
+    return Decision(
+        _patch(old, status, now), tuple(gone), tuple(pods.with_owner(each, value) for each in create)
+    )
 
 
 def _finished(
@@ -186,7 +188,7 @@ def _patch(old: Object, new: Object, now: datetime) -> Object:
 # ---- instances ----------------------------------------------------------------------------------------------------
 
 
-def advance(
+def next_states(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
     """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete.
@@ -200,19 +202,19 @@ def advance(
     for number in range(job.shape.instances):
         known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
-        instances[str(number)], missing, gone = _advance(job, known, of_instance)
+        instances[str(number)], missing, gone = _next_state(job, known, of_instance)
         create += [(number * job.shape.workers + worker, known["restarts"]) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
 
-def _advance(
+def _next_state(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
     """Return the next record of an instance, the numbers of the workers to create, and the pods to delete."""
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
-        return record, [], _leftovers(state, own_pods)
+        return record, [], _unwanted(state, own_pods)
     attempt = -1 if state == "Lost" else restarts  # -1: delete all pods of a lost attempt
     others = [pod for pod in own_pods if int_label(pod, ATTEMPT) != attempt]
     if others:
@@ -227,7 +229,7 @@ def _advance(
         if restarts < job.restart_limit and _is_restarted(job, culprit):
             return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
         state = "Failed" if culprit else "Succeeded"
-        return {"state": state, "restarts": restarts}, [], _leftovers(state, own_pods)
+        return {"state": state, "restarts": restarts}, [], _unwanted(state, own_pods)
     is_incomplete = missing or any(map(is_terminating, own_pods))
     if failed or (state == "Running" and is_incomplete):
         return {"state": "Lost", "restarts": restarts}, [], own_pods
@@ -237,12 +239,12 @@ def _advance(
 
 def _is_restarted(job: Job, culprit: Object | None) -> bool:
     """Return whether the policy restarts an instance of which `culprit` failed first; None: all succeeded."""
-    if job.policy == "ExitCode":
+    if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
-    return job.policy == "Always" or (job.policy == "OnFailure" and culprit is not None)
+    return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
 
 
-def _leftovers(state: str, own_pods: Sequence[Object]) -> list[Object]:
+def _unwanted(state: str, own_pods: Sequence[Object]) -> list[Object]:
     """Return the pods to delete at an instance's end. Ended pods stay; after a failure only failed ones."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
@@ -250,8 +252,8 @@ def _leftovers(state: str, own_pods: Sequence[Object]) -> list[Object]:
 
 def _is_cleaned(job: Job, pod: Object) -> bool:
     """Return whether the job's cleanPodPolicy deletes a pod after the job has ended."""
-    keeps_log = job.clean == "Workers" and job.mode == "launched"
-    return job.clean != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
+    keeps_log = job.clean_policy == "Workers" and job.mode == "launched"
+    return job.clean_policy != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
 
 
 def _ended_by_ttl(job: Job, pod: Object) -> bool:

@@ -54,13 +54,13 @@ def template(
     if not container.get("args", True):
         del container["args"]
     container["env"] = _environment(job, instance, rank, address, restarts)
-    if "security" in job.drops:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
+    if "security" in job.dropped:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
         spec.pop("hostIPC", None)
         for each in containers:
             capabilities = each.get("securityContext", {}).get("capabilities", {})
             if "add" in capabilities:
                 capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
-    if "resources" in job.drops:
+    if "resources" in job.dropped:
         for each in containers:
             each.pop("resources", None)
     container["resources"] = _resources(job, container.get("resources", {}))
@@ -80,7 +80,7 @@ def template(
 def _command(job: Job) -> dict[str, list[str]]:
     """Return the fields `command` and `args` of a worker, where they differ from the template's."""
     if job.mode == "launched":
-        return {"command": list(job.launch), "args": []}
+        return {"command": list(job.launcher_command), "args": []}
     if job.ttl is not None and not job.worker.get("command"):
         return {"command": ["sleep", str(job.ttl)], "args": []}
     if job.mode == "joined":
@@ -108,7 +108,7 @@ def _environment(
         {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
         for name, value in added.items()
     ]
-    listed += [*job.worker.get("env", []), *job.launch_env]
+    listed += [*job.worker.get("env", []), *job.launcher_env]
     last = {variable["name"]: index for index, variable in enumerate(listed)}
     return [listed[index] for index in sorted(last.values())]
 
@@ -137,7 +137,7 @@ def service(job: Job) -> Object:
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
 
 
-def owned(made: Object, owner: Object) -> Object:
+def with_owner(made: Object, owner: Object) -> Object:
     """Return an object with its IPUJob's namespace, an owner reference to it, and the spec's hashes."""
     reference = {
         "apiVersion": owner["apiVersion"],

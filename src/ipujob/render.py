@@ -32,9 +32,9 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
 
 def _check_renderable(job: Job, way: str) -> None:
-    if way == "job" and job.shape.workers > 1 and job.policy != "Never":
+    if way == "job" and job.shape.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
-            f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.policy}\n"
+            f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
             "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
         )
     last = f"{_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
@@ -45,13 +45,13 @@ def _check_renderable(job: Job, way: str) -> None:
 
 def _warnings(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of the job that the objects lack, since it needs the operator."""
-    if job.clean != "None":
-        yield f"cleanPodPolicy {job.clean} needs the operator: these pods stay, or go by {TTL}"
-    if way != "pod" and job.policy == "Always":
+    if job.clean_policy != "None":
+        yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
+    if way != "pod" and job.restart_policy == "Always":
         yield "restartPolicy Always needs the operator: what succeeded is not run again"
-    if way == "pod" and job.policy != "Never":
-        yield f"restartPolicy {job.policy} needs the operator: bare pods are not started again"
-    if way == "job" and job.policy != "Never":
+    if way == "pod" and job.restart_policy != "Never":
+        yield f"restartPolicy {job.restart_policy} needs the operator: bare pods are not started again"
+    if way == "job" and job.restart_policy != "Never":
         yield "PANDO_RESTARTS is not set: a Job's pods can't read how often they were started"
     if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
@@ -73,9 +73,9 @@ def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Objec
 def _job(job: Job, instance: int) -> Object:
     """Return an Indexed Job for an instance. Its pods have random names, but host names NAME-worker-0, ..."""
     name = f"{_name(job, instance)}-worker"
-    restarts = "0" if job.policy == "Never" else None
+    restarts = "0" if job.restart_policy == "Never" else None
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
-    if job.shape.workers == 1 and job.policy != "Never":
+    if job.shape.workers == 1 and job.restart_policy != "Never":
         spec["backoffLimit"] = job.restart_limit
     return _object(job, instance, "batch/v1", "Job", name, spec)
 
@@ -90,7 +90,7 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
         "backoffLimit": 0,
         "template": pods.template(job, instance, rank, address, restarts),
     }
-    if job.policy == "ExitCode":
+    if job.restart_policy == "ExitCode":
         codes = {"operator": "NotIn", "values": sorted(job.exit_codes)[-255:]}
         spec["podFailurePolicy"] = {
             "rules": [
@@ -110,12 +110,12 @@ def _job_set(job: Job, instance: int) -> Object:
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": inner}}],
     }
-    if job.policy != "Never":
+    if job.restart_policy != "Never":
         spec["failurePolicy"] = {"maxRestarts": job.restart_limit}
     return _object(job, instance, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)
 
 
-def placed(made: Object, value: Object) -> Object:
+def with_namespace(made: Object, value: Object) -> Object:
     """Return an object with the file's namespace; without one if the file has none: `kubectl -n` decides."""
     namespace = value["metadata"].get("namespace")
     return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

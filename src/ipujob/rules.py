@@ -65,14 +65,14 @@ class Job:
     image: str = ""  # of the worker; empty, if it is not used
     device: str = "cpu"  # or cuda
     ipus_per_gpu: int = 1
-    drops: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
+    dropped: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
     mode: str = "single"  # or joined, launched
-    launch: tuple[str, ...] = ()
-    launch_env: tuple[dict[str, Any], ...] = ()
-    policy: str = "Never"  # or OnFailure, Always, ExitCode: when an instance restarts
+    launcher_command: tuple[str, ...] = ()
+    launcher_env: tuple[dict[str, Any], ...] = ()
+    restart_policy: str = "Never"  # or OnFailure, Always, ExitCode: when an instance restarts
     restart_limit: int = 0  # the most restarts of an instance
     exit_codes: frozenset[int] = frozenset()  # with which an instance restarts, if the policy is ExitCode
-    clean: str = "None"  # or Workers, All
+    clean_policy: str = "None"  # or Workers, All
     ttl: int | None = None  # seconds, of an interactive job
     seconds_kept: int | None = None  # after its end; then the IPUJob is deleted
 
@@ -149,14 +149,16 @@ def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, imag
         image="" if images is None else annotations.get(_IMAGE) or next(matching, written),
         device=annotations.get("pando/device", device),
         ipus_per_gpu=int(annotations.get("pando/ipus-per-gpu", 1)),
-        drops=tuple(word for word in ("resources", "security") if annotations.get(f"pando/{word}") == "drop"),
+        dropped=tuple(
+            word for word in ("resources", "security") if annotations.get(f"pando/{word}") == "drop"
+        ),
         mode="launched" if launcher else "joined" if workers > 1 else "single",
-        launch=tuple(launcher.get("command", ())),
-        launch_env=tuple(launcher.get("env", ())),
-        policy=policy.get("type", "Never"),
+        launcher_command=tuple(launcher.get("command", ())),
+        launcher_env=tuple(launcher.get("env", ())),
+        restart_policy=policy.get("type", "Never"),
         restart_limit=policy.get("backOffLimit", 3),
         exit_codes=frozenset(_exit_codes(policy.get("exitCodes", ""))),
-        clean=spec.get("cleanPodPolicy", "None"),
+        clean_policy=spec.get("cleanPodPolicy", "None"),
         ttl=spec.get("interactive", {}).get("ttl"),
         seconds_kept=int(annotations[TTL]) if TTL in annotations else None,
     )
@@ -185,14 +187,14 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         message = f"ipusPerJobInstance {shape.ipus} can't be shared out over {over}"
         fix = f"a multiple of {shape.workers * shape.replicas}"
         yield Fault(("spec", "ipusPerJobInstance"), message, fix)
-    if job.policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):
+    if job.restart_policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):
         fix = "exitCodes: 1,3-5 names those that mean restart"
         yield Fault(("spec", "restartPolicy"), "restartPolicy ExitCode needs exitCodes", fix)
-    if job.ttl is not None and job.policy != "Never":
+    if job.ttl is not None and job.restart_policy != "Never":
         yield Fault(("spec", "interactive"), "an interactive job isn't restarted", "take restartPolicy out")
-    if job.launch and job.launch[0].rpartition("/")[2] in _MPI_LAUNCHERS:
+    if job.launcher_command and job.launcher_command[0].rpartition("/")[2] in _MPI_LAUNCHERS:
         message = "there is no MPI here: write poprun --num-instances N --num-replicas R ..."
-        fix = f"poprun in place of {job.launch[0]}: every worker runs it, and it starts its worker's share"
+        fix = f"poprun in place of {job.launcher_command[0]}: every worker runs it, and it starts its worker's share"
         yield Fault(("spec", "launcher", "command", 0), message, fix)
     if job.mode == "joined" and not job.worker.get("command") and job.ttl is None:
         message = "several workers need a command in their template: an image's own can't be put under poprun"
@@ -224,12 +226,12 @@ def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str
         yield ("spec", "ipusPerJobInstance"), message
     policy = job.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
-        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.policy}"
+        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.restart_policy}"
         yield (*_POD, "restartPolicy"), message
     if spec["workers"].get("strategy"):
         yield ("spec", "workers", "strategy"), "workers.strategy has no effect: pods of a job don't change"
-    if job.policy != "ExitCode" and (spec.get("restartPolicy") or {}).get("exitCodes"):
-        message = f"exitCodes have no effect with restartPolicy {job.policy}"
+    if job.restart_policy != "ExitCode" and (spec.get("restartPolicy") or {}).get("exitCodes"):
+        message = f"exitCodes have no effect with restartPolicy {job.restart_policy}"
         yield ("spec", "restartPolicy", "exitCodes"), message
     if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
         fix = f"name one with Pando by {_IMAGE} or --image"
@@ -273,7 +275,7 @@ def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Faul
     Args: faults: gets a fault for each part that the API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
-    if wrong := _wrong(value, schema):
+    if wrong := _refusal(value, schema):
         message, fix = wrong
         faults.append(Fault(place, f"{_path(place)} {message}", fix))
         return None
@@ -291,7 +293,9 @@ def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Faul
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
-            fix = f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _near(str(key), known)
+            fix = (
+                f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _fix_by_similar(str(key), known)
+            )
             fix = fix or "take it out: a cluster would leave it away"
             faults.append(Fault(inner, f"{_path(inner)} is no field of an IPUJob", fix))
         elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
@@ -299,7 +303,7 @@ def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Faul
     return None if missing and place else valid
 
 
-def _wrong(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
+def _refusal(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
     """Return what is wrong with a value, its parts aside, and a fix ("": none is known); None for a valid one."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
@@ -310,7 +314,7 @@ def _wrong(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
         fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
         return f"must be of type {kind}, and is {shown}", fix
     if "enum" in schema and value not in schema["enum"]:
-        return f"{shown} is none of {', '.join(schema['enum'])}", _near(value, schema["enum"])
+        return f"{shown} is none of {', '.join(schema['enum'])}", _fix_by_similar(value, schema["enum"])
     if kind == "string" and not re.search(pattern, value):
         return f"{shown} doesn't match {pattern}", ""
     if kind == "integer" and not least <= value <= most:
@@ -320,7 +324,7 @@ def _wrong(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _near(word: str, known: Iterable[str]) -> str:
+def _fix_by_similar(word: str, known: Iterable[str]) -> str:
     """Return a fix that names the most similar known word; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""

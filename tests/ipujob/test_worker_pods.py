@@ -4,7 +4,7 @@ import pytest
 from jobs import job, seed
 
 from ipujob import pods
-from ipujob.files import named
+from ipujob.files import with_name
 from ipujob.rules import parse
 
 
@@ -21,7 +21,7 @@ def environment(pod):
 
 
 def test_a_tutorials_pod_keeps_its_template():
-    value = named(seed("bert"), "bert")
+    value = with_name(seed("bert"), "bert")
     pod = made(value)
     template = value["spec"]["workers"]["template"]["spec"]
     own = {"IPUOF_VIPU_API_PARTITION_ID": "p-bert-default-0", "PANDO_RESTARTS": "0"}
@@ -115,7 +115,7 @@ def test_more_ipus_than_sixteen_ask_for_sixteen_cores():
 
 
 def test_what_serves_rdma_to_ipus_can_be_dropped():
-    value = named(seed("bert"), "bert")
+    value = with_name(seed("bert"), "bert")
     value["metadata"]["annotations"] = {"pando/security": "drop"}
     pod = made(value)
     assert "hostIPC" not in pod["spec"]
@@ -149,7 +149,7 @@ def test_an_image_comes_from_the_job_then_from_the_first_pattern_then_from_the_t
 def test_a_pod_never_restarts_by_itself_and_belongs_to_its_job():
     value = job(template={"restartPolicy": "Always", "terminationGracePeriodSeconds": 5})
     value["metadata"]["uid"] = "u1"
-    pod = pods.owned(made(value), value)
+    pod = pods.with_owner(made(value), value)
     assert (pod["spec"]["restartPolicy"], pod["spec"]["terminationGracePeriodSeconds"]) == ("Never", 5)
     assert pod["metadata"]["ownerReferences"] == [
         {"apiVersion": "graphcore.ai/v1alpha1", "kind": "IPUJob", "name": "train", "uid": "u1",
