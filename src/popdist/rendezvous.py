@@ -113,17 +113,21 @@ def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
 def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     """Return a connection to the store of poprun, torchrun or instance 0, which begins to serve it here."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = launch.instance == 0 and not of_torchrun and STORE not in os.environ
-    secret = os.environ.get(SECRET, "")
-    if serves:
-        _serve(address, port, secret)
+    secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
     try:
+        if launch.instance == 0 and not of_torchrun and STORE not in os.environ:
+            server = Server(address, port, secret, is_open=not is_one_host())
+            if server.warning:
+                logger.warning(server.warning)
         if of_torchrun:
-            store = dist.TCPStore(
-                address, port, None, False, timeout=timedelta(seconds=seconds), wait_for_workers=False
-            )
+            store = dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         else:
             store = SignedStore(address, port, secret, seconds)
+    except OSError as error:
+        raise Error(
+            f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
+            "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
+        ) from error
     except RuntimeError as error:
         raise Error(
             f"popdist.init(): instance {launch.instance} found no store at {address}:{port} in {seconds:g} s:"
@@ -134,18 +138,6 @@ def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     _stores.append(store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # poprun's and torchrun's store outlives restarts
     return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
-
-
-def _serve(address: str, port: int, secret: str) -> None:
-    try:
-        server = Server(address, port, secret, is_open=not is_one_host())
-    except OSError as error:
-        raise Error(
-            f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
-            "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
-        ) from error
-    if server.warning:
-        logger.warning(server.warning)
 
 
 def _interface(address: str) -> str | None:

@@ -74,8 +74,8 @@ class Nodes:
         self.round = Round()  # the newest of this node
         self.address = ""  # of the store
         self._request, self._node, self._log = request, node, log
-        self._way = Election(request) if request.is_elastic else FirstNode(node, log)
-        self.name, self.secret = self._way.name, self._way.secret
+        self._election = Election(request) if request.is_elastic else FirstNode(node, log)
+        self.name, self.secret = self._election.name, self._election.secret
         self._id = secrets.token_hex(8)
         self._server: Server | None = None
         self._store: SignedStore | None = None
@@ -132,7 +132,7 @@ class Nodes:
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
                 time.sleep(_LOOK)
         if self._leader is not None:
-            self._way.resign()
+            self._election.resign()
         self._disconnect()
 
     # ---- the store ---------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class Nodes:
         """Connect to the store, unless this node is connected; the leader begins to serve it."""
         if self._store is not None:
             return
-        survivors = set(self.round.counts) - {self._way.leader}
-        self._server, self._store, self.address = self._way.join()
+        survivors = set(self.round.counts) - {self._election.leader}
+        self._server, self._store, self.address = self._election.join()
         if self._server is not None:
             expected = len(survivors) or self._node.count
             self._leader = Leader(self._store, self.name, self._request, self._node, expected, self._log)
@@ -167,7 +167,7 @@ class Nodes:
         """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{self._way.host}:{free.getsockname()[1]}"
+            address = f"{self._election.host}:{free.getsockname()[1]}"
         record = {
             "id": self._id,
             "rank": self._node.rank,
@@ -192,7 +192,7 @@ class Nodes:
             raise Lost("" if is_own else f"another node has given up: the poprun of node {failed} says why")
         newest = Round(**json.loads(text)) if text else Round()
         if self._leader is not None:
-            self._way.check_leads()
+            self._election.check_leads()
             newest = self._leader.step(newest)
         return newest
 
