@@ -344,9 +344,7 @@ class ReportingOptions(OptionsDict):
 
 
 def _engine_options_of_environment() -> dict[str, Any]:
-    text = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
-    if not text:
-        return {}
+    text = os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

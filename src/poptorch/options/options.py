@@ -6,6 +6,7 @@ or data loader that uses the options freezes them; `clone()` returns a copy that
 
 import ast
 import enum
+import functools
 import json
 import os
 from pathlib import Path
@@ -75,16 +76,13 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         Raises: ConfigFileError for a line that is not a setting; the setter's error for a bad value.
         """
         path = Path(filepath)
-        count = 0
-        for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            setting = line.strip()
-            if not setting or setting.startswith("#"):
-                continue
-            count += 1  # PopTorch's message does not count comments and blank lines
+        lines = enumerate(map(str.strip, path.read_text(encoding="utf-8").splitlines()), start=1)
+        settings = [(number, line) for number, line in lines if line and not line.startswith("#")]
+        for count, (line_number, setting) in enumerate(settings, start=1):
             try:
                 _apply(self, f"options.{setting}")
             except SyntaxError as error:
-                raise ConfigFileError(
+                raise ConfigFileError(  # as in PopTorch, `count` leaves out comments and blank lines
                     f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
                     f"(line {line_number} of {path})"
                 ) from error
@@ -121,12 +119,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
             "model (model.options), where it is Final in training and All in inference"
         )
-        parts = [self._execution_strategy.backendOptions(), self._popart.toDict()]
-        parts += [nested.toDict() for nested in (self.Training, self.Distributed, self.TensorLocations)]
-        everything = super().toDict()
-        for part in parts:
-            everything = merged(everything, part)
-        return everything
+        parts = (self._popart, self.Training, self.Distributed, self.TensorLocations)
+        values = (super().toDict(), self._execution_strategy.backendOptions(), *(p.toDict() for p in parts))
+        return functools.reduce(merged, values)
 
     def _counts(self) -> Counts:
         """Return the factors of a combined batch."""
@@ -149,11 +144,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return [*super()._printed(), *private, *sorted(map(repr, self._nested()))]
 
     def _read_environment(self) -> None:
-        cache = os.environ.get("POPTORCH_CACHE_DIR")
-        if cache:
+        if cache := os.environ.get("POPTORCH_CACHE_DIR"):
             self.enableExecutableCaching(cache)
-        defaults = os.environ.get("POPTORCH_DEFAULT_OPTIONS")
-        if defaults:
+        if defaults := os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
             try:
                 self.from_json(defaults)
             except Exception as error:
