@@ -34,28 +34,20 @@ class _Held:
 
     def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
         self._memories = memories
-        self._names: Counter[tuple[int, str]] = Counter()
         self._users: Counter[Any] = Counter()  # by micro-batch and memory, its names
         self.bytes = 0
         self.is_known = True  # False after a value whose size only a kernel knows
 
-    def add(self, names: Iterable[str], micro_batch: int = 0) -> None:
+    def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
         for name in names:
-            self._change(name, micro_batch, 1)
+            memory, size = self._memories.get(name, (None, 0))
+            self.is_known = self.is_known and size is not None
+            before = self._users[micro_batch, memory]
+            self._users[micro_batch, memory] += by
+            self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
 
     def remove(self, names: Iterable[str], micro_batch: int = 0) -> None:
-        """Remove names; those that were not added are passed over."""
-        for name in names:
-            if self._names[micro_batch, name]:
-                self._change(name, micro_batch, -1)
-
-    def _change(self, name: str, micro_batch: int, by: int) -> None:
-        memory, size = self._memories.get(name, (None, 0))
-        self.is_known = self.is_known and size is not None
-        self._names[micro_batch, name] += by
-        before = self._users[micro_batch, memory]
-        self._users[micro_batch, memory] += by
-        self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
+        self.add(names, micro_batch, -1)
 
 
 def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
@@ -139,8 +131,9 @@ class _Tables:
     def __init__(self, plan: Plan, graph: Graph | None) -> None:
         self.plan, self.partition = plan, plan.partition
         self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.code.nodes} if graph else {}
-        self._values = _tensors(self._nodes.values())
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
+        self._sizes = {slot.name: slot.nbytes for slot in self._slots.values()}
+        self._sizes |= {name: value.nbytes for name, value in _tensors(self._nodes.values()).items()}
 
     # ---- operations --------------------------------------------------------------------------------------
 
@@ -154,18 +147,19 @@ class _Tables:
             if instruction.kind == "compute"
         }
         for index, piece in enumerate(self.partition.pieces):
-            held = _Held(memories)  # of the values that the piece frees or makes
-            held.add(ends.get(index, ()))
+            held, freed = _Held(memories), ends.get(index, ())  # of the values that the piece frees or makes
+            own = {*freed, *(line.name for line in piece.lines)}
+            held.add(freed)
             first = piece.lines[0].where if piece.lines else "?"
             pieces.append(
                 Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
             )
             read = {name for line in piece.lines for name in line.operands()}
-            held.remove(set(piece.reads) - read - set(piece.writes))
+            held.remove(set(freed) - read - set(piece.writes))
             for line, dying in zip(piece.lines, piece.dying, strict=True):
                 held.add([line.name])
                 found.append(self._operation(index, line, held.bytes))
-                held.remove(dying)
+                held.remove(own.intersection(dying))
         return found, pieces
 
     def _operation(self, piece: int, line: Line, live: int) -> Operation:
@@ -175,9 +169,7 @@ class _Tables:
         if node is None:
             return Operation(piece, line.name, kind, stage, line.where, live=live)
         parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        results = [
-            self._values[result.name] for result in (node, *parts.values()) if result.name in self._values
-        ]
+        results = _tensors([node, *parts.values()])
         return Operation(
             piece,
             line.name,
@@ -185,9 +177,9 @@ class _Tables:
             self._block_of(node) or stage,
             line.where,
             flops=_flops(node, parts),
-            bytes=self._bytes(dict.fromkeys(line.operands())) + sum(value.nbytes for value in results),
+            bytes=self._bytes(dict.fromkeys(line.operands())) + self._bytes(results),
             live=live,
-            width=results[0].element_size() if results else 4,
+            width=next((value.element_size() for value in results.values()), 4),
             module=node.meta.get("module", "?"),
         )
 
@@ -197,7 +189,7 @@ class _Tables:
         return self.partition.signature.visits[block].name if block is not None and block >= 0 else None
 
     def _bytes(self, names: Iterable[str]) -> int:
-        return sum(self._values[name].nbytes for name in names if name in self._values)
+        return sum(self._sizes.get(name, 0) for name in names)
 
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
@@ -211,11 +203,9 @@ class _Tables:
 
     def _part(self, task: Task, instruction: Instruction) -> Part:
         kind, names = instruction.kind, instruction.names
-        if kind == "compute":
-            names = ()  # nothing is moved
-        elif kind == "update":
+        if kind == "update":
             names = tuple(slot.name for slot in self._slots.values() if slot.key in instruction.keys)
-        size = sum(self._slots[n].nbytes if n in self._slots else self._bytes([n]) for n in names)
+        size = 0 if kind == "compute" else self._bytes(names)
         return Part(task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel)
 
     def blocks(self) -> list[Block]:
@@ -229,9 +219,7 @@ class _Tables:
         for stage, names in enumerate(self.partition.names):
             for name in names.split(", "):
                 key = "None" if name == "no block" else name
-                slots = [
-                    self._slots[used_name] for used_name in used.get(key, ()) if used_name in self._slots
-                ]
+                slots = [self._slots[n] for n in used.get(key, ()) if n in self._slots]
                 size = sum(math.prod(slot.shape) for slot in slots if slot.role == "parameter")
                 found.append(Block(name, stage, self.partition.ipus[stage], visits.get(key, "?"), size))
         return found

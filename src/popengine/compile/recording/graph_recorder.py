@@ -146,8 +146,9 @@ class Recorder(TorchDispatchMode):
         self.fresh: set[str] = set()  # the constants that the recorded code itself has made
         self.written: dict[fx.Node, fx.Node] = {}  # placeholder -> the last value copied into it
         self._describe = describe
-        self._node_of: dict[int, fx.Node] = {}
-        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._node_of: dict[
+            int, fx.Node
+        ] = {}  # by the id of a tensor, which its node or `constants` keeps alive
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -155,13 +156,15 @@ class Recorder(TorchDispatchMode):
 
     def placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
         node = self.graph.placeholder(name)
-        node.meta.update(meta, val=value)
-        self.bind(value, node)
+        node.meta.update(meta)
+        self.bind(node, value)
         return node
 
-    def bind(self, value: Tensor, node: fx.Node) -> None:
+    def bind(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Make `value` the fake tensor of a node, and return `value`."""
+        node.meta["val"] = value
         self._node_of[id(value)] = node
-        self._alive.append(value)
+        return value
 
     def node(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor; a real tensor that the graph has not made becomes a constant.
@@ -191,13 +194,7 @@ class Recorder(TorchDispatchMode):
         """Add a constant to the graph: a real tensor that forward has made. Return its fake tensor."""
         node = self.stranger(real, "constant")
         self.fresh.add(node.meta["key"])
-        return self.replaced(node, like(real))
-
-    def replaced(self, node: fx.Node, value: Tensor) -> Tensor:
-        """Make `value` the fake tensor of a placeholder, and return `value`."""
-        node.meta["val"] = value
-        self.bind(value, node)
-        return value
+        return self.bind(node, like(real))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,7 +207,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
             made = self.node(args[0])
             self.fresh.add(made.meta["key"])
-            return self.replaced(made, out)
+            return self.bind(made, out)
         if func is aten.copy_.default and self.node(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node(args[0])] = self.node(args[1])
             return out
@@ -224,12 +221,10 @@ class Recorder(TorchDispatchMode):
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)
         node.meta.update(meta)
         if isinstance(out, Tensor):
-            node.meta["val"] = out
-            self.bind(out, node)
-            return out
+            return self.bind(node, out)
         for position, leaf in enumerate(out):
             if isinstance(leaf, Tensor):
                 item = self.graph.call_function(operator.getitem, (node, position))
-                item.meta.update(meta, val=leaf)
-                self.bind(leaf, item)
+                item.meta.update(meta)
+                self.bind(item, leaf)
         return out

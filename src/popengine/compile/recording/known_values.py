@@ -111,9 +111,7 @@ class CaptureRecorder(Recorder):
         if found is not value or not value.dim():
             return found
         node = self.node(value)
-        if node.meta["val"] is value:
-            self.replaced(node, like(value))
-        return node.meta["val"]
+        return self.bind(node, like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         if func is aten.index.Tensor:
