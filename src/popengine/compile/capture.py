@@ -20,7 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from .recording.capture_contexts import interrupts_held, modes_left, traced, without_torch_compile
+from .recording.capture_contexts import (
+    interrupts_delayed,
+    modes_restored,
+    traced,
+    without_torch_compile,
+)
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
 from .recording.graph_recorder import check_dense, like, map_leaves, user_line
@@ -30,8 +35,8 @@ from .recording.torch_errors import explained
 from .rewriting.mixed_types import with_matching_types
 
 
-@interrupts_held()
-@modes_left()
+@interrupts_delayed()
+@modes_restored()
 def capture(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],

@@ -44,7 +44,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         BlockError: see `place`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
-    views, casts = _of_state(graph)
+    views, casts = _views_and_casts(graph)
     of_state = views | casts
     placement = place(graph.visits, used_visits(graph), strategy)
     where = _stages(graph, placement, of_state)
@@ -59,12 +59,12 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if recompute and phase == "B":
             again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
         members[phase, stage] = _with_needed(own[phase, stage], again, graph)
-    needs = {of: _outside(nodes) for of, nodes in members.items()}
+    needs = {of: _operands_outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _calls(graph):
         if node in casts and node.name in needed:
             nodes = _with_needed([node], of_state, graph)
-            prepared[node.name] = emit("F", _NO_STAGE, list(_outside(nodes)), [node.name], nodes)
+            prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
     read = {
         of: {*names, *(source for name in names if name in prepared for source in prepared[name].reads)}
         for of, names in needs.items()
@@ -90,7 +90,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
 
 
-def _outside(nodes: list[fx.Node]) -> dict[str, None]:
+def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
     """Return the names of the operands of `nodes` that are not in `nodes` (a dict as an ordered set)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
@@ -114,7 +114,7 @@ def _calls(graph: Graph) -> Iterable[fx.Node]:
     return (node for node in graph.code.nodes if node.op == "call_function")
 
 
-def _of_state(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these."""
     fixed = graph.fixed
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}

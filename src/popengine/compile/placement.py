@@ -112,7 +112,7 @@ def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> di
     return {number: found[number][0] if number in found else number for number in numbers}
 
 
-def with_work_enough(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
+def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
     """Return the settings, made sharded if micro-batches can't fill the pipeline and `or_sharded` is set.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.

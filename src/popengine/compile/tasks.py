@@ -28,7 +28,7 @@ from ..update.optimizer_rules import rule_of
 def make_plan(partition: Partition, settings: Settings) -> Plan:
     """Return the plan of a partitioned graph: the table of a step, and the state that each ipu reads."""
     counts, flow = settings.counts, _Flow(partition)
-    rows = _TableWriter(flow, settings).made()
+    rows = _TableWriter(flow, settings).write()
     micro_batches = counts.accumulation if settings.training else counts.iterations
     state = {ipu: flow.state(ipu) for ipu in flow.ipus}
     return Plan(partition, rows, micro_batches, settings.strategy.mode, state)
@@ -118,7 +118,7 @@ class _TableWriter:
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
 
-    def made(self) -> tuple[Task, ...]:
+    def write(self) -> tuple[Task, ...]:
         for source, target, names in self.flow.copies():
             channel = f"weights of {source}"
             send = Instruction("send", names, channel=channel, peer=target)
@@ -144,10 +144,10 @@ class _TableWriter:
         flow, piece = self.flow, self.flow.pieces[number]
         flowing = [name for name in piece.reads if flow.flows(name, number)]
         makers = [flow.maker[n] for n in flowing if n not in flow.inputs]
-        made = {self.row_of[maker] for maker in makers}
-        made |= {self.loader[name] for name in flowing if name in self.loader}
+        makers_rows = {self.row_of[maker] for maker in makers}
+        makers_rows |= {self.loader[name] for name in flowing if name in self.loader}
         group = max(1, piece.gathers, *(flow.pieces[maker].gathers for maker in makers))
-        after = [After(row, 0, group) for row in sorted(made)]
+        after = [After(row, 0, group) for row in sorted(makers_rows)]
         row = self.row_of[number] = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ...operations import Body
 from ..partition import emit
 from .current_capture import Capture, paused
-from .functional import drop_what_does_nothing, functionalized
+from .functional import drop_aliases_and_dead_code, functionalized
 from .graph_recorder import Recorder, is_write, like
 
 _BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
@@ -53,7 +53,7 @@ def trace(
         if any(map(is_write, graph.nodes)):
             with torch._C.DisableTorchFunction():
                 graph = functionalized(graph, {}).graph
-    drop_what_does_nothing(graph)
+    drop_aliases_and_dead_code(graph)
     name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
     reads = [name_of[key] for key in (*map(str, range(len(inputs))), *outer)]
     calls = [node for node in graph.nodes if node.op == "call_function"]

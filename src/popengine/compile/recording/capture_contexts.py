@@ -29,7 +29,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
+def interrupts_delayed() -> Iterator[None]:
     """Delay SIGINT while the body runs, and call its handler afterwards; in the main thread only."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -46,7 +46,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modes_left() -> Iterator[None]:
+def modes_restored() -> Iterator[None]:
     """Remove the torch modes that the body has left on, after the body has run."""
     functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
     try:

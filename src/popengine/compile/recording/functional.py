@@ -19,7 +19,7 @@ aten = torch.ops.aten
 # The entries of a node's meta that a replay copies.
 _KEPT = (*PLACE, "scope", "attributes", "group", "numbers")
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
-_NOTHING_DONE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
@@ -113,16 +113,16 @@ def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
 def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
     """Return a functional graph in which the operations that `run` calls replace each node's operation."""
     code = replayed(graph.code, graph.constants, run).graph
-    drop_what_does_nothing(code)
+    drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]
     results = [replace(result, name=node.name) for result, node in zip(graph.results, nodes, strict=True)]
     return replace(graph, code=code, results=tuple(results))
 
 
-def drop_what_does_nothing(graph: fx.Graph) -> None:
+def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
     """Remove aliases and dead code from a graph in place, and number its draws of random numbers."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _NOTHING_DONE:
+        if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])  # backward transposes what forward transposed
@@ -178,8 +178,8 @@ def as_graph(
         if kind is not None:
             kinds.append((kind, node.meta["key"]))
             output.args = ((*output.args[0], value),)
-    drop_what_does_nothing(graph)
-    _check_lost({node: value for node, value in written.items() if node.meta["key"] not in fresh})
+    drop_aliases_and_dead_code(graph)
+    _check_lost_writes({node: value for node, value in written.items() if node.meta["key"] not in fresh})
 
     def described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(node.meta["val"].shape), node.meta["val"].dtype
@@ -215,7 +215,7 @@ def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | 
     return role if role in ("buffer", "input") else None
 
 
-def _check_lost(written: dict[fx.Node, fx.Node]) -> None:
+def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
     """Raise CaptureError if forward writes into a constant that it also reads: the value would be lost."""
     for node, value in written.items():
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]

@@ -90,10 +90,10 @@ class CaptureRecorder(Recorder):
                 for value in operands:
                     check_dense(value, f"an operand of {func}, at {user_line()},")
             with self:
-                return self._now(func, args, kwargs)
+                return self._run_on_real_values(func, args, kwargs)
         if func is not aten.lift_fresh.default and (has_real or func._schema.is_mutable):
             with self:  # a view that is made now is recorded
-                args, kwargs = map_leaves(self._from_outside, (args, kwargs))
+                args, kwargs = map_leaves(self._as_fake, (args, kwargs))
                 if func._schema.is_mutable:
                     self._keep_saved(func, args, kwargs)
         try:
@@ -102,7 +102,7 @@ class CaptureRecorder(Recorder):
             with self:
                 return self._from_constants(func, args, kwargs, error)
 
-    def _from_outside(self, value: Any) -> Any:
+    def _as_fake(self, value: Any) -> Any:
         """Return the fake tensor for a real one: a stand-in, a view of one, or a constant; else `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
@@ -122,9 +122,9 @@ class CaptureRecorder(Recorder):
             value, mask = (value.expand(shape) for value in args)
             return aten.index.Tensor(value, self._without_masks([mask], error))
         args, kwargs = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
-        return self._now(func, args, kwargs)
+        return self._run_on_real_values(func, args, kwargs)
 
-    def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on real values, and return its result; dense tensors become constants."""
         with _disable_current_modes():
             result = func(*args, **kwargs)

@@ -47,7 +47,7 @@ def left_behind(value: Any, path: str = "model") -> list[Leftover]:
             found.append(place)
         elif id(place.value) not in seen and not isinstance(place.value, _CLOSED):
             seen.add(id(place.value))
-            stack += _inside(*place)
+            stack += _items(*place)
     return found
 
 
@@ -55,7 +55,7 @@ def _nowhere(value: Any) -> None:
     raise AssertionError("nothing holds the model")
 
 
-def _inside(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
+def _items(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
     """Yield the place of each item that a value holds. An item that can't be replaced alone is replaced
     together with the value."""
     if isinstance(value, (dict, list, deque)):
@@ -63,7 +63,7 @@ def _inside(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Lefto
             yield Leftover(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
         return
     if isinstance(value, FunctionType):
-        yield from [Leftover(name, variable, put) for name, variable in _around(value)]
+        yield from [Leftover(name, variable, put) for name, variable in _outer_variables(value)]
         return
     try:
         own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
@@ -80,22 +80,22 @@ def _inside(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Lefto
         yield from [Leftover(path, function, put) for function in functions]
 
 
-def _around(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _outer_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of a function's outer variables: of enclosing functions, and plain globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not bound yet
             yield name, cell.cell_contents
-    for name in _names(function.__code__):
+    for name in _global_names(function.__code__):
         if name in function.__globals__ and not callable(function.__globals__[name]):
             yield name, function.__globals__[name]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _global_names(code: CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes that a function's code uses, with its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _global_names(constant)
 
 
 class Attributes:
