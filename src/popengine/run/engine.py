@@ -19,7 +19,7 @@ from ..errors import UnrecoverableError
 from ..ir import Plan
 from ..settings import Counts, Hyper, Settings
 from . import devices
-from .backends import load
+from .backends.eager import build
 from .call import EngineCall, Results
 from .devices import aligned
 from .instances.all_reduce import AllReduce, leaves, tree_sum
@@ -82,7 +82,13 @@ class Engine:
         # Calls from several threads of the user run one after another. (Re-entrant: after an interrupt at the
         # very end of a call the lock may still be held, and the same thread must be able to call again.)
         self._turn = threading.RLock()
-        self._step = RowFunctions(plan, settings, self._state, load(plan, settings, device), self._group)
+        if settings.is_eager:
+            codes = tuple(build(piece, device=device) for piece in plan.partition.pieces)
+        else:
+            from .backends import inductor  # slow to import
+
+            codes = inductor.load(plan.partition, device)
+        self._step = RowFunctions(plan, settings, self._state, codes, self._group)
         cores = devices.cores(settings.device)
         inside = threads_inside(plan, settings, cores)
         self._queue = ReadyQueue(self._step, cores // inside, inside)

@@ -9,7 +9,6 @@ import torch
 from engine_models import graph_of, net
 
 from popengine.compile import compile_graph
-from popengine.run import backends
 from popengine.run.backends import inductor
 from popengine.run.backends.eager import build
 from popengine.run.backends.inductor import Like, trace, values_read
@@ -80,9 +79,7 @@ def test_compiled_pieces_train_as_eager_ones_but_for_rounding():
 @needs_a_compiler
 def test_compiled_pieces_are_compiled():
     inductor.compiled.cache_clear()
-    model = net(0.5)
-    settings = settings_for(model, "inductor")
-    codes = backends.load(compile_graph(graph_of(model), settings), settings)
+    codes = inductor.load(partition_of(net(0.5)), torch.device("cpu"))
     assert len(codes) == inductor.compiled.cache_info().currsize == 4
 
 
