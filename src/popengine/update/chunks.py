@@ -91,19 +91,14 @@ def chunks(parts: Sequence[Part]) -> list[Chunk]:
         return [[(number, 0, 0) for number in range(len(parts))]]
     found: list[Chunk] = []
     elements = 0  # of the last chunk
-    for span in (span for number, part in enumerate(parts) for span in _spans(number, part)):
-        number, start, stop = span
-        size = stop - start or parts[number].parameter.numel()
-        if not found or elements + size > CHUNK:
-            found.append([])
-            elements = 0
-        found[-1].append(span)
-        elements += size
+    for number, part in enumerate(parts):
+        size = part.parameter.numel()
+        is_cut = size > CHUNK and part.is_flat
+        for start in range(0, size, CHUNK) if is_cut else (0,):
+            stop = min(start + CHUNK, size)
+            if not found or elements + stop - start > CHUNK:
+                found.append([])
+                elements = 0
+            found[-1].append((number, start, stop if is_cut else 0))
+            elements += stop - start
     return found
-
-
-def _spans(number: int, part: Part) -> list[Span]:
-    size = part.parameter.numel()
-    if size <= CHUNK or not part.is_flat:
-        return [(number, 0, 0)]
-    return [(number, start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]

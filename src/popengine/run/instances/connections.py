@@ -142,13 +142,10 @@ class Connections:
         If `commit` raises an exception in an instance, or the instance ends before, `agree` returns in none:
         each waits for a message that every other instance sends after its `commit`.
         """
-        token = torch.zeros(1)
-        for is_committed in (False, True):
-            if is_committed:
-                commit()
-            self.exchange(
-                token, {peer: torch.empty(1) for peer in self.peers}, _AGREE, "the sum of gradients"
-            )
+        what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
+        self.exchange(torch.zeros(1), received, _AGREE, what)
+        commit()
+        self.exchange(torch.zeros(1), received, _AGREE, what)
 
     # ---- waits -------------------------------------------------------------------------------------------
 
