@@ -15,6 +15,7 @@ from torch import Tensor
 from popengine.errors import BatchError, Error
 from popengine.ir import Signature
 from popengine.settings import Counts
+from poptorch.data.loader import loaded_for
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, describe, paths_of, step_to, tensors_of, with_tensors
 
@@ -139,8 +140,22 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         )
 
 
-def warn_about(call: BoundCall, wide: bool) -> None:
-    """Warn of arguments that the compilation fixes or each call converts; `wide` as for `narrowed`."""
+def warn_about(call: BoundCall, counts: Counts, wide: bool) -> None:
+    """Warn of arguments that a DataLoader made for other options, the compilation fixes or each call converts.
+
+    Args:
+        counts: of the model
+        wide:   as for `narrowed`
+    """
+    loaded = {factors(theirs) for tensor in call.tensors if (theirs := loaded_for(tensor)[0])}
+    if others := loaded - {factors(counts)}:
+        logger.warning(
+            "the DataLoader and the model have different options: batches are loaded for %s, and the model"
+            " reads them as %s\n"
+            "  fix: give poptorch.DataLoader the options of the model that it loads for",
+            others.pop(),
+            factors(counts),
+        )
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
         if kind is not inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):

@@ -36,18 +36,17 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
         shown: whether the bar is drawn
         times: filled with the seconds of each pass
     """
-    remaining: list[str] = list(_PASSES)
-    since = time.perf_counter()
+    finished, since = 0, time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
         def done(name: str) -> None:
-            nonlocal since
+            nonlocal finished, since
             now = time.perf_counter()
             times[name], since = now - since, now
             logger.debug("compilation: pass %s took %.1f ms", name, 1000 * times[name])
-            del remaining[: remaining.index(name) + 1]
-            bar.update(len(_PASSES) - len(remaining) - bar.n)
+            finished = _PASSES.index(name) + 1
+            bar.update(finished - bar.n)
 
         try:
             yield done
@@ -55,7 +54,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
             logger.info("compiled in %.2f s: %s", sum(times.values()), each)
         except (CaptureError, PartitionError) as error:  # the message stays as it is
             error.mark_as_engine_error(
-                f"Error raised in:\n  [0] {remaining[0]}\n  [1] PoplarExecutor.compile"
+                f"Error raised in:\n  [0] {_PASSES[finished]}\n  [1] PoplarExecutor.compile"
             )
             raise
 

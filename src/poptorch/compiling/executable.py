@@ -35,7 +35,7 @@ from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, wei
 from .losses import choose_loss
 from .outputs import Anchors, requests_of, resolve, traced_outputs
 from .runs import Run
-from .traced_functions import TracedFunctions
+from .traced_functions import traced_functions
 from .tune import NO_HINTS, Hints, balanced, measured_hints
 
 
@@ -197,7 +197,7 @@ class _TracedForward:
         precision = self.options.Precision
         policy = precision.autocast_policy if precision.autocast_enabled else None
         bound = self.call.with_tensors(tensors).bound
-        with following(policy), TracedFunctions():
+        with following(policy), traced_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"

@@ -4,12 +4,14 @@ Some functions read values only to check them, or to choose how to compute: thei
 result without reading. Functions that can't be replaced raise an error with a fix.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask
@@ -21,27 +23,25 @@ from popengine.errors import CaptureError
 from ..ops.ctc import ctc_loss
 
 
-class TracedFunctions(TorchFunctionMode):
-    """A mode for the captured forward: replaces torch functions that can't be traced (`_REPLACEMENTS`).
+@contextlib.contextmanager
+def traced_functions() -> Iterator[None]:
+    """Replace torch functions that can't be traced (`_REPLACEMENTS`), for the captured forward.
 
-    While it is active, torch.distributions checks no arguments, and nn.Transformer does not read masks.
+    In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._validates = True
-
-    def __enter__(self) -> Any:
-        # Distributions check their parameters by reading them.
-        self._validates = torch.distributions.Distribution._validate_args
-        torch.distributions.Distribution.set_default_validate_args(False)
-        transformer._detect_is_causal_mask = _is_causal_mask
-        return super().__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        torch.distributions.Distribution.set_default_validate_args(self._validates)
+    validates = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = _is_causal_mask
+    try:
+        with _Replacing():
+            yield
+    finally:
+        Distribution.set_default_validate_args(validates)
         transformer._detect_is_causal_mask = _detect_is_causal_mask
-        super().__exit__(*details)
+
+
+class _Replacing(TorchFunctionMode):
+    """A mode that calls the replacements of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_known = func.__hash__ is not None and func in _REPLACEMENTS

@@ -26,7 +26,6 @@ from ..compiling.compilation_log import announce, progress
 from ..compiling.executable import compile_model
 from ..compiling.outputs import returned
 from ..compiling.runs import Run, runs_of
-from ..data.loader import loaded_for
 from ..enums import ConnectionType, OutputMode
 from ..logs import logger, repeats
 from ..optim import SGD
@@ -247,19 +246,9 @@ class PoplarExecutor(PublicNames):
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
-        own = arguments.factors(settings.counts)
-        loaded = {arguments.factors(counts) for tensor in call.tensors if (counts := loaded_for(tensor)[0])}
-        if loaded - {own}:
-            logger.warning(
-                "the DataLoader and the model have different options: batches are loaded for %s, and the model"
-                " reads them as %s\n"
-                "  fix: give poptorch.DataLoader the options of the model that it loads for",
-                (loaded - {own}).pop(),
-                own,
-            )
         arguments.check_batch(call, run.counts)
         if not self._lease.plans:
-            arguments.warn_about(call, arguments.is_wide(model))
+            arguments.warn_about(call, settings.counts, arguments.is_wide(model))
         options._Popart.check_names()
         self._wrapped.updatable_buffers()
         return settings
