@@ -127,14 +127,12 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
     """Return a poptorch.DataLoader with the data set, workers and order of rows of a torch loader."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
-    if isinstance(loader.dataset, IterableDataset):
-        arguments["batch_size"] = loader.batch_size
-        arguments["auto_distributed_partitioning"] = False
-    elif loader.batch_sampler is not None and loader.batch_size is None:  # the user's batch sampler
-        arguments["batch_sampler"] = loader.batch_sampler
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if not is_iterable and loader.batch_sampler is not None and loader.batch_size is None:
+        arguments["batch_sampler"] = loader.batch_sampler  # the user's
     else:
         arguments["batch_size"] = loader.batch_size
-        arguments.update(_order(loader, options))
+        arguments |= {"auto_distributed_partitioning": False} if is_iterable else _order(loader, options)
     return poptorch.DataLoader(options, loader.dataset, drop_last=True, **arguments)
 
 

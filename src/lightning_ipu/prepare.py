@@ -16,6 +16,8 @@ import popdist
 import poptorch
 from poptorch.optim.freeze_optimizer import supported_optimizers
 
+from .recording import replace_until
+
 
 class Lightning:
     """One of the two Lightning packages, by name. Its modules are imported at their first use."""
@@ -72,16 +74,11 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
 
     Args: directory: of the profiles; it is created. None: the current one
     """
-    before = os.environ.get(_VARIABLE)
-    options = {"autoReport.all": "true"}
+    options = {**json.loads(os.environ.get(_VARIABLE) or "{}"), "autoReport.all": "true"}
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
         options["autoReport.directory"] = directory
-    os.environ[_VARIABLE] = json.dumps({**json.loads(before or "{}"), **options})
-    if before is None:
-        undo.callback(os.environ.pop, _VARIABLE)
-    else:
-        undo.callback(os.environ.__setitem__, _VARIABLE, before)
+    replace_until(undo, os.environ, _VARIABLE, json.dumps(options))
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:

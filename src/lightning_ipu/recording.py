@@ -79,12 +79,11 @@ def _step_of(module: Any) -> str | None:
     )
 
 
-def replace_until(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of an object; closing `undo` restores it."""
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = value
-    undo.callback(lambda: attributes.update({name: before}) if had else attributes.pop(name, None))
+def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
+    """Set an item of a mapping, such as the attributes of an object; closing `undo` restores it."""
+    had, before = key in mapping, mapping.get(key)
+    mapping[key] = value
+    undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
 class Recording:
@@ -109,11 +108,11 @@ class Recording:
         if self._is_manual:
             replaced |= self._manual_optimization()
         for name, value in replaced.items():
-            replace_until(self._undo, self._module, name, value)
+            replace_until(self._undo, vars(self._module), name, value)
         for path, metric in self._metrics.items():
-            replace_until(self._undo, metric, "forward", self._noted(path, "forward"))
-            replace_until(self._undo, metric, "update", self._noted(path, "update"))
-            replace_until(self._undo, metric, "compute", MetricValue(path)._refuse)
+            replace_until(self._undo, vars(metric), "forward", self._noted(path, "forward"))
+            replace_until(self._undo, vars(metric), "update", self._noted(path, "update"))
+            replace_until(self._undo, vars(metric), "compute", MetricValue(path)._refuse)
         _watch_counters(self._module._trainer, self._undo)
         return self
 
@@ -191,7 +190,14 @@ class Recording:
     def _manual_optimization(self) -> dict[str, Any]:
         """Return replacements of the module's methods for manual optimization, by name."""
         (optimizer,) = self._module.trainer.strategy.optimizers
-        stand_in = _Optimizer(optimizer, self._optimizer_step)
+        # A stand-in for the optimizer: attributes can be read, `step` is only recorded.
+        stand_in = object.__new__(type(optimizer))
+        vars(stand_in).update(
+            vars(optimizer),
+            step=self._optimizer_step,
+            zero_grad=_do_nothing,
+            toggle_model=_refusal("optimizer.toggle_model", "leave it out: there is one optimizer"),
+        )
         return {
             "optimizers": lambda *args, **kwargs: stand_in,
             "manual_backward": self._manual_backward,
@@ -259,17 +265,6 @@ class MetricValue:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         next(value for value in args if isinstance(value, MetricValue))._refuse()
-
-
-class _Optimizer:
-    """A stand-in for the optimizer in a captured step: attributes can be read, `step` is only recorded."""
-
-    def __init__(self, real: Any, step: Callable[..., None]) -> None:
-        self._real, self.step, self.zero_grad = real, step, _do_nothing
-        self.toggle_model = _refusal("optimizer.toggle_model", "leave it out: there is one optimizer")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

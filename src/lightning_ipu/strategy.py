@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
 Lightning calls the input of one executor call a batch. A strategy is composed of its options (`prepare.py`),
-`Loaders` (`loaders.py`), a `StepModule` that executors compile (`recording.py`), and a `Replay`, which after
-each call repeats the step's actions on the host (`replaying.py`).
+`Loaders` (`loaders.py`) and a `StepModule` that executors compile (`recording.py`). After each call `replay`
+repeats the step's actions on the host (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from popdist import collectives
 from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
-from .replaying import Replay
+from .replaying import replay
 
 logger = logging.getLogger("poptorch::python")
 
@@ -100,12 +100,12 @@ class StrategyPart:
             self.global_rank, self.local_rank = popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
-            replace_until(self._undo, trainer, "accumulate_grad_batches", 1)
-        replace_until(self._undo, trainer._data_connector, "_prepare_dataloader", self._loaders.prepare)
+            replace_until(self._undo, vars(trainer), "accumulate_grad_batches", 1)
+        replace_until(self._undo, vars(trainer._data_connector), "_prepare_dataloader", self._loaders.prepare)
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             check_optimizers(self, trainer)
-            replace_until(self._undo, self._lightning_module, "optimizer_zero_grad", None)
+            replace_until(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
             self._clip(trainer)
         self.model = StepModule(self._lightning_module)
         if self.autoreport:
@@ -142,7 +142,7 @@ class StrategyPart:
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
             return
         name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
-        replace_until(self._undo, self.optimizers[0], name, float(trainer.gradient_clip_val))
+        replace_until(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
 
     def _release(self) -> None:
         """Destroy the executors, and restore all attributes that `setup` replaced."""
@@ -196,7 +196,7 @@ class StrategyPart:
         self._compile_anew(stage, executor)
         self._restore_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
-        Replay(self._lightning_module, self.reduce).run(executor.notes)
+        replay(self._lightning_module, executor.notes, self.reduce)
         return output
 
     def _prepare_input(self, args: Any) -> Any:

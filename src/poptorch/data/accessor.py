@@ -34,9 +34,8 @@ from poptorch.data.loader_process import (
     serve,
     unpacked,
 )
-from poptorch.data.loader_state import LoaderState, random_state
+from poptorch.data.loader_state import LoaderState
 from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
-from poptorch.nested_values import registered_parsers
 
 
 class FetcherError(DataError, AssertionError):
@@ -71,18 +70,9 @@ class AsynchronousDataAccessor:
         _check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
-        self._process, self._connection = _start(
-            SharingStrategy(by_name(SharingStrategy, sharing_strategy)),
-            WorkerSettings(
-                dataset,
-                slots,
-                load_indefinitely,
-                rebatched_size,
-                registered_parsers(),
-                random_state(),
-                multiprocessing.get_start_method(),
-            ),
-        )
+        strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
+        settings = WorkerSettings(dataset, slots, load_indefinitely, rebatched_size)
+        self._process, self._connection = _start(strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0

@@ -107,8 +107,7 @@ class DataLoader(torch.utils.data.DataLoader):
             if options.Distributed.rows_by_replica:
                 self._shares = 1
 
-        num_workers = _capped(num_workers, dataset)
-        _warn_of_copies(dataset, num_workers, kwargs.get("worker_init_fn"))
+        num_workers = _workers(num_workers, dataset, kwargs.get("worker_init_fn"))
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
@@ -285,23 +284,21 @@ def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -
         del batch
 
 
-def _capped(num_workers: int, dataset: Any) -> int:
+def _workers(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     """Return the number of workers, at most one per core; for an iterable dataset `num_workers` itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_workers <= cores or isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
+        if num_workers > 1 and worker_init_fn is None:
+            logger.warning(
+                "each of %d workers reads the whole IterableDataset: every element will appear %d times. Pass a "
+                "worker_init_fn that gives each worker its own part (torch.utils.data.get_worker_info)",
+                num_workers,
+                num_workers,
+            )
         return num_workers
-    logger.warning("num_workers=%d is more than this machine's cores: using %d", num_workers, cores)
-    return cores
-
-
-def _warn_of_copies(dataset: Any, num_workers: int, worker_init_fn: Any) -> None:
-    if isinstance(dataset, IterableDataset) and num_workers > 1 and worker_init_fn is None:
-        logger.warning(
-            "each of %d workers reads the whole IterableDataset: every element will appear %d times. Pass a "
-            "worker_init_fn that gives each worker its own part (torch.utils.data.get_worker_info)",
-            num_workers,
-            num_workers,
-        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers > cores:
+        logger.warning("num_workers=%d is more than this machine's cores: using %d", num_workers, cores)
+    return min(num_workers, cores)
 
 
 def _warn_of_incomplete_batch(parts: int | None, whole: int, unit: str) -> None:

@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from popengine.errors import DataError
-from poptorch.data.loader_state import LoaderState, RandomState, set_random_state
+from poptorch.data.loader_state import LoaderState, RandomState, random_state, set_random_state
 from poptorch.data.rows import rebatched
-from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, tensors_of
+from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, registered_parsers, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,20 @@ class WorkerSettings:
     """What a worker process loads, and the state of the consumer's process that it starts with.
 
     Args:
+        dataset:          an iterable
         slots:            number of slots; the first one is free at the start
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped
         start_method:     of the processes of the dataset's own loader
     """
 
-    dataset: Any  # an iterable
+    dataset: Any
     slots: int
     load_indefinitely: bool
     rebatched_size: int | None
-    parsers: dict[type, ICustomArgParser]
-    random: RandomState
-    start_method: str
+    parsers: dict[type, ICustomArgParser] = field(default_factory=registered_parsers)
+    random: RandomState = field(default_factory=random_state)
+    start_method: str = field(default_factory=multiprocessing.get_start_method)
 
 
 @dataclass(frozen=True, slots=True)
