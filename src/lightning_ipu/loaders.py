@@ -210,8 +210,3 @@ def cut(output: Any, rows: int, wanted: int) -> Any:
     """Return an output with each tensor of `rows` rows cut to its first `wanted` rows."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))
-
-
-def shapes_of(value: Any) -> list[Any]:
-    """Return (shape, dtype) of each tensor in a nested value."""
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]

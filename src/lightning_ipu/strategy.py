@@ -17,7 +17,7 @@ import popdist
 import poptorch
 from popdist import collectives
 
-from .loaders import Loaders, cut, micro_batches, padded, rows_of, shapes_of, spread
+from .loaders import Loaders, cut, micro_batches, padded, rows_of, spread
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
 from .replaying import replay
@@ -78,9 +78,6 @@ class StrategyPart:
         self._training_opts, self._inference_opts = training_opts, inference_opts
         self._given_opts = (training_opts, inference_opts)
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        # Executors of further loaders, by stage and index.
-        self._more: dict[Any, poptorch.PoplarExecutor] = {}
-        self._shapes: dict[Any, Any] = {}  # of the batches that an executor runs, by stage
         self._counters: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
@@ -115,15 +112,13 @@ class StrategyPart:
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:
         stages = self.lightning.get("trainer.states.RunningStage")
         if not is_fit:
-            inference = poptorch.inferenceModel(self.model, self.inference_opts)
-            self.poptorch_models = {trainer.state.stage: inference}
+            self.poptorch_models = {trainer.state.stage: self._inference_model()}
         else:
             optimizer = self.optimizers[0] if self.optimizers else None
             training = poptorch.trainingModel(self.model, self.training_opts, optimizer)
             self.poptorch_models = {stages.TRAINING: training}
             if trainer.enable_validation:
-                validation = poptorch.inferenceModel(self.model, self.inference_opts)
-                self.poptorch_models[stages.VALIDATING] = validation
+                self.poptorch_models[stages.VALIDATING] = validation = self._inference_model()
                 if trainer.num_sanity_val_steps > 0:
                     self.poptorch_models[stages.SANITY_CHECKING] = validation
         for stage in self.poptorch_models:
@@ -137,6 +132,10 @@ class StrategyPart:
                     options.replication_factor,
                 )
 
+    def _inference_model(self) -> poptorch.PoplarExecutor:
+        """Return an executor for the steps of inference, of which each loader may have its own shapes."""
+        return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
+
     def _clip(self, trainer: Any) -> None:
         """Copy the Trainer's gradient clipping to an attribute of the optimizer, which the executor reads."""
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
@@ -147,10 +146,10 @@ class StrategyPart:
     def _release(self) -> None:
         """Destroy the executors, and restore all attributes that `setup` replaced."""
         self._save_random_state()
-        for executor in (*self.poptorch_models.values(), *self._more.values()):
+        for executor in self.poptorch_models.values():
             executor.destroy()
             executor._unmark()
-        self._more, self._shapes, self._counters, self._loaders = {}, {}, {}, Loaders(self)
+        self._counters, self._loaders = {}, Loaders(self)
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -181,18 +180,18 @@ class StrategyPart:
 
     validation_step = test_step = training_step
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions of a call. A short last batch is padded, and its predictions are cut."""
-        rows, complete = rows_of(args[0]), self._loaders.rows_of(_loader_index(args))
+        index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
+        rows, complete = rows_of(batch), self._loaders.rows_of(index)
         if rows is None or complete is None or rows >= complete:
-            return self._step(self._stage, *args, **kwargs)
-        whole = padded(args[0], complete)
-        return cut(self._step(self._stage, whole, *args[1:], **kwargs), complete, rows)
+            return self._step(self._stage, batch, *args, **kwargs)
+        return cut(self._step(self._stage, padded(batch, complete), *args, **kwargs), complete, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
-        executor = self._executor_for(stage, args, prepared)
+        executor = self.poptorch_models[stage]
         self._compile_anew(stage, executor)
         self._restore_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
@@ -202,17 +201,6 @@ class StrategyPart:
     def _prepare_input(self, args: Any) -> Any:
         """Return a step's arguments; a tensor with an element per micro-batch replaces each number."""
         return spread(args, micro_batches(self.options_for(self._stage), self._stage == "train"))
-
-    def _executor_for(self, stage: Any, args: Any, prepared: Any) -> poptorch.PoplarExecutor:
-        """Return the stage's executor; a second or later loader with other shapes gets its own executor."""
-        index = 0 if stage == "train" else _loader_index(args)
-        shapes = shapes_of(prepared)
-        if self._shapes.setdefault(stage, shapes) == shapes or index == 0:
-            return self.poptorch_models[stage]
-        key = stage, index
-        if key not in self._more:
-            self._more[key] = poptorch.inferenceModel(self.model, self.inference_opts)
-        return self._more[key]
 
     def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
@@ -328,8 +316,3 @@ class StrategyPart:
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all processes, [processes, *shape]; with one process the unchanged tensor."""
         return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor
-
-
-def _loader_index(args: Any) -> int:
-    """Return the loader's index in a step's arguments (batch, batch_idx, dataloader_idx); 0 without the third."""
-    return int(args[2]) if len(args) > 2 and isinstance(args[2], int) else 0

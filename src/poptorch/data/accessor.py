@@ -70,16 +70,15 @@ class AsynchronousDataAccessor:
         _check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
+        granted = slots if early_preload else 1
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        settings = WorkerSettings(dataset, slots, load_indefinitely, rebatched_size)
+        settings = WorkerSettings(dataset, slots, granted, load_indefinitely, rebatched_size)
         self._process, self._connection = _start(strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._generation = 0
-        self._kept_back: Iterable[int] = range(1, slots)  # slots that the worker may not fill yet
-        if early_preload:
-            self._grant_slots()
-        self._held: int | None = None  # the slot of the latest batch
+        # Slots to send to the worker when the next batch is taken: that of the latest batch, at first those kept back.
+        self._owed = list(range(granted, slots))
         self._ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() restarts the worker: in the middle of an epoch, or if the worker waits.
         self._restarts = False
@@ -108,14 +107,17 @@ class AsynchronousDataAccessor:
         self._check_alive()
         if self._ended:
             raise StopIteration
-        self._grant_slots()
         while True:
             message = self._receive("An error occurred in the data fetcher")
             if message.generation != self._generation:
                 if isinstance(message, Loaded):
                     self._send(message.slot)
             elif isinstance(message, Loaded):
-                return self._take(message)
+                for slot in self._owed:
+                    self._send(slot)
+                self._owed, self._restarts = [message.slot], True
+                self._state, self._begun = message.state, message.begun or self._begun
+                return unpacked(message.content, self._memory[message.slot])
             else:
                 assert isinstance(message, EpochEnd)
                 self._ended, self._restarts = True, not message.goes_on
@@ -146,20 +148,6 @@ class AsynchronousDataAccessor:
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards is an error; the latest batch stays valid."""
         self._stop()
-
-    def _grant_slots(self) -> None:
-        """Let the worker fill the slots that were kept back."""
-        for slot in self._kept_back:
-            self._send(slot)
-        self._kept_back = ()
-
-    def _take(self, loaded: Loaded) -> Any:
-        """Return the batch in a slot, and give the slot of the batch before back to the worker."""
-        if self._held is not None:
-            self._send(self._held)
-        self._held, self._restarts = loaded.slot, True
-        self._state, self._begun = loaded.state, loaded.begun or self._begun
-        return unpacked(loaded.content, self._memory[loaded.slot])
 
     def _receive(self, complaint: str) -> Any:
         """Return the worker's next message. Raises an error that begins with `complaint` if the worker failed."""
@@ -212,11 +200,10 @@ def _length(dataset: Any, rebatched_size: int | None) -> int | None:
     """Return the number of batches in an epoch; None if not known."""
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_of(dataset)  # assuming one row per batch
-    elif dataset.drop_last:
-        batches = length_of(dataset)
-        rows = None if batches is None else batches * dataset.batch_size
     else:
         rows = length_of(dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler)
+        if rows is not None and dataset.drop_last:
+            rows -= rows % dataset.batch_size
     return None if rows is None else rows // (rebatched_size or 1)
 
 

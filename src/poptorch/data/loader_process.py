@@ -42,7 +42,8 @@ class WorkerSettings:
 
     Args:
         dataset:          an iterable
-        slots:            number of slots; the first one is free at the start
+        slots:            number of slots
+        granted:          number of slots that are filled before the consumer takes the first batch
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped
         start_method:     of the processes of the dataset's own loader
@@ -50,6 +51,7 @@ class WorkerSettings:
 
     dataset: Any
     slots: int
+    granted: int
     load_indefinitely: bool
     rebatched_size: int | None
     parsers: dict[type, ICustomArgParser] = field(default_factory=registered_parsers)
@@ -204,7 +206,7 @@ class _Feeder:
         set_random_state(settings.random)
         self.connection, self.settings, self.dataset = connection, settings, settings.dataset
         self.memory: Tensor | None = None  # uint8 [slots, bytes of a slot], as large as the first batch
-        self.free = deque([0])
+        self.free = deque(range(settings.granted))
         self.batches: Any = None  # an iterator over the rest of the current epoch; None between two epochs
         self.is_new = True  # whether this epoch has yielded no batch so far
         self.running = True
