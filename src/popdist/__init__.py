@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from popengine.environment import find_aliases as _find_aliases
-from popengine.environment import is_set as _is_set
-from popengine.environment import read as _read
-from popengine.environment import write_stack_at_signal as _write_stack_at_signal
+from popengine import environment as _environment
 
 __all__ = [
     "checkNumIpusPerReplica",
@@ -37,13 +34,14 @@ __all__ = [
 ]
 
 
-_find_aliases()
-_write_stack_at_signal()
+_environment.find_aliases()
+_environment.write_stack_at_signal()
+_read = _environment.read
 
 
 def isPopdistEnvSet() -> bool:
     """Return whether a launcher started this process."""
-    return _is_set()
+    return _environment.is_set()
 
 
 def getNumTotalReplicas() -> int:
@@ -104,9 +102,9 @@ def init() -> None:
     """
     launch = _read()
     if launch.instances > 1:
-        from .rendezvous import meet  # loads torch, which programs that only read their index don't need
+        from .rendezvous import connect  # loads torch, which programs that only read their index don't need
 
-        meet(launch)
+        connect(launch)
 
 
 def isBackendInitialized() -> bool:

@@ -129,7 +129,7 @@ class Checkpoint:
         has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):
             names = sorted(training[kind])
-            chosen = {*names[self._launch.instance :: self._launch.instances], *self._grouped()}
+            chosen = {*names[self._launch.instance :: self._launch.instances], *self._differing_parameters()}
             if kind == "weights" or not has_shard:
                 training[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
@@ -139,7 +139,7 @@ class Checkpoint:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
-    def _grouped(self) -> set[str]:
+    def _differing_parameters(self) -> set[str]:
         """Return the names of the parameters that have different values in different instances."""
         return set(getattr(self._model, "per_replica_params", {}))
 
@@ -154,7 +154,7 @@ class Checkpoint:
         state = dict(own)
         for kind in ("weights", "optimizer"):
             state[kind] = {name: value for file in saved for name, value in file[kind].items()}
-            state[kind] |= {name: own[kind][name] for name in self._grouped() & own[kind].keys()}
+            state[kind] |= {name: own[kind][name] for name in self._differing_parameters() & own[kind].keys()}
         # Before the first call there is one set of buffers for all replicas of an instance.
         sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
         state["buffers"] = [dict(found[place if place < len(found) else 0]) for found, place in sets]

@@ -32,7 +32,7 @@ _PATIENCE = 0.2  # seconds for threads to end before their connections are close
 _PATIENCE_AT_EXIT = 2.0  # seconds
 
 
-def meet(launch: Launch) -> None:
+def connect(launch: Launch) -> None:
     """Connect to the other instances, unless torch.distributed is initialized already.
 
     Raises:
@@ -44,7 +44,9 @@ def meet(launch: Launch) -> None:
     seconds = float(os.environ.get(TIMEOUT, "600"))
     address, port = _address()
     atexit.register(_leave)
-    store = process_group.result_of(process_group.in_a_thread(lambda: _meet(launch, address, port, seconds)))
+    store = process_group.result_of(
+        process_group.in_a_thread(lambda: _connect(launch, address, port, seconds))
+    )
     process_group.join(store, launch.instance, launch.instances)
 
 
@@ -78,7 +80,7 @@ def _address() -> tuple[str, int]:
     return address, int(port)
 
 
-def _meet(launch: Launch, address: str, port: int, seconds: float) -> Any:
+def _connect(launch: Launch, address: str, port: int, seconds: float) -> Any:
     """Wait until all instances use the store, initialize torch.distributed with it, and return the store."""
     until = time.monotonic() + seconds
     store = _store(launch, address, port, seconds)

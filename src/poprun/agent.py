@@ -102,13 +102,13 @@ class Agent:
             while (failed := instances.first_failure) is None:
                 if instances.running:
                     with suppress(StoreError):  # `must_stop` handles a lost connection
-                        hangs.look(instances.running)
-                elif self.nodes.are_done():
+                        hangs.kill(instances.running)
+                elif self.nodes.record_success():
                     return 0
                 if self.nodes.must_stop():
                     return None
                 instances.wait(_LOOK)
-            first_node = self.nodes.first_failure()
+            first_node = self.nodes.record_failure()
         return self._report(current, instances, failed, first_node)
 
     def _variables(self, current: Round, local: int) -> dict[str, str]:

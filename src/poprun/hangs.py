@@ -62,7 +62,7 @@ class Hangs:
         ] = {}  # by instance: when it was seen, and processor time
         self._next = 0.0
 
-    def look(self, running: Mapping[int, int]) -> None:
+    def kill(self, running: Mapping[int, int]) -> None:
         """Kill the instances that have made no progress for the time limit; check once per second at most.
 
         Args: running: process ids of this node's instances, by instance

@@ -93,11 +93,11 @@ class Nodes:
         while True:
             try:
                 self._connect()
-                self._hold("stopped")
+                self._write_record("stopped")
                 while (newest := self._read()).state != "finished":
                     if newest.number > self.round.number and newest.ids.get(self.name) == self._id:
                         self.round = newest
-                        self._hold("running")
+                        self._write_record("running")
                         return newest
                     time.sleep(_LOOK)
                 return None
@@ -112,14 +112,14 @@ class Nodes:
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
-    def are_done(self) -> bool:
+    def record_success(self) -> bool:
         """Record that this node's instances have succeeded; return whether those of all nodes have."""
         with suppress(StoreError):
-            self._hold("done")
+            self._write_record("done")
             return self._read().state == "finished"
         return False
 
-    def first_failure(self) -> str:
+    def record_failure(self) -> str:
         """Record a failure on this node, and return the node that recorded this round's first failure."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
@@ -163,7 +163,7 @@ class Nodes:
         else:
             self._log.warning(f"{_lost('0')}; {_waits_for(self._node.patience)}")
 
-    def _hold(self, state: str) -> None:
+    def _write_record(self, state: str) -> None:
         """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
         with socket.socket() as free:
             free.bind(("", 0))
@@ -232,7 +232,7 @@ class Leader:
             if self._request.is_elastic and not current.missing(records):
                 self._count_failure()
             return self._written(replace(current, state="stopped"))
-        elif counts := self._counts(records):
+        elif counts := self._next_counts(records):
             self._grow_after = None
             number = max(record["round"] for record in records.values()) + 1
             address = records[next(iter(counts))]["address"]
@@ -303,7 +303,7 @@ class Leader:
         counts = deal(self._request.replicas, fewest, most, [record["slots"] for record in records.values()])
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
-    def _counts(self, records: Mapping[str, Record]) -> dict[str, int]:
+    def _next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node in the next round; empty while more nodes are expected."""
         now, counts = time.monotonic(), self._dealt(records)
         if counts:
