@@ -30,15 +30,13 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
     folder.mkdir(parents=True)
     sources = {_plain(url): str(Path(path).resolve()) for url, path in clones.items()}
     (folder / _CLONES).write_text(json.dumps(sources))
-    for name in set(ALL) - set(real):
-        if name in SKIPPED:
-            text = f'echo "skipped: {name} $*"'
-        elif name in PYTHONS:
-            skip = "" if "pip" in real else f'[ "$1 $2" = "-m pip" ] && echo "skipped: {name} $*" && exit 0\n'
-            text = f'{skip}exec "{sys.executable}" "$@"'
-        else:
-            text = f'exec "{sys.executable}" -I -S "{Path(__file__).resolve()}" "{folder}" "$@"'
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    texts = {name: f'echo "skipped: {name} $*"' for name in SKIPPED}
+    for name in PYTHONS:
+        skip = "" if "pip" in real else f'[ "$1 $2" = "-m pip" ] && echo "skipped: {name} $*" && exit 0\n'
+        texts[name] = f'{skip}exec "{sys.executable}" "$@"'
+    texts["git"] = f'exec "{sys.executable}" -I -S "{Path(__file__).resolve()}" "{folder}" "$@"'
+    for name in texts.keys() - set(real):
+        (folder / name).write_text(f"#!/bin/sh\n{texts[name]}\n")
         (folder / name).chmod(0o755)
 
 
