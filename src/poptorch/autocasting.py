@@ -39,13 +39,11 @@ class Policy:
 
     def _dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
         """Return the type to which the operands of an operation are cast; None, if the policy does not name it."""
-        rule = self._rule_of.get(name)
-        if rule is None:
+        if not operands or name not in self._rule_of:
             return None
-        if rule in ("fp16", "fp32"):
-            return torch.float16 if rule == "fp16" else torch.float32
         by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
-        return by_size[-1 if rule == "promote" else 0]
+        types = {"fp16": torch.float16, "fp32": torch.float32, "promote": by_size[-1], "demote": by_size[0]}
+        return types[self._rule_of[name]]
 
 
 default = Policy()
@@ -72,7 +70,7 @@ class _Casts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         floats = list(filter(_is_float, tree_leaves((args, kwargs))))
-        dtype = self._policy._dtype(getattr(func, "__name__", ""), floats) if floats else None
+        dtype = self._policy._dtype(getattr(func, "__name__", ""), floats)
         if dtype is None:
             return func(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))

@@ -75,7 +75,8 @@ def split(model: M, ipus: int) -> M:
 
 def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
     """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`."""
-    if not isinstance(strategy, PipelinedExecution) or not strategy._is_default:
+    default = ("pipelined", AutoStage.SameAsIpu)
+    if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
         return strategy
     hooks = filter(None, map(begin_hook, model.modules()))
     found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)

@@ -173,11 +173,6 @@ class PipelinedExecution(ExecutionStrategy):
         self._or_sharded = False
         super().__init__(map(_as_stage, args) if self._auto is None else ())
 
-    @property
-    def _is_default(self) -> bool:
-        """Return whether this is `PipelinedExecution()`, which `annotate` and `split` may replace."""
-        return self._mode == "pipelined" and self._auto is AutoStage.SameAsIpu
-
     def orSharded(self) -> Self:
         """Let the stages run one after another, as in `ShardedExecution`, if a call has too few micro-batches
         to fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""

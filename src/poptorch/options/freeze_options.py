@@ -1,7 +1,7 @@
 """Convert the user's options into the engine's settings. Contradictory options raise Error here."""
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -64,8 +64,7 @@ def freeze(
         Error: the period of OutputMode.EveryN does not divide the device iterations, the backend or the kind
             of device is unknown, or there is no such device
     """
-    popart = options._Popart.options
-    counts = options._counts()
+    popart, update, counts = options._Popart.options, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(
@@ -77,6 +76,10 @@ def freeze(
         if name.startswith("location_") and location.get("on_chip_storage") is False:
             kind = name.removeprefix("location_")
             logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", kind)
+    is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
+    is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
+    state = options.TensorLocations.location_optimizer.toDict()
+    is_sharded = training and counts.global_replicas > 1 and state.get("replicated_tensor_sharding", False)
     return Settings(
         training=training,
         counts=counts,
@@ -84,25 +87,17 @@ def freeze(
         outputs=OUTPUTS[mode],
         return_period=period,
         optimizer=optimizer,
-        reduction=_reduction(options),
+        reduction="sum" if not is_mean else "running" if is_running else "mean",
         replica_groups=groups or {},
         automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
         stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
-        shard_optimizer=_min_sharded_elements(options) if training and counts.global_replicas > 1 else None,
+        shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=device_of(options, training),
         backend=_setting(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
         several_plans=options.exists("new_shapes"),
     )
-
-
-def _reduction(options: Options) -> Literal["mean", "sum", "running"]:
-    training = options.Training
-    if training.accumulation_and_replication_reduction_type != ReductionType.Mean:
-        return "sum"
-    strategy = training.mean_accumulation_and_replication_reduction_strategy
-    return "running" if strategy == MeanReductionStrategy.Running else "mean"
 
 
 def device_of(options: Options, training: bool) -> DeviceKind:
@@ -129,11 +124,3 @@ def _setting(options: Options, option: str, variable: str, known: tuple[str, ...
             f"{variable} is {name!r}, which is no {what}\n  fix: one of {', '.join(map(repr, known))}"
         )
     return name
-
-
-def _min_sharded_elements(options: Options) -> int | None:
-    """Return how many elements a parameter must have for its state to be sharded, or None: no sharding."""
-    values = options.TensorLocations.location_optimizer.toDict()
-    if not values.get("replicated_tensor_sharding", False):
-        return None
-    return values.get("min_elements_for_replicated_tensor_sharding", 0)
