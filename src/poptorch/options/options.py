@@ -63,7 +63,14 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             _relax_optimizer_checks=False,
             _module_namescope_enabled=True,
         )
-        self._read_environment()
+        if cache := os.environ.get("POPTORCH_CACHE_DIR"):
+            self.enableExecutableCaching(cache)
+        if defaults := os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
+            try:
+                self.from_json(defaults)
+            except Exception as error:
+                error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
+                raise
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -142,16 +149,6 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             if name not in ("_is_frozen", "_values") and not isinstance(value, Freezable)
         ]
         return [*super()._printed(), *private, *sorted(map(repr, self._nested()))]
-
-    def _read_environment(self) -> None:
-        if cache := os.environ.get("POPTORCH_CACHE_DIR"):
-            self.enableExecutableCaching(cache)
-        if defaults := os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
-            try:
-                self.from_json(defaults)
-            except Exception as error:
-                error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
-                raise
 
 
 # Files and JSON -------------------------------------------------------------------------------------------
