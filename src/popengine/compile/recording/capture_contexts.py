@@ -99,7 +99,7 @@ def traced(training: bool, device: str) -> Iterator[None]:
     recurrent layer and attention would be one operation each that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
-        is_compiling, collects, reported = torch.compiler.is_compiling, gc.isenabled(), set[str]()
+        is_compiling, reported = torch.compiler.is_compiling, set[str]()
         if device != "cpu":
             contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -107,11 +107,9 @@ def traced(training: bool, device: str) -> Iterator[None]:
         # Anomaly detection looks for NaN, and fake tensors have no values.
         contexts.enter_context(torch.autograd.set_detect_anomaly(False))
         contexts.enter_context(torch.set_grad_enabled(training))
+        contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
         torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch_layer(reported)
+        if gc.isenabled():
+            contexts.callback(gc.enable)
         gc.disable()  # finalizers (of executors that write their weights back) would be recorded
-        try:
-            yield
-        finally:
-            torch.compiler.is_compiling = is_compiling
-            if collects:
-                gc.enable()
+        yield

@@ -6,6 +6,7 @@ an error. All other operations follow PyTorch's own promotion.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a torch function's result; weights of layers are cast to the float type of the layer's input."""
     if func in _STATISTICS:
-        return _with_statistics(func, *args, **kwargs)
+        return _with_statistics(func, args, kwargs)
     position = _LAYERS.get(func)
     if position is not None:
         like = args[position] if position < len(args) else next(iter(kwargs.values()), None)
@@ -54,23 +55,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_other else value
 
 
-def _with_statistics(
-    func: Any,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _with_statistics(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute a norm of mixed dtypes in float32; the result has the input's dtype, statistics keep theirs."""
-    given = [value for value in (input, running_mean, running_var, weight, bias) if value is not None]
-    if len({value.dtype for value in given}) <= 1:
-        return func(input, running_mean, running_var, weight, bias, *args, **kwargs)
-    wide = [None if v is None else v.float() for v in (input, running_mean, running_var, weight, bias)]
-    result = func(*wide, *args, **kwargs)
-    for kept, new in zip((running_mean, running_var), wide[1:3], strict=True):
-        if kept is not None and new is not None and new is not kept:
-            kept.copy_(new)
-    return result.to(input.dtype)
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    if len({value.dtype for value in tensors.values()}) <= 1:
+        return func(*args, **kwargs)
+    wide = {name: value.float() for name, value in tensors.items()}
+    result = func(**{**given, **wide})
+    for name in ("running_mean", "running_var"):
+        if name in tensors and wide[name] is not tensors[name]:
+            tensors[name].copy_(wide[name])
+    return result.to(tensors["input"].dtype)
