@@ -41,31 +41,29 @@ class _Flow:
         self.partition, self.pieces = partition, partition.pieces
         self.ipus = sorted(set(partition.ipus))
         signature = partition.signature
-        # State that no piece writes may be a result, but each reader takes it from its own ipu.
         self.fixed = signature.fixed
-        self.maker = {
-            name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in self.fixed
-        }
         self.inputs = {slot.name: slot.key for slot in signature.slots if slot.role == "input"}
-        trained = {result.key for result in signature.results if result.kind == "gradient"}
-        self.trained = {
-            slot.name: slot.key
-            for slot in signature.slots
-            if slot.role == "parameter" and slot.key in trained
+        # An input or fixed state may be a result, but each reader takes it from its own ipu.
+        everywhere = self.fixed | self.inputs.keys()
+        self.maker = {
+            name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in everywhere
         }
+        trained = {result.key for result in signature.results if result.kind == "gradient"}
+        parameters = [slot for slot in signature.slots if slot.role == "parameter"]
+        self.trained = {slot.name: slot.key for slot in parameters if slot.key in trained}
+        self.home = {name: partition.ipus[stage] for name, stage in partition.home.items()}
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
             for name in partition.sources(piece.reads):
-                if name in self.inputs or self.maker.get(name) != i:
+                if self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
         self.sends: list[dict[int, tuple[str, ...]]] = [{} for _ in self.pieces]
         self.receives: list[list[int]] = [[] for _ in self.pieces]
         for i, piece in enumerate(self.pieces):
-            moved = [n for n in piece.writes if n not in self.inputs and n not in self.fixed]
             for ipu in self.ipus:
-                names = tuple(name for name in moved if (name, ipu) in self.readers)
+                names = tuple(n for n in piece.writes if n in self.maker and (n, ipu) in self.readers)
                 if names and ipu != self.ipu(i):
                     self.sends[i][ipu] = names
                     self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
@@ -80,7 +78,7 @@ class _Flow:
     def state(self, ipu: int) -> tuple[str, ...]:
         """Return the slots of an ipu's state: the trained weights that it holds, and the untrained state that
         its pieces read."""
-        names = {name for name in self.trained if self.partition.ipus[self.partition.home[name]] == ipu}
+        names = {name for name in self.trained if self.home[name] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
                 read = [name for name in self.partition.sources(piece.reads) if not self.flows(name, i)]
@@ -89,10 +87,9 @@ class _Flow:
 
     def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """Yield (ipu, other ipu, names): the trained weights of an ipu that pieces of the other ipu read."""
-        home = {name: self.partition.ipus[stage] for name, stage in self.partition.home.items()}
         for source, target in permutations(self.ipus, 2):
-            borrowed = [n for n in home if home[n] == source and (n, target) in self.readers]
-            if names := tuple(name for name in borrowed if name in self.trained):
+            names = tuple(n for n in self.trained if self.home[n] == source and (n, target) in self.readers)
+            if names:
                 yield source, target, names
 
 
@@ -143,7 +140,7 @@ class _TableWriter:
     def _add_piece(self, number: int) -> None:
         flow, piece = self.flow, self.flow.pieces[number]
         flowing = [name for name in piece.reads if flow.flows(name, number)]
-        makers = [flow.maker[n] for n in flowing if n not in flow.inputs]
+        makers = [flow.maker[name] for name in flowing if name in flow.maker]
         makers_rows = {self.row_of[maker] for maker in makers}
         makers_rows |= {self.loader[name] for name in flowing if name in self.loader}
         group = max(1, piece.gathers, *(flow.pieces[maker].gathers for maker in makers))
