@@ -167,8 +167,6 @@ class EngineCall:
     results: Results
     hyper: Hyper | None
     steps: int
-    seed: int
-    first_step: int
     threads: int  # the caller's torch.get_num_threads(), restored at the end
     name: str  # for messages
     done: int = 0
@@ -179,11 +177,6 @@ class EngineCall:
     _is_stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
-
-    @property
-    def step(self) -> int:
-        """The number of weight updates finished before the running step, over all calls."""
-        return self.first_step + self.done
 
     @property
     def is_stopped(self) -> bool:

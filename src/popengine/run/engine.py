@@ -151,7 +151,6 @@ class Engine:
             Results(self.plan.partition.signature, self.settings, self._state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
-            *self._state.random_state,
             torch.get_num_threads(),
             name,
         )

@@ -232,18 +232,18 @@ class ReadyQueue:
         self._rows.begin_call(call)
         while call.done < call.steps:
             self._rows.begin_step()
-            self._step(call.step)
+            self._step()
             self._rows.end_step()
             call.step_done()
 
-    def _step(self, number: int) -> None:
+    def _step(self) -> None:
         """Run the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
         cores = 0 if self._recorder is not None else self._threads
         if cores not in self._tables:
             self._tables[cores] = StepTasks(self._rows, cores)
         tasks = self._tables[cores]
         if self._recorder is not None:
-            self._recorder.begin_step(self._rows, number)
+            self._recorder.begin_step(self._rows)
         with self._changed:
             self._tasks, self._missing = tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None

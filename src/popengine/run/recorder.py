@@ -165,7 +165,7 @@ class Recorder:
 
     def __init__(self, budget: int = 120_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
-        self.kept: dict[tuple[int, int], list[Times]] = {}  # the first and the last steps, by replica and ipu
+        self.kept: list[dict[tuple[int, int], Times]] = []  # the first and the last steps, by replica and ipu
         self.detail: Detail | None = None  # of the latest step that was recorded in detail
         self.in_calls: list[tuple[int, int, int, int]] = []  # the first and the last: call, start, end, steps
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
@@ -202,13 +202,10 @@ class Recorder:
 
     # ---- the queue's side --------------------------------------------------------------------------------
 
-    def begin_step(self, rows: RowFunctions, number: int) -> None:
-        """Prepare for the tasks of a step.
-
-        Args:
-            number: index of the step, over all calls
-        """
+    def begin_step(self, rows: RowFunctions) -> None:
+        """Prepare for the tasks of a step."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
+        _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
             made, self.detail = programs(plan), None
             self._lengths = {ipu: len(program.instructions) for ipu, program in made.items()}
@@ -223,7 +220,7 @@ class Recorder:
             for replica in replicas
         }
         self._plain = list(rows.codes[0])
-        if any(len(self.kept.get(place, ())) < DETAILED_STEPS for place in self._times):
+        if len(self.kept) < DETAILED_STEPS:
             meters = {ipu: Meter(rows, ipu) for ipu in self._lengths}
             fastest = {} if self.detail is None else self.detail.fastest
             self._detail = Detail(self._call, number, meters, fastest)
@@ -246,8 +243,7 @@ class Recorder:
             self.broken = self._times
             return
         self.detail = self._detail or self.detail
-        for place, times in self._times.items():
-            _keep(self.kept.setdefault(place, []), times, self._most_steps)
+        _keep(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
         """Run a task and record its times. Waits for the device, so that the times include its work."""

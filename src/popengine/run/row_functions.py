@@ -172,7 +172,7 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 number_in_step = self.settings.part.before + micro_batch
-                values.append(mix(call.seed, call.step, number_in_step, place))
+                values.append(mix(*self.state.random_state, number_in_step, place))
             try:
                 with self._checks():
                     made = codes[number](values)
@@ -228,12 +228,12 @@ class RowFunctions:
     def _store(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
-        call, turn = self.call, self._turn(micro_batch)
+        results, turn = self.call.results, self._turn(micro_batch)
         for name, key in stores:
             value, position = frame[name], int(key)
-            if position in self._scaled and call.hyper is not None:
-                value = value / (call.hyper.loss_scaling * self.state.loss_factor * self._weight)
-            call.results.put(position, turn, replica, value)
+            if position in self._scaled:
+                value = value / (results.loss_scale * self._weight)
+            results.put(position, turn, replica, value)
 
     def _summing(self, row: int, replica: int) -> Work:
         """Return the function that adds gradients to their sums, and outputs of mode "sum" to the results."""

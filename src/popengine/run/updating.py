@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import ir
-from ..settings import Hyper, Optimizer, Settings
+from ..settings import Optimizer, Settings
 from ..update.chunks import Chunk, Part
 from ..update.gradients import all_finite, clamp_, clipping_factor, count, next_factor, norm, scale_
 from ..update.group_update import UpdateStep
@@ -72,7 +72,7 @@ class Updates:
         self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
-        self._counts: dict[Unit, Tensor] = {}
+        self._counts: list[Tensor] = []
         # By (ipu, parameter group); empty: a gradient overflowed, and no weight changes.
         self._steps: dict[tuple[int, int], UpdateStep] = {}
         self._factor: Tensor | None = None  # of clipping by norm
@@ -107,13 +107,8 @@ class Updates:
     # ---- gradients -------------------------------------------------------------------------------------------
 
     @property
-    def _hyper(self) -> Hyper:
-        assert self.call.hyper is not None
-        return self.call.hyper
-
-    @property
     def _scale(self) -> float:
-        return self._hyper.loss_scaling * self.state.loss_factor
+        return self.call.results.loss_scale
 
     def _divisor(self) -> float:
         if self.settings.reduction == "mean":
@@ -153,8 +148,8 @@ class Updates:
             return
         part = self._part(unit, self._sums(unit))
         self._reduce([part])
-        if self.settings.automatic_loss_scaling:
-            self._counts[unit] = count(part.gradient, self._scale)
+        if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
+            self._counts.append(count(part.gradient, self._scale))
         if self._needs_norms:
             self._norms[unit] = norm(part.gradient)
 
@@ -175,13 +170,15 @@ class Updates:
 
     def _begin(self, _: int) -> None:
         """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step."""
-        optimizer, added = self._optimizer, 1 if self._looks_at_gradients else None
+        optimizer, hyper = self._optimizer, self.call.hyper
+        assert hyper is not None
+        added = 1 if self._looks_at_gradients else None  # only the first of the sums is left
         if self._needs_norms:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_scale():
             for place, units in self._groups.items():
                 parts = [self._part(unit, self._sums(unit)[:added], self._seed(unit)) for unit in units]
-                self._steps[place] = UpdateStep(optimizer, self._hyper.groups[place[1]], parts)
+                self._steps[place] = UpdateStep(optimizer, hyper.groups[place[1]], parts)
         if self._group is None:
             self.call.commit()
         else:
@@ -201,7 +198,7 @@ class Updates:
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         is_scaled = self._scale != 1 and self.state.device.type == "cpu"
         if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
-            self.call.overflows.append((self.call.step, self._scale))
+            self.call.overflows.append((self.state.random_state[1], self._scale))
         if self._factor is not None:
             scale_(gradients, self._factor)
         if optimizer.max_grad_value < math.inf:
@@ -233,8 +230,7 @@ class Updates:
 
     def _adapt_scale(self) -> bool:
         """Set the next loss factor by `_counts`. Returns: False if a gradient isn't finite: no update"""
-        counts = [found for unit, found in self._counts.items() if self._is_counted_here(unit)]
-        seen = self._over_owners(sum(counts, torch.zeros(3, dtype=torch.int64)))
+        seen = self._over_owners(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
         self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
@@ -243,7 +239,7 @@ class Updates:
         """Return the seed of stochastic rounding, from step and parameter; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
-        return mix(mix(self.call.seed, self.call.step), self._place[unit.key])
+        return mix(mix(*self.state.random_state), self._place[unit.key])
 
     def _measure(self, ipu: int, index: int) -> None:
         place, chunk = self._chunks[ipu][index]

@@ -188,7 +188,7 @@ def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
     """Return the recorded steps of each ipu, in order; of a failed step only the instructions that ran."""
-    steps = [(place, times) for place, kept in recorder.kept.items() for times in kept]
+    steps = [entry for step in recorder.kept for entry in step.items()]
     steps += [(place, times) for place, times in recorder.broken.items() if any(times.ends[:1])]
     found = [_track(recorder, place, times) for place, times in steps]
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))

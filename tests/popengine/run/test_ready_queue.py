@@ -170,7 +170,7 @@ def test_a_profile_shows_separate_devices_that_run_the_step_as_it_is_drawn(optio
     count = sum(map(len, expected.values()))
     found = recorder.actions[:count]
     assert {ipu: [text for at, text in found if at == ipu] for ipu in expected} == expected
-    assert set(recorder.kept) == {(0, ipu) for ipu in programs(engine.plan)}
+    assert set(recorder.kept[0]) == {(0, ipu) for ipu in programs(engine.plan)}
     engine.close()
 
 
