@@ -30,88 +30,61 @@ _COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn
 _COPIED += ("prefetch_factor", "persistent_workers")
 
 
-class Loaders:
-    """A converter of the loaders of one strategy's trainer to loaders of combined batches."""
+def converted(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
+    """Return a loader of combined batches for a stage of the trainer.
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-        self._stage: Any = None
-        self._rows: list[int | None] = []  # rows of a complete prediction batch, by loader
+    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. For predictions the last
+    batch may be short.
+    """
+    if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
+        return loader
+    predicts, n = stage == "predict", micro_batches(options, stage == "train")
+    made: Any = None
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        made = Joined(loader, n, concatenated, keep_tail=predicts)
+    elif predicts:
+        made = _index_noting(loader, n, lightning)
+    else:
+        made = _combined(loader, options)
+    if not predicts:
+        _check_length(loader, made, n, stage, options, lightning)
+    return made
 
-    def prepare(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Record the stage, and return the loader unchanged; Lightning would rebuild prediction loaders."""
-        self._stage = mode
-        return dataloader
 
-    def process(self, loader: Any) -> Any:
-        """Return a loader of combined batches, for the last stage given to `prepare`.
+def _index_noting(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
+    """Return a torch loader of all rows in combined batches, whose indices Lightning can read."""
+    copied = {name: getattr(loader, name) for name in _COPIED}
+    size = None if loader.batch_size is None else loader.batch_size * n
+    if isinstance(loader.dataset, IterableDataset):
+        return DataLoader(loader.dataset, batch_size=size, **copied)
+    if loader.batch_sampler is None:
+        return loader
+    sampler: Any = Joined(loader.batch_sampler, n, _joined_indices, keep_tail=True)
+    if size is not None:
+        sampler = BatchSampler(loader.sampler, size, drop_last=False)
+    noting = lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
+    return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied)
 
-        A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged.
-        """
-        stage = self._stage if self._stage is not None else self._strategy._stage
-        options = self._strategy.options_for(stage)
-        n = micro_batches(options, stage == "train")
-        if stage == "predict":
-            return self._for_prediction(loader, n)
-        if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
-            return loader
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            made: Any = Joined(loader, n, concatenated, keep_tail=False)
-        else:
-            made = _combined(loader, options)
-        self._check_length(loader, made, n, stage)
-        return made
 
-    def rows_of(self, index: int) -> int | None:
-        """Return the number of rows in a complete batch of prediction loader `index`; None if unknown."""
-        return self._rows[index] if index < len(self._rows) else None
-
-    def _for_prediction(self, loader: Any, n: int) -> Any:
-        """Return a loader that yields all rows (the last batch may be short); record its rows per batch."""
-        made, rows = loader, None
-        if isinstance(loader, poptorch.DataLoader):
-            rows = loader.combinedBatchSize
-        elif isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__:
-            made = Joined(loader, n, concatenated, keep_tail=True)
-        elif isinstance(loader, DataLoader):
-            made, rows = self._index_noting(loader, n)
-        self._rows.append(rows)
-        return made
-
-    def _index_noting(self, loader: DataLoader[Any], n: int) -> tuple[DataLoader[Any], int | None]:
-        copied = {name: getattr(loader, name) for name in _COPIED}
-        size = None if loader.batch_size is None else loader.batch_size * n
-        if isinstance(loader.dataset, IterableDataset):
-            return DataLoader(loader.dataset, batch_size=size, **copied), size
-        sampler: Any = loader.batch_sampler
-        if size is not None:
-            sampler = BatchSampler(loader.sampler, size, drop_last=False)
-        elif sampler is not None:
-            size = getattr(sampler, "batch_size", None)
-            size = None if size is None else size * n
-            sampler = Joined(sampler, n, _joined_indices, keep_tail=True)
-        else:
-            return loader, None
-        noting = self._strategy.lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
-        return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied), size
-
-    def _check_length(self, loader: DataLoader[Any], made: Any, n: int, stage: Any) -> None:
-        """Raise a MisconfigurationException if a loader is too short for a call; warn of rows left out."""
-        try:
-            micro_batches, calls = len(loader), len(made)
-        except TypeError:  # a dataset without a length
-            return
-        if calls == 0 and micro_batches > 0:
-            raise self._strategy.lightning.Misconfiguration(
-                f"a call takes {n} micro-batches, the loader for {stage.value} has {micro_batches}: nothing would run."
-                " Use more data or smaller batches, or lower device_iterations, accumulate_grad_batches or devices."
-            )
-        left = micro_batches - calls * n * self._strategy.options_for(stage).Distributed.numProcesses
-        if stage != "train" and left > 0:
-            warnings.warn(
-                f"the last {left} of {micro_batches} micro-batches ({stage.value}) are left out: a call takes {n}",
-                stacklevel=2,
-            )
+def _check_length(
+    loader: DataLoader[Any], made: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
+) -> None:
+    """Raise a MisconfigurationException if a loader is too short for a call; warn of rows left out."""
+    try:
+        micro_batches, calls = len(loader), len(made)
+    except TypeError:  # a dataset without a length
+        return
+    if calls == 0 and micro_batches > 0:
+        raise lightning.Misconfiguration(
+            f"a call takes {n} micro-batches, the loader for {stage.value} has {micro_batches}: nothing would run."
+            " Use more data or smaller batches, or lower device_iterations, accumulate_grad_batches or devices."
+        )
+    left = micro_batches - calls * n * options.Distributed.numProcesses
+    if stage != "train" and left > 0:
+        warnings.warn(
+            f"the last {left} of {micro_batches} micro-batches ({stage.value}) are left out: a call takes {n}",
+            stacklevel=2,
+        )
 
 
 def micro_batches(options: poptorch.Options, training: bool) -> int:

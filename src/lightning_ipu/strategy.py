@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
 Lightning calls the input of one executor call a batch. A strategy is composed of its options (`prepare.py`),
-`Loaders` (`loaders.py`) and a `StepModule` that executors compile (`recording.py`). After each call `replay`
-repeats the step's actions on the host (`replaying.py`).
+loaders of combined batches (`loaders.py`) and a `StepModule` that executors compile (`recording.py`). After each
+call `replay` repeats the step's actions on the host (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import popdist
 import poptorch
 from popdist import collectives
 
-from .loaders import Loaders, cut, micro_batches, padded, rows_of, spread
+from .loaders import converted, cut, micro_batches, padded, rows_of, spread
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
 from .replaying import replay
@@ -81,7 +81,8 @@ class StrategyPart:
         self._counters: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
-        self._loaders = Loaders(self)
+        self._rows: dict[int, int] = {}  # of the first batch for prediction, by loader
+        self._loader_stage: Any = None
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
 
@@ -98,7 +99,9 @@ class StrategyPart:
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
             replace_until(self._undo, vars(trainer), "accumulate_grad_batches", 1)
-        replace_until(self._undo, vars(trainer._data_connector), "_prepare_dataloader", self._loaders.prepare)
+        replace_until(
+            self._undo, vars(trainer._data_connector), "_prepare_dataloader", self._prepare_dataloader
+        )
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             check_optimizers(self, trainer)
@@ -149,7 +152,7 @@ class StrategyPart:
         for executor in self.poptorch_models.values():
             executor.destroy()
             executor._unmark()
-        self._counters, self._loaders = {}, Loaders(self)
+        self._counters, self._rows, self._loader_stage = {}, {}, None
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -182,11 +185,14 @@ class StrategyPart:
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions of a call. A short last batch is padded, and its predictions are cut."""
-        index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
-        rows, complete = rows_of(batch), self._loaders.rows_of(index)
-        if rows is None or complete is None or rows >= complete:
-            return self._step(self._stage, batch, *args, **kwargs)
-        return cut(self._step(self._stage, padded(batch, complete), *args, **kwargs), complete, rows)
+        rows = rows_of(batch)
+        if rows is not None:
+            index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
+            n = micro_batches(self.inference_opts, training=False)
+            whole = -(-max(rows, self._rows.setdefault(index, rows)) // n) * n
+            if rows < whole:
+                return cut(self._step(self._stage, padded(batch, whole), *args, **kwargs), whole, rows)
+        return self._step(self._stage, batch, *args, **kwargs)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call, repeat the step's actions on the host, and return the call's output."""
@@ -221,8 +227,15 @@ class StrategyPart:
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         return self.precision_plugin.cast(batch)
 
+    def _prepare_dataloader(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
+        """Record the stage, and return the loader unchanged; Lightning would rebuild prediction loaders."""
+        self._loader_stage = mode
+        return dataloader
+
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._loaders.process(dataloader)
+        """Return a loader of combined batches, for the last stage given to `_prepare_dataloader`."""
+        stage = self._stage if self._loader_stage is None else self._loader_stage
+        return converted(dataloader, stage, self.options_for(stage), self.lightning)
 
     # ---- options -----------------------------------------------------------------------------------------
 
