@@ -66,6 +66,7 @@ def figures(profile: Profile) -> Figures:
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
     apart = virtual.apart(step) if computed else None
+    _, steps, ns = _warm(profile)
     needs, held_by = memory.needs(profile), facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, needs)
     of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
@@ -75,7 +76,7 @@ def figures(profile: Profile) -> Figures:
         samples_per_second_overall=_rate(profile, between=True),
         calls=facts.get("calls", 0),
         steps=facts.get("steps", 0),
-        step_seconds=_step_seconds(profile),
+        step_seconds=ns / steps / 1e9 if steps else None,
         step_spread=times.spread_of(of_step),
         step_apart=None if apart is None else apart / 1e9,
         step_here=None if here is None else here / 1e9,
@@ -108,26 +109,25 @@ def samples_per_call(profile: Profile) -> int:
     return math.prod(profile.counts.get(name, 1) for name in names)
 
 
+def _warm(profile: Profile) -> tuple[int, int, int]:
+    """Return the number of calls, that of their steps, and the ns in them, without the first call if there are
+    more: it is slower, since memory is cold."""
+    calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
+    if calls > 1 and profile.calls and steps > profile.calls[0].steps:
+        first = profile.calls[0]
+        return calls - 1, steps - first.steps, ns - (first.end - first.start)
+    return calls, steps, ns
+
+
 def _rate(profile: Profile, between: bool) -> float | None:
     """Return samples per second within calls, or (`between`) with the time between them; None: no calls."""
-    facts, calls = profile.facts, profile.calls
-    count, ns = facts.get("calls", 0), facts.get("ns_in_calls", 0)
-    if not calls or not count:
+    (count, _, ns), calls = _warm(profile), profile.calls
+    if not calls:
         return None
-    first, last = calls[0], calls[-1]
-    if count > 1:  # without the first call, which is slower: memory is cold
-        count, ns = count - 1, ns - (first.end - first.start)
     if between:
+        first, last = calls[0], calls[-1]
         ns = last.end - (first.end if len(calls) > 1 else first.start)
-    return samples_per_call(profile) * count / ns * 1e9 if ns > 0 else None
-
-
-def _step_seconds(profile: Profile) -> float | None:
-    """Return the mean seconds of a step; None, if no step was recorded."""
-    steps, ns, calls = profile.facts.get("steps", 0), profile.facts.get("ns_in_calls", 0), profile.calls
-    if len(calls) > 1 and steps > calls[0].steps:  # without the first call, which is slower
-        steps, ns = steps - calls[0].steps, ns - (calls[0].end - calls[0].start)
-    return ns / steps / 1e9 if steps else None
+    return samples_per_call(profile) * count / ns * 1e9 if count and ns > 0 else None
 
 
 def host_times(profile: Profile) -> dict[str, float]:
@@ -229,26 +229,19 @@ def compare(a: Figures, b: Figures) -> list[Row]:
         Row("all ipus", *(sum(sizes) if sizes else None for sizes in totals), in_words=size),
         Row("activations", *activations, in_words=size),
     ]
-    stages, blocks = [_stage_times(a), _stage_times(b)], [_block_times(a), _block_times(b)]
-    for (first, second), spread in ((stages, of_costs), (blocks, 0.0)):
-        for name in {**first, **second}:
-            rows.append(Row(name, first.get(name), second.get(name), seconds, spread))
-    return rows
+    first, second = _part_seconds(a), _part_seconds(b)
+    names = {**first, **second}
+    return rows + [Row(name, first.get(name), second.get(name), seconds, of_costs) for name in names]
 
 
-def _stage_times(found: Figures) -> dict[str, float]:
-    """Return the seconds of each stage's phases, by the name of the row."""
-    return {
+def _part_seconds(found: Figures) -> dict[str, float]:
+    """Return the seconds of each stage's and each block's phases for a micro-batch, by the name of the row."""
+    times = {
         f"stage {stage.stage}, {phase}": getattr(stage, phase) / 1e9
         for stage in found.stages
         for phase in ("forward", "backward", "update")
         if getattr(stage, phase)
     }
-
-
-def _block_times(found: Figures) -> dict[str, float]:
-    """Return the seconds of each block's phases for a micro-batch, by the name of the row."""
-    times: dict[str, float] = {}
     for row in found.groups["block"]:
         name = f"block {row['block']}, {'forward' if row['phase'] == 'F' else 'backward'}"
         times[name] = times.get(name, 0.0) + row["ns"] / max(row["calls"], 1) / 1e9
