@@ -52,19 +52,21 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
             "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
             "  fix: loss_scaling=1.0, or a power of two for half precision"
         )
-    groups = (_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
+    rule, groups = RULES[kind], []
+    mandatory = set(rule.group_keys)
+    for index, group in enumerate(optimizer.param_groups):
+        if missing := mandatory - group.keys():
+            raise AssertionError(
+                f"Mandatory attribute {min(missing)} not found in parameter group {index} of the {kind} optimizer; "
+                f"fix: optimizer.param_groups[{index}][{min(missing)!r}] = ..."
+            )
+        groups.append(_rates(rule, group, f"parameter group {index}"))
     return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
 
-def _rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
+def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
     """Return the rates of one parameter group; the pair "betas" as "beta1" and "beta2"."""
-    rule, where, rates = RULES[kind], f"parameter group {index}", dict[str, float]()
-    for name in rule.group_keys:
-        if name not in group:
-            raise AssertionError(
-                f"Mandatory attribute {name} not found in {where} of the {kind} optimizer; "
-                f"fix: optimizer.param_groups[{index}][{name!r}] = ..."
-            )
+    rates = {}
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
         if name == "betas":
