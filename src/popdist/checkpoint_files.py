@@ -42,14 +42,6 @@ class Place:
     instance: int
     instances: int
 
-    @property
-    def complete(self) -> Path:
-        return self.directory / f"call-{self.calls}"
-
-    @property
-    def unfinished(self) -> Path:
-        return self.directory / f"call-{self.calls}.{self.run}{_UNFINISHED}"
-
 
 class Writing(threading.Thread):
     """A thread that writes one instance's file; that of instance 0 completes the checkpoint."""
@@ -57,6 +49,8 @@ class Writing(threading.Thread):
     def __init__(self, place: Place, state: dict[str, Any], replicas: int, keep: int) -> None:
         super().__init__(name=f"checkpoint {place.calls}", daemon=True)
         self.place, self._state, self._replicas, self._keep = place, state, replicas, keep
+        self._complete_folder = place.directory / f"call-{place.calls}"
+        self._folder = place.directory / f"call-{place.calls}.{place.run}{_UNFINISHED}"
         self.failure = ""  # Checkpoint.wait warns of it
 
     def run(self) -> None:
@@ -69,7 +63,7 @@ class Writing(threading.Thread):
     def _write(self) -> None:
         """Write this instance's file, and then `done`, or `failed` with the reason."""
         state, self._state = self._state, {}  # freed when it is written
-        folder, name = self.place.unfinished, f"instance-{self.place.instance}"
+        folder, name = self._folder, f"instance-{self.place.instance}"
         part = folder / f"{name}.pt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +80,7 @@ class Writing(threading.Thread):
 
     def _complete(self) -> None:
         """Rename the folder when all files are in it (remove it after an error); remove old checkpoints."""
-        directory, folder, complete = self.place.directory, self.place.unfinished, self.place.complete
+        directory, folder = self.place.directory, self._folder
         if self.place.instance or not folder.exists():
             return
         try:
@@ -95,9 +89,9 @@ class Writing(threading.Thread):
             for path in folder.glob("*.done"):
                 path.unlink()
             _sync(folder)
-            if complete.exists():  # a damaged checkpoint
-                shutil.rmtree(complete)
-            folder.rename(complete)
+            if self._complete_folder.exists():  # a damaged checkpoint
+                shutil.rmtree(self._complete_folder)
+            folder.rename(self._complete_folder)
             _sync(directory)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ class Misfit(Exception):
 
 
 class Lost(Exception):
-    """An error: the training can't go on with the nodes that are left. "": the cause has been printed."""
+    """An error: the training can't go on with the nodes that are left. Empty, if the cause has been printed."""
 
 
 class FirstNode:

@@ -68,7 +68,7 @@ class Round:
 
 
 class Nodes:
-    """The connection of this node to the other nodes of a training. Methods raise `Lost` if that can't go on."""
+    """The connection of this node to the other nodes. Its methods raise `Lost`, if the training can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round()  # the newest of this node
@@ -92,7 +92,8 @@ class Nodes:
         """Wait for the next round in which this node has instances; None, if the training has ended well."""
         while True:
             try:
-                self._connect()
+                if self._store is None:
+                    self._connect()
                 self._write_record("stopped")
                 while (newest := self._read()).state != "finished":
                     if newest.number > self.round.number and newest.ids.get(self.name) == self._id:
@@ -138,9 +139,7 @@ class Nodes:
     # ---- the store ---------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Connect to the store, unless this node is connected; the leader begins to serve it."""
-        if self._store is not None:
-            return
+        """Connect to the store; the leader begins to serve it."""
         survivors = set(self.round.counts) - {self._election.leader}
         self._server, self._store, self.address = self._election.join()
         if self._server is not None:
@@ -198,7 +197,7 @@ class Nodes:
 
 
 class Leader:
-    """The decisions of the leading node, of which each call of `step` makes one.
+    """Begins and ends the rounds, on the leading node: each call of `step` makes one decision.
 
     Args:
         name:     of this node
@@ -241,6 +240,7 @@ class Leader:
         return current
 
     def _written(self, current: Round) -> Round:
+        """Write a round for the other nodes, and return it."""
         self._store.set("round", json.dumps(vars(current)))
         return current
 
