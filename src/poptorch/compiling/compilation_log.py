@@ -1,4 +1,6 @@
-"""The log of a compilation: the time of each pass and the schedule (DEBUG), and the ipu of each block (INFO).
+"""A compilation as text: its log, and the overview that `describe` and `executor.plan` return.
+
+The log has the time of each pass and the schedule (DEBUG), and the ipu of each block (INFO).
 
 On request the number of ipus is checked against the limits of real hardware, too.
 """
@@ -8,12 +10,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from textwrap import indent
 
 import torch
 from tqdm.auto import tqdm
 
+from popengine.compile.describe import parts_of
 from popengine.errors import CaptureError, Error, PartitionError
-from popengine.ir import Plan
+from popengine.ir import Graph, Plan
 from popengine.programs import drawn
 from popengine.run.devices import cores
 from popengine.settings import Settings
@@ -69,13 +74,20 @@ def announce(plan: Plan, settings: Settings) -> None:
     logger.info(
         "%s × %s, run by %s", ipus, replicas, threads if settings.device == "cpu" else settings.device
     )
-    if not logger.isEnabledFor(logging.DEBUG):
-        return
-    if plan.micro_batches <= _DRAWN:
-        name, grid = drawn(plan, cores(settings.device))
-        logger.debug("schedule (%s):\n%s", name, grid.rstrip())
-    else:
-        logger.debug("schedule of %d micro-batches, too many to draw", plan.micro_batches)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", schedules(plan, settings))
+
+
+def schedules(plan: Plan, settings: Settings) -> str:
+    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices."""
+    if plan.micro_batches > _DRAWN:
+        return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
+    here, apart = drawn(plan, cores(settings.device)), drawn(plan)
+    kind = counted(cores(settings.device), "core") + " of this machine"
+    found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"
+    if len(set(plan.partition.ipus)) > 1:
+        found += f"\n\nthe same as if each ipu were a device of its own, {apart[0]}:\n{apart[1].rstrip()}"
+    return found
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
@@ -104,3 +116,72 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
     if not rounds:
         raise Error(f"{text}\n  fix: options.autoRoundNumIPUs(True)")
     logger.warning("%s (autoRoundNumIPUs(True) allows it)", text)
+
+
+# ---- the overview ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A compiled model as text.
+
+    `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
+    when), where bytes are None if a loaded executable lacks them; `pieces`: (name, ipu, source).
+    """
+
+    title: str
+    stages: tuple[tuple[int, int, str, int], ...]
+    transfers: tuple[tuple[int, int, int | None, str, str], ...]
+    schedule: str
+    pieces: tuple[tuple[str, int, str], ...]
+
+    def __str__(self) -> str:
+        lines = [self.title, ""]
+        lines += [
+            f"stage {s} on ipu {i}: {blocks}; {size:,} parameters" for s, i, blocks, size in self.stages
+        ]
+        lines += [""] if self.transfers else []
+        lines += [
+            f"ipu {a} -> ipu {b}: {_bytes(size)} a {per} {when}" for a, b, size, per, when in self.transfers
+        ]
+        lines += ["", self.schedule, ""]
+        lines += [
+            f"piece {name} on ipu {ipu}:\n{indent(source, '    ')}" for name, ipu, source in self.pieces
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
+    """Return the overview of a compiled model. Without the captured graph, bytes between ipus are unknown."""
+    partition, counts = plan.partition, settings.counts
+    sizes = dict.fromkeys(range(partition.stages), 0)
+    for slot in partition.signature.slots:
+        if slot.role == "parameter" and slot.name in partition.home:
+            sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
+    kind = "training" if settings.training else "inference"
+    title = (
+        f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
+        f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
+        f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
+    )
+    transfers = tuple(
+        (part.ipu, part.peer, part.bytes if graph else None, *part.often_and_when)
+        for part in parts_of(plan, graph)
+        if part.kind == "send"
+    )
+    return Overview(
+        title,
+        tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
+        transfers,
+        schedules(plan, settings),
+        tuple(
+            (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
+            for piece in partition.pieces
+        ),
+    )
+
+
+def _bytes(size: int | None) -> str:
+    return "an unknown number of bytes" if size is None else f"{size:,} bytes"

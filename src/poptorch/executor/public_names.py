@@ -15,9 +15,9 @@ from popengine.errors import Error
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter
+from ..compiling.compilation_log import Overview, overview
 from ..logs import logger
 from ..options import Options
-from ..reporting.overview import Overview, overview
 from . import marked_model
 from .device_lease import DeviceLease
 from .latest_call import Latency, LatestCall, Times
@@ -170,7 +170,8 @@ class PublicNames:
 
         Raises: Error, before compilation; `poptorch.describe` returns such an overview then
         """
-        return overview(self._lease.need_executable())
+        compiled = self._lease.need_executable()
+        return overview(compiled.plan, compiled.settings, compiled.graph)
 
     @property
     def memory_format(self) -> str:

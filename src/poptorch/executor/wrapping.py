@@ -10,11 +10,11 @@ from torch import nn
 
 from popengine.errors import Error
 
+from ..compiling.compilation_log import Overview, overview
 from ..compiling.executable import compile_model
 from ..logs import logger
 from ..options import Options
 from ..planning import profiles
-from ..reporting.overview import Overview, overview
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
 from .public_names import with_torch_modes
@@ -118,7 +118,8 @@ def describe(
     """
     with _executor_of(model, options, training) as (executor, own):
         program = executor._run_for(own, *arguments_of(batch))
-        return overview(compile_model(*program, is_plan_only=True))
+        compiled = compile_model(*program, is_plan_only=True)
+        return overview(compiled.plan, compiled.settings, compiled.graph)
 
 
 @with_torch_modes
