@@ -197,9 +197,8 @@ class Settings:
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
     backend: Backend = "eager"  # what runs the pieces
-    products_in_float32: tuple[
-        str, ...
-    ] = ()  # products of half types: chosen by the options and the processor
+    # Products of half types, such as "mm of bfloat16": chosen by the options and the processor.
+    products_in_float32: tuple[str, ...] = ()
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
     several_plans: bool = False  # other plans of the model use the same weights and optimizer state
@@ -209,6 +208,12 @@ class Settings:
     def is_eager(self) -> bool:
         """Return whether pieces run uncompiled; finite checks need it, since they check each operation."""
         return self.backend == "eager" or self.finite_checks
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Return whether all gradients are reduced and measured before the first of them updates a weight."""
+        clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
+        return clips_by_norm or self.automatic_loss_scaling
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas with the same value of a parameter as `replica`: its group, or all replicas."""

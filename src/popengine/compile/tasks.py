@@ -244,7 +244,8 @@ class _TableWriter:
                     after = [After(row, None), *before]
                     before = [self._step("exchange", after, ipu=self.rows[row].ipu, piece=number)]
             ready += before
-        ready.append(self._step("norm", ready, index="parameter"))
+        if settings.measures_gradients:
+            ready.append(self._step("norm", ready, index="parameter"))
         begin = self._step("begin", ready)
         updated = {
             ipu: (Instruction("update", keys=keys),)

@@ -67,9 +67,8 @@ class Updates:
             parts = [self._part(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
-        # Whether all gradients have to be reduced and measured before the first update.
+        # Whether gradients are clipped by their norm.
         self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm < math.inf
-        self._looks_at_gradients = self._needs_norms or settings.automatic_loss_scaling
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
         self._counts: list[Tensor] = []
@@ -101,7 +100,7 @@ class Updates:
         """Return the number of indices of a row: of parameters, of chunks, or 1."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
-            return len(self.state.units) if self._looks_at_gradients else 0
+            return len(self.state.units)
         return len(self._chunks.get(task.ipu, ())) if task.index == "chunk" else 1
 
     # ---- gradients -------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class Updates:
         """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step."""
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
-        added = 1 if self._looks_at_gradients else None  # only the first of the sums is left
+        added = 1 if self.settings.measures_gradients else None  # only the first of the sums is left
         if self._needs_norms:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_scale():
@@ -192,7 +191,7 @@ class Updates:
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Reduce, divide and clip the gradients of the parts, in place, and return the parts."""
         optimizer = self._optimizer
-        if not self._looks_at_gradients:
+        if not self.settings.measures_gradients:
             self._reduce(parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -49,12 +49,22 @@ def test_the_table_of_a_small_model():
     names = [str(task) for task in plan.tasks]
     forward = ["copy", "copy", "F0", "F0", "F1", "F2", "F3"]  # F0 is cut at its buffers
     backward = ["B3", "sum B3", "B2", "sum B2", "B1", "sum B1", "B0", "sum B0"]
-    assert names == [*forward, *backward, "norm", "begin", "update", "update", "end"]
+    assert names == [*forward, *backward, "begin", "update", "update", "end"]
     assert waits(plan, row_of(plan, "F1")) == {("F0", 0)}
     assert ("F3", 0) in waits(plan, row_of(plan, "B3"))
     assert waits(plan, row_of(plan, "sum B0")) == {("B0", 0), ("sum B0", 1)}
-    done = {name for name, behind in waits(plan, row_of(plan, "norm")) if behind is None}
+    done = {name for name, behind in waits(plan, row_of(plan, "begin")) if behind is None}
     assert done == {*forward, *backward} - {"copy"}
+
+
+def test_gradients_have_rows_that_measure_them_only_if_settings_need_it():
+    graph = graph_of(Net(), True)
+    optimizers = Optimizer("sgd", {}), Optimizer("sgd", {}, max_grad_norm=1.0)
+    for optimizer, scaling in product(optimizers, (False, True)):
+        counts, strategy = Counts(accumulation=8), stages(0, 1, 2, 3)
+        settings = Settings(True, counts, strategy, optimizer=optimizer, automatic_loss_scaling=scaling)
+        kinds = [task.kind for task in compile_graph(graph, settings).tasks]
+        assert kinds.count("norm") == (scaling or optimizer is optimizers[1])
 
 
 def test_a_plan_has_the_size_of_the_model_and_not_of_the_batch():
