@@ -77,7 +77,9 @@ def observe(
         return Decision(_patch(old, status, now))
     instances, missing, gone = next_states(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
-    word, message = _summary(job, list(instances.values()), remaining)
+    states = Counter(record["state"] for record in instances.values())
+    restarts = sum(record["restarts"] for record in instances.values())
+    word, message = _summary(job.shape.instances, states, restarts, remaining)
     notes = "; ".join(text for _, text in warnings_of(job, value)) or "instances run"
     conditions = {
         "Running": notes if word == "Running" else "",
@@ -85,17 +87,17 @@ def observe(
         "Failed": message if word == "Failed" else "",
         "Invalid": "",
     }
-    states, phases = Counter(each["state"] for each in instances.values()), Counter(map(phase, remaining))
+    ended = Counter(phase(pod) for pod in remaining if phase(pod) in ENDED)
     status = {
         "launcherStatus": word,
         "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
         "desiredReplicas": job.shape.instances,
         "lastMessage": trouble if trouble and missing else message,
-        "restartCount": sum(each["restarts"] for each in instances.values()),
+        "restartCount": restarts,
         "workersStatus": {
-            "active": len(remaining) - phases["Succeeded"] - phases["Failed"],
-            "succeeded": phases["Succeeded"],
-            "failed": phases["Failed"],
+            "active": len(remaining) - ended.total(),
+            "succeeded": ended["Succeeded"],
+            "failed": ended["Failed"],
         },
         "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
         "instances": instances,
@@ -109,9 +111,8 @@ def observe(
         gone += [pod for pod in remaining if _is_cleaned(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.service(job))
-    return Decision(
-        _patch(old, status, now), tuple(gone), tuple(pods.with_owner(each, value) for each in create)
-    )
+    owned = tuple(pods.with_owner(each, value) for each in create)
+    return Decision(_patch(old, status, now), tuple(gone), owned)
 
 
 def _finished(
@@ -141,9 +142,11 @@ def _changed(value: Object, own_pods: Sequence[Object]) -> str:
     return ""
 
 
-def _summary(job: Job, instances: Sequence[Object], remaining: Sequence[Object]) -> tuple[str, str]:
-    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line."""
-    total, states = job.shape.instances, Counter(each["state"] for each in instances)
+def _summary(total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]) -> tuple[str, str]:
+    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line.
+
+    Args: total: the number of instances; states: the number of instances in each state
+    """
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:
@@ -152,7 +155,7 @@ def _summary(job: Job, instances: Sequence[Object], remaining: Sequence[Object])
         culprit = pods.first_failed(remaining)
         first = f": {culprit['metadata']['name']} {pods.describe_end(culprit)}" if culprit else ""
         return "Failed", f"{states['Failed']} of {total} instances failed{first}"
-    if states["Pending"] == total and not any(each["restarts"] for each in instances):
+    if states["Pending"] == total and not restarts:
         return "Pending", f"waiting: {pods.why_pending(remaining)}"
     parts = [f"{states['Running']} of {total} instances running"]
     parts += [f"{states[state]} {words}" for state, words in _WORDS.items() if states[state]]
