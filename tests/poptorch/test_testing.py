@@ -18,6 +18,8 @@ def test_structure_and_values_must_match():
     assert not allclose((ONE, ONE), [ONE, ONE])
     assert not allclose((ONE,), (ONE, ONE))
     assert not allclose(ONE, torch.ones(3))
+    assert allclose({"a": ONE, "b": 2}, {"b": 2, "a": ONE + 1e-7})
+    assert not allclose({"a": ONE}, {"b": ONE}) and not allclose({"a": ONE}, {"a": OTHER})
 
 
 class Net(nn.Module):

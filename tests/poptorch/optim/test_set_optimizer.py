@@ -36,6 +36,17 @@ def test_an_argument_that_was_not_given_may_not():
         set_optimizer(SGD(MODEL.parameters(), lr=0.1, momentum=0.6))
 
 
+def test_all_changes_are_in_one_error():
+    set_optimizer = compiled_with(Adam(MODEL.parameters(), lr=0.1))
+    with pytest.raises(Error) as caught:
+        set_optimizer(Adam(MODEL.parameters(), lr=0.2, eps=0.5, weight_decay=0.25, max_grad_norm=1.0))
+    assert str(caught.value).splitlines()[1:4] == [
+        "  the clipping (max_grad_norm): it was inf, now it is 1.0",
+        "  modified constant attribute 'eps': it was [1e-08], now it is [0.5]",
+        "  modified constant attribute 'weight_decay': it was [0.0], now it is [0.25]",
+    ]
+
+
 def test_marks_decide():
     first = Adam(MODEL.parameters(), lr=0.1)
     first.variable_attrs.markAsConstant("lr")
