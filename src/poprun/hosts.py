@@ -88,18 +88,16 @@ def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
 def _start(
     host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host. By ssh it reads variables from standard input: a command line is public."""
-    command = [sys.executable, "-m", "poprun", *words]
-    if host in _HERE:
-        log.debug(shlex.join(command))
-        return subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **variables})
+    """Start the poprun of a host. It reads variables from standard input: a command line is public."""
     settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    poprun = shlex.join([sys.executable, "-m", "poprun", *words])
     count = settings.count("\n")
-    script = f'eval "$(head -n {count})" && cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}'
+    script = f'eval "$(head -n {count})" && cd {shlex.quote(os.getcwd())} && exec {poprun}'
     # `--`: a host whose name begins with a dash is no option.
-    remote = ["ssh", "-oBatchMode=yes", "--", host, f"exec sh -c {shlex.quote(script)}"]
-    log.debug(shlex.join(remote))
-    process = subprocess.Popen(remote, stdin=subprocess.PIPE)
+    ssh = ["ssh", "-oBatchMode=yes", "--", host, f"exec sh -c {shlex.quote(script)}"]
+    command = ["sh", "-c", script] if host in _HERE else ssh
+    log.debug(shlex.join(command))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # ssh has failed: `work` reads its exit code
         process.stdin.write(settings.encode())
