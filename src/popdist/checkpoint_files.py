@@ -13,6 +13,7 @@ current checkpoint.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -155,15 +156,26 @@ def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
+class _ChecksumFile(io.BufferedWriter):
+    """A file that computes its checksum while it is written."""
+
+    sum = 0
+
+    def write(self, data: Any) -> int:
+        self.sum = zlib.crc32(data, self.sum)
+        return super().write(data)
+
+
 def _save(path: Path, state: Any) -> list[int]:
     """Write a file to the disk and return its size and checksum."""
-    with open(path, "wb") as file:
+    with _ChecksumFile(io.FileIO(path, "wb")) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:  # torch's own, raised after the error of the disk
             raise error.__context__ or error from None
+        size = file.tell()
     _sync(path)
-    return _checksum(path)
+    return [size, file.sum]
 
 
 def _checksum(path: Path) -> list[int]:
