@@ -22,7 +22,7 @@ from typing import Any
 import poptorch
 from popengine.environment import CHECKPOINTS, read
 from poptorch.data.loader_state import random_state, set_random_state
-from poptorch.executor.training_state import set_training_state, training_state
+from poptorch.executor.executable_file import set_training_state, training_state
 from poptorch.logs import logger
 
 from . import checkpoint_files as files

@@ -13,7 +13,7 @@ from torch import nn
 
 import popdist.poptorch
 import poptorch
-from poptorch.executor.training_state import training_state
+from poptorch.executor.executable_file import training_state
 
 ROWS = 96
 

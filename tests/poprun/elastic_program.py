@@ -15,7 +15,7 @@ from torch import nn
 
 import popdist.poptorch
 import poptorch
-from poptorch.executor.training_state import training_state
+from poptorch.executor.executable_file import training_state
 
 ROWS = 192  # of 8 replicas, 2 micro-batches of 2 rows: 6 calls an epoch
 

@@ -1,14 +1,15 @@
-"""Files of compiled models: one pickle with what was compiled, the options, and the state.
+"""What is saved of an executor: a file of the compiled model, or the state of the training as a value.
 
-Reading a pickle can run code, so read only files that you trust. Only the version that wrote a file can read
-it. Weights are saved as a part of the pickled model; `torch.save(model.state_dict(), ...)` saves them alone.
+A file is one pickle with what was compiled, the options, and the state. Reading a pickle can run code, so read only
+files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled model;
+`torch.save(model.state_dict(), ...)` saves them alone.
 """
 
 import hashlib
 import io
 import os
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from .marked_model import WrappedModel
 _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
 DEFAULT_NAME = "model.poptorch"
 _VERSIONS = {"pando": __version__, "torch": torch.__version__}
+TrainingState = dict[str, Any]
+_PLAIN = (int, float, bool, str, tuple, list, type(None))
 
 
 @dataclass(frozen=True)
@@ -168,3 +171,81 @@ def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None
 
 def _listed(versions: Any) -> str:
     return ", ".join(f"{name} {version}" for name, version in dict(versions).items())
+
+
+# ---- the state of a training, which `popdist.Checkpoint` writes and restores -----------------------------------
+
+
+def training_state(executor: Any) -> TrainingState:
+    """Return copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
+
+    "weights" and "optimizer" are equal in all instances, except those of per-replica parameters. If the
+    optimizer state is sharded ("shares_state"), "optimizer" is the shard of this instance.
+    """
+    lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.to_keep()
+    names = dict(executor._wrapped.traced.named_buffers())
+    with torch._C.DisableTorchFunctionSubclass():
+        if lease.engine is not None:
+            with lease.engine.state.still:
+                values = {name: value.clone() for name, value in lease.engine.state.read().items()}
+            buffers = lease.engine.state.read_buffers()
+        else:
+            values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
+            buffers = [{name: values[name] for name in names}]
+    return {
+        **vars(kept),
+        "optimizer": kept.optimizer or {},
+        "weights": {name: value for name, value in values.items() if name not in names},
+        "buffers": buffers,
+        "shares_state": lease.shares_state,
+        "rates": [
+            {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN)}
+            for group in optimizer.param_groups
+        ],
+        "loss_scaling": getattr(optimizer, "loss_scaling", None),
+    }
+
+
+def set_training_state(executor: Any, state: TrainingState) -> None:
+    """Continue from the `training_state` of the same model, uploaded now or when the executor is attached.
+
+    Raises: Error, if the state is of another model
+    """
+    _check_state(executor, state)
+    attached = executor.isAttachedToDevice()
+    if attached:
+        executor.detachFromDevice()
+    executor._weights.put_on_host({**state["buffers"][0], **state["weights"]})
+    kept = {field.name: state[field.name] for field in fields(KeptState)}
+    executor._lease.kept = KeptState(**kept)
+    optimizer = executor._optimizer
+    for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
+        group.update(rates)
+    if state["loss_scaling"] is not None:
+        optimizer.loss_scaling = state["loss_scaling"]
+    executor._optimizer_link.discard_loaded()
+    executor.setOptimizer(optimizer)
+    if attached:
+        executor.attachToDevice()
+
+
+def _check_state(executor: Any, state: TrainingState) -> None:
+    """Raise Error if the state has other weights or shapes, or another number of parameter groups."""
+    saved = {**state["buffers"][0], **state["weights"]}
+    with torch._C.DisableTorchFunctionSubclass():
+        here, there = (
+            {n: list(value.shape) for n, value in values.items() if n not in executor.per_replica_params}
+            for values in (executor._weights.on_host(), saved)
+        )
+    other = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if other:
+        shown = [
+            f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+            for name in other
+        ]
+        raise Error(f"the checkpoint is of another model: {'; '.join(shown[:5])}")
+    if len(state["rates"]) != len(executor._optimizer.param_groups):
+        raise Error(
+            f"the checkpoint's optimizer has {len(state['rates'])} groups, this one"
+            f" {len(executor._optimizer.param_groups)}"
+        )

@@ -9,7 +9,7 @@ from executor_models import Outer
 from torch import nn
 
 import poptorch
-from poptorch.executor.training_state import set_training_state, training_state
+from poptorch.executor.executable_file import set_training_state, training_state
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
