@@ -48,11 +48,9 @@ class Error(Exception):
         self.type, self.location = "poptorch_cpp_error", location
         self.args = (str(self),)
 
-    def __setstate__(
-        self, state: dict[str, Any] | None
-    ) -> None:  # pickle and copy passed the whole text to `__init__`
+    def __setstate__(self, state: dict[str, Any] | None) -> None:
         super().__setstate__(state)
-        self.args = (str(self),)
+        self.args = (str(self),)  # pickle and copy passed the whole text to `__init__`
 
     def __str__(self) -> str:
         text = f"{self._place}'{self.type}': {self.message}"

@@ -98,7 +98,6 @@ class Results:
         self.loss_scale = 1.0  # in the latest step
         self._outputs: dict[int, Rows] = {}  # by position
         self._written: dict[int, Rows] = {}  # of inputs that forward writes into, by position
-        self.weights: dict[Anchor, Rows] = {}  # by anchor; a turn is an iteration
         modes: dict[int, tuple[Outputs, int]] = {
             int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
         }
@@ -109,11 +108,11 @@ class Results:
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
                 self._written[position] = Rows(of_groups, "all", 1, result, device)
-        for anchor in settings.anchors:
-            if anchor.is_weight:
-                slot = next(slot for slot in signature.weights if slot.key == anchor.key)
-                once = replace(counts, accumulation=1)
-                self.weights[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
+        self.weights: dict[Anchor, Rows] = {}  # by anchor; a turn is an iteration
+        for anchor in (anchor for anchor in settings.anchors if anchor.is_weight):
+            slot = next(slot for slot in signature.weights if slot.key == anchor.key)
+            once = replace(counts, accumulation=1)
+            self.weights[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..errors import UnrecoverableError
 from ..ir import Plan
-from ..settings import Counts, Hyper, Settings
+from ..settings import Hyper, Settings
 from . import devices
 from .backends.eager import build
 from .call import EngineCall, Results
 from .devices import aligned
 from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
-from .instances.process_group import ProcessGroup, group_of
+from .instances.process_group import group_of
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
@@ -255,36 +255,30 @@ class Engine:
         self._unconfirmed = {key for key in weights if key in self._state.trained}
 
     def average_buffers(self) -> None:
-        """Average the floating point buffers that forward changes, over the replicas of all processes."""
+        """Average the floating point buffers that forward changes, over the replicas of all processes.
+
+        The means have the same bits in every layout of replicas and processes.
+        """
         with self._turn:
             self._await_idle()
             results = self.plan.partition.signature.results
-            names = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
-            if names:
-                replicas = [[each[name] for name in names] for each in self._state.read_buffers()]
-                means = _mean_over_replicas(replicas, self.settings.counts, self._group)
-                self._state.write([dict(zip(names, means, strict=True))] * len(replicas))
-                self._state.host_is_stale = True
-
-
-def _mean_over_replicas(
-    replicas: Sequence[Sequence[Tensor]], counts: Counts, group: ProcessGroup | None
-) -> list[Tensor]:
-    """Return the mean of each buffer over the replicas of all processes, with the same bits in every layout.
-
-    Args:
-        replicas: the buffers of each replica in this process
-    """
-    first = replicas[0]
-    flats = [torch.cat([buffer.double().reshape(-1) for buffer in buffers]) for buffers in replicas]
-    if group is None:
-        tree_sum(leaves([flat] for flat in flats))
-    else:
-        shapes = {str(place): str(tuple(buffer.shape)) for place, buffer in enumerate(first)}
-        reduction, what = AllReduce(group, _BUFFERS_TAG), "the mean of running statistics"
-        group.after_barrier(what, {"buffers": shapes}, lambda: reduction.all_reduce(flats))
-    means = (flats[0] / counts.global_replicas).split([buffer.numel() for buffer in first])
-    return [mean.view(b.shape).to(b.dtype) for mean, b in zip(means, first, strict=True)]
+            buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+            if not buffers:
+                return
+            replicas = self._state.read_buffers()
+            flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
+            if self._group is None:
+                tree_sum(leaves([flat] for flat in flats))
+            else:
+                what, reduction = "the mean of running statistics", AllReduce(self._group, _BUFFERS_TAG)
+                facts = {"buffers": {b.key: str(b.shape) for b in buffers}}
+                self._group.after_barrier(what, facts, lambda: reduction.all_reduce(flats))
+            mean = flats[0] / self.settings.counts.global_replicas
+            parts = mean.split([replicas[0][b.key].numel() for b in buffers])
+            pairs = zip(buffers, parts, strict=True)
+            new = {b.key: part.view(b.shape).to(b.dtype) for b, part in pairs}
+            self._state.write([new] * len(replicas))
+            self._state.host_is_stale = True
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:

@@ -94,9 +94,9 @@ class Connections:
         self._group: _Gloo | None = None
         self._failure = ""  # why the previous generation was closed
         self._has_ended = False  # there will be no next generation
-        self._is_watched = False
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
+        self._is_watched = False
         self._waits: dict[int, _PeerWait] = {}  # by thread
 
     # ---- messages ----------------------------------------------------------------------------------------
