@@ -19,7 +19,7 @@ from popengine.environment import pando_version
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
-from .files import Faults, load_job, read, read_jobs, with_changes
+from .files import Faults, load_job, read, with_changes
 from .render import render as make_objects
 from .render import with_namespace
 from .rules import count, crd
@@ -209,12 +209,14 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown := real - set(skipped_programs.ALL):
         names = ", ".join(skipped_programs.ALL)
         raise Faults([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
-    variables = dict(arguments.env)
-    for document in read_jobs(arguments.file):
+    variables, loaded = dict(arguments.env), []
+    for document in read(arguments.file):
         document = with_changes(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported(job, variables)):
             raise Faults([document.locate(*fault) for fault in faults])
+        loaded.append((document, job))
+    for document, job in loaded:  # all of the file is checked before the first job runs
         if not job.shape.instances:
             print(f"ipujob: {job.name}: no instances wanted", file=sys.stderr)
             continue

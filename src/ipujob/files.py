@@ -94,24 +94,6 @@ def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fa
             yield from _walk(value, (*place, index), lines)
 
 
-def read_jobs(file: str) -> list[Document]:
-    """Return the documents of a file, all of which must be IPUJobs.
-
-    Raises:
-        Faults: the file can't be read, or a document is an object of another kind
-    """
-    documents = read(file)
-    fix = "kubectl create -f; ipujob render passes other kinds through"
-    faults = [
-        each.locate(("kind",), f"this is a {each.kind}, and only IPUJobs can be run", fix)
-        for each in documents
-        if each.kind != "IPUJob"
-    ]
-    if faults:
-        raise Faults(faults)
-    return documents
-
-
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
     """Return the job of a document; print warnings about unusual fields to standard error.
 

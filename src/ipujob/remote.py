@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .client import Cluster, Refused, Unreachable
-from .files import load_job, read_jobs, with_changes
+from .files import load_job, read, with_changes
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds
@@ -19,7 +19,7 @@ _PATIENCE = 60  # seconds that a wait goes on while the cluster can't be reached
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    documents = read_jobs(arguments.file)
+    documents = read(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]
     for document in documents:

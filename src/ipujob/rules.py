@@ -116,7 +116,8 @@ def parse(
         images: replacements of the template's image; None, if no image is used
     """
     if value.get("kind") != "IPUJob":
-        return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", "kind: IPUJob")]
+        fix = "kind: IPUJob; ipujob render passes other kinds through"
+        return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid parts, so that all faults are found at once.
     valid = _checked(value, _schema(), (), faults)

@@ -182,7 +182,7 @@ def test_a_reader_that_goes_away_holds_no_worker_up(tmp_path):
 
 def test_other_kinds_and_other_places_are_refused(run, tmp_path, capfd):
     code, _, err = run({"apiVersion": "v1", "kind": "ConfigMap"})
-    assert code == 2 and "this is a ConfigMap, and only IPUJobs can be run" in err
+    assert code == 2 and "kind ConfigMap isn't an IPUJob" in err
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job()))
     assert main(["run", str(tmp_path / "job.yaml")]) == 2
     assert "fix: --local" in capfd.readouterr().err
