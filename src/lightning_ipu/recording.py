@@ -86,12 +86,12 @@ def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
     undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
-class Recording:
+class Recording(ExitStack):
     """A context manager that records one step of a LightningModule. Call `finish` with the step's output."""
 
     def __init__(self, module: Any, step: str) -> None:
+        super().__init__()
         self._module, self._step = module, step
-        self._undo = ExitStack()
         self._calls = itertools.count()  # of metrics
         self._metrics = _metrics_of(module)
         self._log_signature = inspect.signature(module.log)
@@ -103,21 +103,18 @@ class Recording:
         }
 
     def __enter__(self) -> Recording:
-        self._undo.callback(_restored, self._module, self._before)
+        self.callback(_restored, self._module, self._before)
         replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         if self._is_manual:
             replaced |= self._manual_optimization()
         for name, value in replaced.items():
-            replace_until(self._undo, vars(self._module), name, value)
+            replace_until(self, vars(self._module), name, value)
         for path, metric in self._metrics.items():
-            replace_until(self._undo, vars(metric), "forward", self._noted(path, "forward"))
-            replace_until(self._undo, vars(metric), "update", self._noted(path, "update"))
-            replace_until(self._undo, vars(metric), "compute", MetricValue(path)._refuse)
-        _watch_counters(self._module._trainer, self._undo)
+            replace_until(self, vars(metric), "forward", self._noted(path, "forward"))
+            replace_until(self, vars(metric), "update", self._noted(path, "update"))
+            replace_until(self, vars(metric), "compute", MetricValue(path)._refuse)
+        _watch_counters(self._module._trainer, self)
         return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._undo.close()
 
     def finish(self, output: Any) -> None:
         """Note the tensors that the step left in the module's attributes, and choose the training loss."""
