@@ -7,7 +7,6 @@ Otherwise as in PopTorch: each process has a contiguous share of the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,43 +16,6 @@ from torch.utils.data import IterableDataset, Sampler
 from popengine.errors import DataError
 from poptorch.logs import logger
 from poptorch.options import Options
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A contiguous range of indices, into the order of the rows, that one process reads."""
-
-    start: int
-    size: int
-    leftovers: int = 0  # rows at the end that no process reads
-
-
-def share_of(
-    rows: int, batch: int, processes: int, process: int, drop_last: bool, is_equal: bool = False
-) -> Share:
-    """Return a process's share: whole batches with `drop_last`, otherwise all rows as evenly as possible.
-
-    Args:
-        rows:     number of rows of the dataset
-        batch:    rows of a combined batch
-        is_equal: without `drop_last` all shares are of equal size: the last one continues with the first rows
-    Raises:
-        DataError: there isn't a whole batch for each process
-    """
-    if not drop_last and is_equal:
-        size = -(-rows // processes)
-        return Share(process * size, size)
-    if not drop_last:
-        size, longer = divmod(rows, processes)
-        return Share(process * size + min(process, longer), size + (process < longer))
-    size = rows // (batch * processes) * batch
-    if size == 0:
-        raise DataError(
-            f"a dataset of {rows} elements is smaller than C × P = {batch} × {processes}: not every process "
-            f"gets a combined batch\n"
-            f"  fix: fewer processes, a smaller batch_size, fewer device iterations or less accumulation"
-        )
-    return Share(process * size, size, rows % size)
 
 
 def partition_of(
@@ -100,16 +62,22 @@ def partition_of(
         "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
     )
     rows, combined = len(dataset), micro_batch * counts.product
-    is_equal = options.exists("new_shapes")  # all processes then train on the last rows together
-
-    def places_of(process: int) -> tuple[Callable[[], torch.Tensor], int]:
-        share = share_of(rows, combined, processes, process, drop_last, is_equal)
-        if not by_replica:
-            return partial(torch.arange, share.start, share.start + share.size), share.leftovers
-        dealt = share.size * processes if drop_last or is_equal else rows
-        return partial(_places_of_replicas, dealt, micro_batch * counts.groups, processes, process), 0
-
-    first, last = (-(-len(places_of(p)[0]()) // combined) for p in (0, processes - 1))
+    dealt, leftovers = rows, 0
+    if drop_last:
+        share = rows // (combined * processes) * combined
+        if share == 0:
+            raise DataError(
+                f"a dataset of {rows} elements is smaller than C × P = {combined} × {processes}: not every process "
+                f"gets a combined batch\n"
+                f"  fix: fewer processes, a smaller batch_size, fewer device iterations or less accumulation"
+            )
+        dealt, leftovers = share * processes, 0 if by_replica else rows % share
+    elif options.exists("new_shapes"):
+        # All processes train on the last rows together: shares are equal, and the last one goes on with the first rows.
+        dealt = -(-rows // processes) * processes
+    width = micro_batch * counts.groups if by_replica else None
+    places_of = partial(_places_of, dealt, width, processes)
+    first, last = (-(-len(places_of(p)) // combined) for p in (0, processes - 1))
     if first != last:
         logger.warning(
             "drop_last=False with %d elements gives the first of %d processes one batch more than the "
@@ -117,7 +85,8 @@ def partition_of(
             rows,
             processes,
         )
-    return ProcessSampler(rows, options.random_seed if shuffle else None, *places_of(distributed.processId))
+    seed = options.random_seed if shuffle else None
+    return ProcessSampler(rows, seed, partial(places_of, distributed.processId), leftovers)
 
 
 class ProcessSampler(Sampler[int]):
@@ -147,15 +116,18 @@ class ProcessSampler(Sampler[int]):
         return iter(torch.randperm(self.rows, generator=self.generator)[places].tolist())
 
 
-def _places_of_replicas(dealt: int, width: int, processes: int, process: int) -> torch.Tensor:
-    """Return the indices, into the order of the rows, that the replicas of a process read.
+def _places_of(dealt: int, width: int | None, processes: int, process: int) -> torch.Tensor:
+    """Return the indices, into the order of the rows, that a process reads.
 
-    The order is split into groups of `width` rows; the replicas of one process read a group at once. Groups
-    are assigned to processes in turn: a replica's rows in an update are the same for any number of processes.
+    Without `width` this is a contiguous share. With it, the order is split into groups of `width` rows; the
+    replicas of one process read a group at once. Groups are assigned to processes in turn: a replica's rows in an
+    update are the same for any number of processes.
 
     Args: dealt: the number of indices to divide among the processes
     """
     places = torch.arange(dealt)
+    if width is None:
+        return places.tensor_split(processes)[process]
     whole = dealt - dealt % (width * processes)
     rest = dealt - whole
     pieces = places // width

@@ -94,11 +94,7 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, in the same structure, and record which loop their transfer may overlap.
-
-    `mode` is the loop whose computation the transfer to the host may overlap. Here transfers are not
-    overlapped, but a misplaced mark raises Error at compilation.
-    """
+    """Return the tensors unchanged, as `set_overlap_for_input` does; the transfer is that to the host."""
     return _marked("set_overlap_for_output", output_tensors, mode)
 
 

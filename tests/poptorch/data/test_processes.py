@@ -10,7 +10,6 @@ from rows import FORK, Rows, SizedStream, numbers, rows_in
 import popdist.poptorch
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
-from poptorch.data.dataset_shares import Share, share_of
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
 
@@ -23,15 +22,11 @@ def options(process: int, processes: int, seed: int | None = None) -> Options:
 
 @pytest.mark.parametrize(
     "process, drop_last, expected",
-    [
-        (0, True, Share(0, 4, 3)),
-        (1, True, Share(4, 4, 3)),
-        (0, False, Share(0, 6)),
-        (1, False, Share(6, 5)),
-    ],
+    [(0, True, range(4)), (1, True, range(4, 8)), (0, False, range(6)), (1, False, range(6, 11))],
 )
 def test_eleven_rows_in_batches_of_four_for_two_processes(process, drop_last, expected):
-    assert share_of(11, 4, 2, process, drop_last) == expected
+    loader = DataLoader(options(process, 2), Rows(11), batch_size=2, drop_last=drop_last)
+    assert rows_in(loader) == list(expected)
 
 
 def test_too_little_data_for_all_processes_is_an_error():
