@@ -134,11 +134,11 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
     Raises:
         DataError: the value is not a loader's state, or rows would be lost or read twice
     """
-    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", *_LAYOUT, "begun", "now"}:
+    here = _layout(loader)
+    if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
         )
-    here = _layout(loader)
     if len(state["now"]["own"]) != len(_own_generators(loader)):
         raise DataError(
             "the loader's state is that of another kind of shuffling\n"
@@ -146,7 +146,7 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
             "  fix: the first loader's options (popdist.poptorch.Options or poptorch.Options), shuffle and generator"
         )
     position = state["position"]
-    if position and any(state[name] != here[name] for name in _LAYOUT):
+    if position and any(state[name] != here[name] for name in here):
         rows = position * (state["rows"] or 0)
         if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
             raise DataError(
@@ -158,9 +158,6 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
             )
         position = rows // here["rows"]
     return {**state, **here, "position": position}
-
-
-_LAYOUT = ("shares", "rows")
 
 
 def _layout(loader: Any) -> dict[str, Any]:
