@@ -5,7 +5,6 @@ Profiles and drawings number the instructions by these programs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .ir import Instruction, Plan
@@ -60,12 +59,6 @@ def programs(plan: Plan) -> dict[int, Program]:
         entries.append(Entry(row, micro_batch, len(instructions)))
         instructions += [(one, micro_batch) for one in plan.tasks[row].instructions]
     return made
-
-
-def lanes(plan: Plan) -> Iterator[list[tuple[int, int]]]:
-    """Yield the (row, micro-batch) pairs of each ipu's program, in order, without rows of the whole step."""
-    for program in programs(plan).values():
-        yield [(entry.row, entry.micro_batch) for entry in program.entries if entry.micro_batch >= 0]
 
 
 def drawn(plan: Plan, cores: int = 0) -> tuple[str, str]:

@@ -204,15 +204,15 @@ def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
         f"  ipu {ipu}: {load * 1e3:.3f} ms: {', '.join(names)}"
         for ipu, (names, load) in enumerate(zip(cut, loads, strict=True))
     ]
-    slowest = max(range(len(loads)), key=loads.__getitem__)
+    most = max(loads)
+    slowest = loads.index(most)
     names = cut[slowest]
     for neighbour, name in ((slowest - 1, names[0]), (slowest + 1, names[-1])):
         if 0 <= neighbour < len(cut) and len(names) > 1:
-            moved = loads.copy()
-            moved[slowest] -= of[name]
-            moved[neighbour] += of[name]
+            change = {slowest: -of[name], neighbour: of[name]}
+            moved = max(load + change.get(ipu, 0.0) for ipu, load in enumerate(loads))
             lines.append(
-                f"  moving {name!r} to ipu {neighbour} would make the slowest {max(moved) * 1e3:.3f} ms instead of"
-                f" {loads[slowest] * 1e3:.3f} ms"
+                f"  moving {name!r} to ipu {neighbour} would make the slowest {moved * 1e3:.3f} ms instead of"
+                f" {most * 1e3:.3f} ms"
             )
     return "\n".join(lines)

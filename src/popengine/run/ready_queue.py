@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ..order import IN_TURNS, ORDERS, After
-from ..programs import actions, lanes
+from ..programs import actions, programs
 from . import devices
 from .call import EngineCall
 from .recorder import Recorder
@@ -94,7 +94,8 @@ class StepTasks:
             {place[need] for edge in after[task.row] for need in self._needs(edge, task) if need in place}
             for task in self.all
         ]
-        for lane in lanes(plan) if not cores else ():
+        for program in programs(plan).values() if not cores else ():
+            lane = [(row, micro_batch) for row, micro_batch, _ in program.entries if micro_batch >= 0]
             for replica in range(self._replicas):
                 for earlier, later in pairwise(lane):
                     before[place[*later, replica]].add(place[*earlier, replica])
