@@ -1,7 +1,7 @@
 """A step of a LightningModule, recorded while it is captured.
 
 A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists,
-dictionaries and attributes become notes of the graph (`poptorch.annotating.notes`), which `replaying.py`
+dictionaries and attributes become notes of the graph (`poptorch.compiling.outputs`), which `replaying.py`
 repeats after each call, with values. Attributes that are replaced during the step are restored at its end.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from popengine.compile.recording.current_capture import Capture, current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
-from poptorch.annotating.notes import note
+from poptorch.compiling.outputs import note
 from poptorch.nested_values import tensors_of
 
 logger = logging.getLogger("poptorch::python")

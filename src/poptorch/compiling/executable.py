@@ -22,7 +22,6 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
-from ..annotating.notes import Note, notes_of
 from ..annotating.placing import layers_as_blocks
 from ..annotating.replica_groups import one_row_each
 from ..annotating.strategies import PipelinedExecution, ShardedExecution
@@ -33,7 +32,7 @@ from ..options import Options
 from . import compilation_log
 from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
 from .losses import choose_loss
-from .outputs import Anchors, requests_of, resolve, traced_outputs
+from .outputs import Anchors, Note, notes_of, requests_of, resolve, traced_outputs
 from .runs import Run
 from .traced_functions import traced_functions
 from .tune import NO_HINTS, Hints, balanced, measured_hints

@@ -76,7 +76,7 @@ class Capture:
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
     is_marked: bool = False  # the user has marked a loss
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
-    # For the host, after each call: see `poptorch.annotating.notes`.
+    # For the host, after each call: see `poptorch.compiling.outputs`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
     # Autograd numbers its nodes in the order of the forward. For each operation: the number after its node's,
     # and its block, line and module. So the number of a backward node leads to these.

@@ -6,7 +6,7 @@ from executor_models import options
 from torch import nn
 
 import poptorch
-from poptorch.annotating.notes import note
+from poptorch.compiling.outputs import note
 
 
 class Noting(nn.Module):
