@@ -244,19 +244,17 @@ def _check_overlap(graph: Graph, options: Options) -> None:
     Raises: Error, if a mark is misplaced, or the options don't allow overlap
     """
     nodes: Any = graph.code.nodes
-    marks = [
-        node
-        for node in nodes
-        if str(node.target) in (_INPUT, _OUTPUT) and node.args[1] != OverlapMode.NoOverlap.value
-    ]
+    marks = [node for node in nodes if str(node.target) in (_INPUT, _OUTPUT)]
+    marks = [node for node in marks if node.args[1] != OverlapMode.NoOverlap.value]
     if not marks:
         return
     (output,) = graph.code.find_nodes(op="output")
     results = zip(output.args[0], graph.results, strict=True)
     outputs = [value for value, result in results if result.kind == "output"]
     for node in marks:
+        source = node.args[0]
         if str(node.target) == _INPUT:
-            place, source = "the first operation on an input of the model, and its only use", node.args[0]
+            place = "the first operation on an input of the model, and its only use"
             fits = source.op == "placeholder" and source.meta["role"] == "input" and len(source.users) == 1
         else:
             place, fits = "on an output of the model that is returned once", outputs.count(node) == 1

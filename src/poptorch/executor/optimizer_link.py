@@ -71,7 +71,10 @@ class OptimizerLink:
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        optimizer = unwrapped(optimizer)
+        inner = getattr(
+            optimizer, "optimizer", None
+        )  # of a wrapper such as accelerate's AcceleratedOptimizer
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._lease.executable is not None
         frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
@@ -282,12 +285,6 @@ class OptimizerLink:
                 " param_groups",
                 "; ".join(changes[:3]) or "its parameter groups",
             )
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a wrapper such as accelerate's `AcceleratedOptimizer`; else the argument."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _lost() -> NoReturn:
