@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from popengine.profile import Event, Memory, Profile, Tensor, Track
@@ -110,14 +110,12 @@ def between(profile: Profile) -> dict[int, int]:
     """Return, by ipu, the largest number of bytes that were sent to it but not received yet."""
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}
-    for track in detailed(profile).values():
-        program = profile.programs[track.ipu]
-        for index, (_, end) in enumerate(track.spans()):
-            part, micro_batch = profile.parts[program[2 * index]], program[2 * index + 1]
-            if part.kind == "send":
-                sent[part.channel, part.peer, micro_batch] = (end, part.bytes)
-            elif part.kind == "receive":
-                received[part.channel, track.ipu, micro_batch] = end
+    in_detail = replace(profile, tracks=tuple(detailed(profile).values()))
+    for event in in_detail.events(frozenset({"send", "receive"})):
+        if event.kind == "send":
+            sent[event.channel, event.peer, event.micro_batch] = (event.end, event.bytes)
+        else:
+            received[event.channel, event.ipu, event.micro_batch] = event.end
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key, (time, size) in sent.items():
         if received.get(key, time) > time:
