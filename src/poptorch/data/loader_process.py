@@ -78,6 +78,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
+    """The end of an epoch; `state` as in Loaded."""
+
     generation: int
     goes_on: bool  # False if the worker waits for a Restart
     state: bytes | None
@@ -85,6 +87,8 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
+    """The request to begin an epoch; no argument: the next one."""
+
     generation: int
     epoch: int | None = None  # the epoch to begin, if the dataset is a poptorch.DataLoader
     state: bytes | None = None  # the state to go on from
@@ -115,6 +119,8 @@ class _SlotPickler(pickle.Pickler):
 
 
 class _SlotUnpickler(pickle.Unpickler):
+    """An unpickler of what a _SlotPickler has pickled: tensors are views of the slot."""
+
     def __init__(self, content: bytes, slot: Tensor) -> None:
         super().__init__(io.BytesIO(content))
         self._slot = slot
@@ -124,6 +130,7 @@ class _SlotUnpickler(pickle.Unpickler):
 
 
 def _view(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return a tensor that is a view of `size` bytes of a slot."""
     return slot[start : start + size].view(dtype).view(shape)
 
 

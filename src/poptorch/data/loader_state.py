@@ -180,6 +180,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _generators(loader: Any) -> LoaderState:
+    """Return the states of the random generators on which a loader's rows depend."""
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _own_generators(loader)],
@@ -189,6 +190,7 @@ def _generators(loader: Any) -> LoaderState:
 
 
 def _set_generators(loader: Any, state: LoaderState) -> None:
+    """Set the generators on which a loader's rows depend to a result of `_generators`."""
     set_random_state(state["random"])
     for generator, value in zip(_own_generators(loader), state["own"], strict=False):
         generator.set_state(value)

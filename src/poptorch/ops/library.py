@@ -66,7 +66,10 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register a computed operation, without a gradient. `pretend` is its implementation for fake tensors."""
+    """Register a computed operation, without a gradient; its schema follows from the function's annotations.
+
+    `pretend` is its implementation for fake tensors.
+    """
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
