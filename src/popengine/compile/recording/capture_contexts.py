@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from .current_capture import active
-from .graph_recorder import user_line
+from .graph_recorder import TORCH, user_line
 
 logger = logging.getLogger("poptorch::python")
 
@@ -61,7 +61,6 @@ def modes_restored() -> Iterator[None]:
 
 # `traced` replaces state of the whole process: threads that capture take turns.
 _CAPTURING = threading.RLock()
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def _is_called_by_torch_layer(reported: set[str]) -> bool:
@@ -71,7 +70,7 @@ def _is_called_by_torch_layer(reported: set[str]) -> bool:
     plain PyTorch.
     """
     code = sys._getframe(2).f_code
-    if active.get() is None or not code.co_filename.startswith(_TORCH):
+    if active.get() is None or not code.co_filename.startswith(TORCH):
         return False
     where = f"{code.co_name} in {Path(code.co_filename).name}, called at {user_line()},"
     if where not in reported and code.co_name != "_call_impl":  # which calls hooks of modules that fail

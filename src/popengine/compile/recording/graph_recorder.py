@@ -28,8 +28,9 @@ PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the 
 # Operations that update running statistics in place without declaring it in their schema, and twins that declare it.
 _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
 
+TORCH = str(Path(torch.__file__).parent)
 _SRC = Path(__file__).parents[3]
-_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, _SRC / "popengine", _SRC / "poptorch"))
+_OURS = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 
 
 def user_line() -> str:

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ...errors import CaptureError, Error
-from .graph_recorder import line_of
+from .graph_recorder import TORCH, line_of
 from .known_values import READS
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
-_TORCH = str(Path(torch.__file__).parent)
 _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
 
 
@@ -106,7 +103,7 @@ def explained(given: str) -> Iterator[None]:
 def _is_of_torch(error: BaseException) -> bool:
     """Return whether the innermost frame of an error is torch's or that of a mode of the capture."""
     *_, last = traceback.extract_tb(error.__traceback__)
-    return last.filename.startswith((_TORCH, _MODES))
+    return last.filename.startswith((TORCH, _MODES))
 
 
 @functools.cache
