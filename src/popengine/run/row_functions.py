@@ -87,6 +87,7 @@ class RowFunctions:
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
+        """Start a step: set its loss scale, and copy the weights that anchors want before it to the results."""
         self.state.begin_step()
         self._anchor("weight")
         if self.call.hyper is not None:

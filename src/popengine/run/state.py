@@ -302,11 +302,13 @@ class State:
     def memory(self, replica: int, ipu: int) -> Memory:
         """Return the bytes that an ipu of a replica holds from step to step, as if it had its own memory."""
         optimizer = self.settings.optimizer
-        sizes = {"parameter": 0, "other": 0}
+        parameters = others = gradients = states = 0
         for name in self.plan.held(ipu):
-            role = "parameter" if self._slots[name].role == "parameter" else "other"
-            sizes[role] += self.values[replica][name].nbytes
-        gradients = states = 0
+            size = self.values[replica][name].nbytes
+            if self._slots[name].role == "parameter":
+                parameters += size
+            else:
+                others += size
         for unit in self.units:
             is_here = self.ipu_of[unit.key] == ipu and replica in self.settings.members(
                 unit.key, unit.replica
@@ -315,4 +317,4 @@ class State:
                 weight = self.weight(unit)
                 gradients += weight.numel() * optimizer.type_for(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return Memory(replica, ipu, sizes["parameter"], sizes["other"], gradients, states)
+        return Memory(replica, ipu, parameters, others, gradients, states)

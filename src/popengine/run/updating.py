@@ -60,15 +60,13 @@ class Updates:
         # By (ipu, parameter group): its units. By ipu: its chunks, each with its (ipu, parameter group).
         self._groups: dict[tuple[int, int], list[Unit]] = {}
         self._chunks: dict[int, list[tuple[tuple[int, int], Chunk]]] = {}
-        for unit in filter(state.optimizer.__contains__, state.units):
+        for unit in (unit for unit in state.units if unit in state.optimizer):
             place = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
             self._groups.setdefault(place, []).append(unit)
         for place, units in sorted(self._groups.items()):
             parts = [self._part(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
-        # Whether gradients are clipped by their norm.
-        self._needs_norms = settings.optimizer is not None and settings.optimizer.max_grad_norm < math.inf
         # Of the step whose updates run.
         self._norms: dict[Unit, Tensor] = {}
         self._counts: list[Tensor] = []
@@ -149,7 +147,7 @@ class Updates:
         self._reduce([part])
         if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
             self._counts.append(count(part.gradient, self._scale))
-        if self._needs_norms:
+        if self._optimizer.max_grad_norm < math.inf:
             self._norms[unit] = norm(part.gradient)
 
     def _sums(self, unit: Unit) -> list[Tensor]:
@@ -172,7 +170,7 @@ class Updates:
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
         added = 1 if self.settings.measures_gradients else None  # only the first of the sums is left
-        if self._needs_norms:
+        if optimizer.max_grad_norm < math.inf:
             self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_scale():
             for place, units in self._groups.items():
