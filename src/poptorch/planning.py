@@ -228,6 +228,7 @@ def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, An
 
 
 def _made_up(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
+    """Return a generated value of the weight with this name, or of an input (no name)."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
@@ -281,16 +282,16 @@ def _seconds(work: Callable[[], Any], warm: int = 1) -> float:
 
 def _single(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
     """Return a sample that runs one operation, with constant operands."""
-    reads = tuple(dict.fromkeys(line.operands()))
-    given = {
-        name: torch.empty_strided(v.size(), v.stride(), dtype=v.dtype).fill_(v.dtype.is_floating_point / 2)
-        for name in reads
-        for v in [values[name]]
-    }
+    reads, given = tuple(dict.fromkeys(line.operands())), dict[str, Tensor]()
+    for name in reads:
+        like = values[name]
+        value = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        given[name] = value.fill_(0.5 if like.dtype.is_floating_point else 0)
     return Sample([Piece(piece.phase, piece.stage, reads, (line.name,), (line,))], given)
 
 
 def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
+    """Return "pieces", "updates" and "sharing" of `measured`: each distinct operation runs once, alone."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -308,21 +309,20 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
             operation = _single(piece, line, values)
             once = operation.several(1)
             known[key] = once if once > 0.2 else min(operation.several(1) for _ in range(3))
-            longest[:] = [max([*longest, (known[key], operation)], key=lambda row: row[0])]
+            if not longest or known[key] > longest[0][0]:
+                longest[:] = [(known[key], operation)]
         return known[key]
 
     pieces = found.plan.partition.pieces
     costs = with_threads(1, lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces])
-    threads = torch.get_num_threads()
-    shared = (
-        [(threads, *sharing(longest[0][1].several, threads, longest[0][0])[0])]
-        if threads > 1 and longest
-        else []
-    )
+    threads, shared = torch.get_num_threads(), []
+    for alone, operation in longest if threads > 1 else []:
+        shared.append((threads, *sharing(operation.several, threads, alone)[0]))
     return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
 
 
 def _without_names(argument: Any) -> Any:
+    """Return an operation's arguments with "_" in place of each name of a value, to compare operations."""
     if isinstance(argument, Value):
         return "_"
     return [*map(_without_names, argument)] if isinstance(argument, list | tuple) else argument
