@@ -9,7 +9,7 @@ constants of the model's code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -118,12 +118,13 @@ class Partition:
     def stages(self) -> int:
         return len(self.ipus)
 
-    def sources(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield each name; after a prepared value's, also the names of the slots that it is computed from."""
-        for name in names:
-            yield name
-            if name in self.prepared:
-                yield from self.prepared[name].reads
+
+def sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> Iterator[str]:
+    """Yield each name; after a prepared value's, also the names of the slots that it is computed from."""
+    for name in names:
+        yield name
+        if name in prepared:
+            yield from prepared[name].reads
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------

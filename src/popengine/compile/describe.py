@@ -76,7 +76,6 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     operations, pieces = tables.operations(_memories(graph) if graph else {})
     part_of = tables.parts()
     place = {part: number for number, part in enumerate(dict.fromkeys(part_of.values()))}
-    numbers = {key: place[part] for key, part in part_of.items()}
     found, _ = actions(plan)
     schedule, ticks = _schedule(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
@@ -108,7 +107,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
                 value
                 for entry in program.entries
                 for number in range(len(plan.tasks[entry.row].instructions))
-                for value in (numbers[entry.row, number], entry.micro_batch)
+                for value in (place[part_of[entry.row, number]], entry.micro_batch)
             ]
             for ipu, program in programs(plan).items()
         },

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError, PartitionError
-from ..ir import Graph, Line, Partition, Phase, Piece, Value
+from ..ir import Graph, Line, Partition, Phase, Piece, Value, sources
 from ..piece import GETITEM
 from ..settings import Strategy
 from .placement import Placement, place
@@ -65,10 +65,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if node in casts and node.name in needed:
             nodes = _with_needed([node], of_state, graph)
             prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
-    read = {
-        of: {*names, *(source for name in names if name in prepared for source in prepared[name].reads)}
-        for of, names in needs.items()
-    }
+    read = {of: set(sources(names, prepared)) for of, names in needs.items()}
     made = {node.name: maker for node, maker in where.items()}
     home = _homes(graph, made, read)
     for name, stage in _handed_through(graph, home, read).items():

@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind
+from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind, sources
 from ..settings import Settings
 from ..update.optimizer_rules import rule_of
 
@@ -55,7 +55,7 @@ class _Flow:
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
         for i, piece in enumerate(self.pieces):
-            for name in partition.sources(piece.reads):
+            for name in sources(piece.reads, partition.prepared):
                 if self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu(i)), []).append(i)
         # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
@@ -81,7 +81,7 @@ class _Flow:
         names = {name for name in self.trained if self.home[name] == ipu}
         for i, piece in enumerate(self.pieces):
             if self.ipu(i) == ipu:
-                read = [name for name in self.partition.sources(piece.reads) if not self.flows(name, i)]
+                read = [n for n in sources(piece.reads, self.partition.prepared) if not self.flows(n, i)]
                 names |= {name for name in read if name not in self.trained}
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
