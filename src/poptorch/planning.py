@@ -134,7 +134,7 @@ def profiles(
             chosen = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
             attention = _half_attention()
         with attention:
-            executable = compile_model(model, run, options, chosen, is_plan_only=True)
+            executable = _in_one_process(compile_model(model, run, options, chosen, is_plan_only=True))
         plan, graph = executable.plan, executable.graph
         assert graph is not None
         # More micro-batches need no more memory; popvision computes the times of all micro-batches.
@@ -143,6 +143,7 @@ def profiles(
         facts = {
             **made.facts,
             "schedule_micro_batches": plan.micro_batches,
+            "processes": settings.counts.instances,
             "optimizer_off_chip": location.get("on_chip_storage") is False,
             "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
             "device": settings.device,
@@ -153,6 +154,14 @@ def profiles(
             facts["measured"] = measured(executable, hyper, sum(row.flops for row in made.operations))
         found[kind] = replace(made, facts=facts)
     return found
+
+
+def _in_one_process(executable: Executable) -> Executable:
+    """Return the executable with the replicas of all processes in one process."""
+    settings, counts = executable.settings, executable.settings.counts
+    groups = counts.groups * counts.instances
+    counts = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
+    return replace(executable, settings=replace(settings, counts=counts))
 
 
 def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:

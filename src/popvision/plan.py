@@ -203,8 +203,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
         if loaded / machine.host > taken:  # a replica's rows reach its first ipu
             taken = spent["host input"] = loaded / machine.host
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
-    rows = counts.get("micro_batch_size", 1) * micro_batches * groups * counts.get("instances", 1)
-    items = rows / taken
+    items = counts.get("micro_batch_size", 1) * micro_batches * groups / taken
     return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
 
 
@@ -279,12 +278,12 @@ def _problems_here(
 ) -> Iterator[str]:
     """Yield why a plan fails on this host; `loaded`: the bytes of a replica's rows in a step."""
     facts, by_ipu = profile.facts, memory.values()
-    # The host's module has a copy of the weights; `base`: memory of the process and its libraries.
+    # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
     kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
     # In depth-first order up to twice as many micro-batches wait as on separate devices.
     each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) + kinds["between"] for kinds in by_ipu)
     each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
-    wanted = kept + replicas * each
+    wanted = kept * facts["processes"] + replicas * each
     if wanted > facts["available"]:
         yield f"needs {size(wanted)}, and {size(facts['available'])} are free"
 

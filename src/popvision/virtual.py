@@ -93,7 +93,7 @@ class StepModel:
 
     def bubble(self, length: float) -> float:
         """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
-        return 1 - self.work / (length * len(set(self.ipus))) if length else 0.0
+        return max(0.0, 1 - self.work / (length * len(set(self.ipus)))) if length else 0.0
 
 
 def apart(step: StepModel) -> float:

@@ -197,6 +197,19 @@ def test_a_large_model_is_planned_on_all_cores_of_this_machine():
     assert (found.bubble, found.problems) == (pytest.approx(0.0), ())
 
 
+def test_the_replicas_of_several_processes_are_planned_as_those_of_one():
+    def found(*machines, processes=1, replicas=1):
+        options = poptorch.Options().replicationFactor(replicas)
+        options.Training.gradientAccumulation(5)
+        options.Distributed.configureProcessId(0, processes)
+        batch = torch.randn(5 * ROWS * replicas, WIDTH)
+        return poptorch.plan(Model(), options, batch, on=machines)
+
+    assert found("bow-pod4", processes=2).to_json() == found("bow-pod4", replicas=2).to_json()
+    (here,) = found("this-machine", processes=2).estimates
+    assert here.replicas == 2 and here.items_per_second > 0
+
+
 # ---- machines ------------------------------------------------------------------------------------------------
 
 
