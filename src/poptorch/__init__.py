@@ -15,7 +15,7 @@ import torch as _torch
 from popengine.environment import find_aliases as _find_aliases
 from popengine.profile import PLAN_WISH as _PLAN_WISH
 
-from .logs import log_recorded as _log_recorded
+from .logs import log_ignored_variables as _log_ignored_variables
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
@@ -58,7 +58,7 @@ class _Operations(_torch._ops._OpNamespace):
 
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
-_log_recorded()
+_log_ignored_variables()
 if _PLAN_WISH in _os.environ:
     _importlib.import_module(".planning", __name__).build_without_values()
 _find_aliases()

@@ -37,7 +37,7 @@ class Policy:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
-    def _dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
+    def _cast_dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
         """Return the type to which the operands of an operation are cast; None, if the policy does not name it."""
         if not operands or name not in self._rule_of:
             return None
@@ -51,7 +51,7 @@ _policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # No
 
 
 @contextlib.contextmanager
-def following(policy: Policy | None) -> Iterator[None]:
+def using_policy(policy: Policy | None) -> Iterator[None]:
     """Set the policy of `autocast` while a model is captured; with None `autocast` has no effect."""
     token = _policy.set(policy)
     try:
@@ -60,7 +60,7 @@ def following(policy: Policy | None) -> Iterator[None]:
         _policy.reset(token)
 
 
-class _Casts(TorchFunctionMode):
+class _CastMode(TorchFunctionMode):
     """A function mode that casts operands by the lists of a policy."""
 
     def __init__(self, policy: Policy) -> None:
@@ -70,7 +70,7 @@ class _Casts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         floats = list(filter(_is_float, tree_leaves((args, kwargs))))
-        dtype = self._policy._dtype(getattr(func, "__name__", ""), floats)
+        dtype = self._policy._cast_dtype(getattr(func, "__name__", ""), floats)
         if dtype is None:
             return func(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
@@ -108,7 +108,7 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
         if current() is not None and policy is not None:
             for device in _devices():
                 stack.enter_context(torch.autocast(device, torch.float16, self._enabled))
-            stack.enter_context(_Casts(policy if self._enabled else default))
+            stack.enter_context(_CastMode(policy if self._enabled else default))
         self._stacks.append(stack)
 
     def __exit__(self, *details: Any) -> None:

@@ -48,7 +48,7 @@ class Repeats(logging.Filter):
         self.limit: int | None = None
         self._line, self._count = ("", ""), 0
 
-    def restart(self, limit: int) -> None:
+    def set_limit(self, limit: int) -> None:
         """Set the limit, and count repetitions from 0 again."""
         self.limit, self._count = limit, 0
 
@@ -139,7 +139,7 @@ def configure(level: str, destination: str) -> None:
         logger.warning("%s (from POPTORCH_LOG_LEVEL); using WARN", error)
 
 
-def log_recorded(environment: Mapping[str, str] = os.environ) -> None:
+def log_ignored_variables(environment: Mapping[str, str] = os.environ) -> None:
     """Log, at INFO, each variable in `RECORDED` that is set."""
     for name, why in RECORDED.items():
         if name in environment:

@@ -93,7 +93,7 @@ class Constant:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and _same(self.value, other.value)
+        return isinstance(other, Constant) and _is_same(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))  # coarse: equal values of any type must share it
@@ -147,10 +147,10 @@ def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any
         yield value, path, is_named
     else:
         for key, part in parts.items():
-            yield from _leaves(part, path + step_to(type(value), key), isinstance(key, str))
+            yield from _leaves(part, path + path_step(type(value), key), isinstance(key, str))
 
 
-def step_to(container: type, key: Any) -> str:
+def path_step(container: type, key: Any) -> str:
     """Return the last step of the path of a container's part, as in code."""
     if not isinstance(key, str):
         return f"[{key!r}]"
@@ -196,7 +196,7 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     return twin
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     """Return whether two constants have the same type and contents."""
     if one is other:
         return True
@@ -205,10 +205,10 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict | UserDict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
-        return _same(vars(one), vars(other))
+        return _is_same(vars(one), vars(other))
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):  # arrays, or objects that hold some: the truth of `==` is ambiguous
-        return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
+        return _is_same(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)

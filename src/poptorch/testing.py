@@ -97,12 +97,14 @@ def compare(
     try:
         place, plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
         if update is None:
-            title, found = _update_here(model, options.clone().deviceIterations(1), used, optimizer, place)
+            title, found = _executor_update(
+                model, options.clone().deviceIterations(1), used, optimizer, place
+            )
             expected = plain.losses
         else:
             twin, twins_optimizer = copy.deepcopy((model, optimizer))
             loss = torch.as_tensor(update(twin, twins_optimizer, used)).detach()
-            title, found, expected = update.__name__, _update_of(twin, loss), plain.losses.mean()
+            title, found, expected = update.__name__, _result_of(twin, loss), plain.losses.mean()
     finally:
         torch.set_num_threads(threads)
     loss = _verdict(found.losses, expected)
@@ -121,7 +123,7 @@ class _UpdateResult(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def _update_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
+def _result_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
     """Return the result of an update of this model, which has its gradients and new weights."""
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
@@ -163,17 +165,17 @@ def _plain_update(
             loss = tensors_of(outputs)[place]
             loss.backward()
             losses[turn, replica] = loss.detach()
-        sums.append(_update_of(model, torch.empty(0)).gradients)
+        sums.append(_result_of(model, torch.empty(0)).gradients)
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=False)
         sums = [{n: a[n] + b[n] for n in a} for a, b in pairs] + sums[len(sums) // 2 * 2 :]
     for name, parameter in model.named_parameters():
         parameter.grad = sums[0][name] / (counts.accumulation * counts.replicas) if name in sums[0] else None
     optimizer.step()
-    return place, _update_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
+    return place, _result_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
 
 
-def _update_here(
+def _executor_update(
     model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, place: int
 ) -> tuple[str, _UpdateResult]:
     """Return the title of an executor's plan, and its update; a second update, by SGD, has the gradients."""
@@ -189,7 +191,7 @@ def _update_here(
     executor.destroy()
     for parameter, same in zip(twin.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
-    return title, _update_of(twin, losses)
+    return title, _result_of(twin, losses)
 
 
 def _verdict(found: Tensor | None, plain: Tensor | None) -> str:

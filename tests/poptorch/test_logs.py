@@ -84,7 +84,7 @@ def test_an_unknown_level_in_the_environment_does_not_break_the_import():
 
 
 def test_the_same_line_is_written_a_few_times_in_a_row(capsys):
-    logs.repeats.restart(2)
+    logs.repeats.set_limit(2)
     for _ in range(5):
         logs.logger.warning("again")
     logs.logger.warning("other")

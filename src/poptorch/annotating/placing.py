@@ -108,8 +108,8 @@ def _stacks(model: nn.Module) -> dict[str, _Placed]:
     Layers are children with parameters."""
     found: dict[str, _Placed] = {}
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+        is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not is_nested:
             children = [(child, f"{name}.{n}".lstrip("."), None) for n, child in module.named_children()]
             layers: _Placed = [layer for layer in children if next(layer[0].parameters(), None) is not None]
             kinds = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
@@ -161,7 +161,7 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[nn.Module, tuple[int, str | type]] = {}
     for key in marks:
-        rank, modules = _named_by(key, model, names)
+        rank, modules = _modules_of_key(key, model, names)
         for module in modules:
             before = found.get(module)
             if before is None or rank > before[0]:
@@ -177,7 +177,7 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
     return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 
-def _named_by(key: str | type, model: nn.Module, names: list[str]) -> tuple[int, list[nn.Module]]:
+def _modules_of_key(key: str | type, model: nn.Module, names: list[str]) -> tuple[int, list[nn.Module]]:
     """Return how specific a key is (2: a name, 1: a range, 0: `*` or a class), and the modules that it names.
 
     Raises:

@@ -21,7 +21,7 @@ from ..enums import CommGroupType, VariableRetrievalMode
 Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of `replicaGrouping`
 
 
-def _checked(name: str, given: Any) -> Grouping:
+def _checked_grouping(name: str, given: Any) -> Grouping:
     """Return `given`, if it is a grouping. Raises Error otherwise, with the parameter's name."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
@@ -33,7 +33,7 @@ def _checked(name: str, given: Any) -> Grouping:
     )
 
 
-def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
+def _replica_groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
     """Return the group of each replica. Raises Error if the groups' size does not divide `replicas`."""
     kind, size, retrieval = grouping
     size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(kind, size)
@@ -50,7 +50,7 @@ def _groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
 class GroupableParameter(nn.Parameter):
     """A view of a parameter, as executors return it, with the method `replicaGrouping`."""
 
-    _set: Any
+    _grouping_target: Any
 
     @staticmethod
     def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
@@ -64,7 +64,7 @@ class GroupableParameter(nn.Parameter):
             )
         vars(view).update(vars(parameter))
         view.grad = parameter.grad
-        view._set = (name, groupings)
+        view._grouping_target = (name, groupings)
         return view  # type: ignore[return-value]
 
     def replicaGrouping(
@@ -81,13 +81,13 @@ class GroupableParameter(nn.Parameter):
         Raises:
             Error: the model is compiled already
         """
-        name, groupings = self._set
+        name, groupings = self._grouping_target
         if groupings is None:
             raise Error(
                 f"replicaGrouping of {name!r} comes after compilation, which has fixed the groups\n"
                 "  fix: call it before the first call of the model, or call destroy() first"
             )
-        groupings[name] = _checked(name, (comm_group_type, shards, variable_retrieval_mode))
+        groupings[name] = _checked_grouping(name, (comm_group_type, shards, variable_retrieval_mode))
 
 
 def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
@@ -97,7 +97,9 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
         Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
     """
     # Programs may also write into `per_replica_params` themselves, so the groupings are checked here.
-    groups_by_name = {name: _groups(_checked(name, given), replicas) for name, given in groupings.items()}
+    groups_by_name = {
+        name: _replica_groups(_checked_grouping(name, given), replicas) for name, given in groupings.items()
+    }
     for name, groups in groups_by_name.items():
         parameter = model._parameters.get(name)
         if parameter is None:
@@ -121,7 +123,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
 
 
 @contextlib.contextmanager
-def one_row_each(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
+def first_rows_only(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
     """Replace each per-replica parameter by its first row during a capture, as a replica has one row."""
     before = model._parameters
     rows = {

@@ -17,7 +17,7 @@ from popengine.ir import Signature
 from popengine.settings import Counts
 from poptorch.data.loader import loaded_for
 from poptorch.logs import logger
-from poptorch.nested_values import Spec, constants_of, describe, paths_of, step_to, tensors_of, with_tensors
+from poptorch.nested_values import Spec, constants_of, describe, path_step, paths_of, tensors_of, with_tensors
 
 _HINT = (
     "\n  why: a compiled model has fixed inputs\n"
@@ -319,7 +319,7 @@ def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: 
     others = found.parts()
     for key, part in expected.parts().items():
         if key in others:
-            step = str(key) if keywords else path + step_to(expected.type, key)
+            step = str(key) if keywords else path + path_step(expected.type, key)
             _compare(part, others[key], step, any_shape)
 
 

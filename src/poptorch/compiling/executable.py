@@ -23,9 +23,9 @@ from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
 from ..annotating.placing import layers_as_blocks
-from ..annotating.replica_groups import one_row_each
+from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution, ShardedExecution
-from ..autocasting import following
+from ..autocasting import using_policy
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
@@ -139,7 +139,7 @@ def _captured(
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
-        with one_row_each(model, settings.replica_groups), layers_as_blocks(model, settings.strategy):
+        with first_rows_only(model, settings.replica_groups), layers_as_blocks(model, settings.strategy):
             graph = capture(
                 model,
                 forward,
@@ -196,7 +196,7 @@ class _TracedForward:
         precision = self.options.Precision
         policy = precision.autocast_policy if precision.autocast_enabled else None
         bound = self.call.with_tensors(tensors).bound
-        with following(policy), traced_functions():
+        with using_policy(policy), traced_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"

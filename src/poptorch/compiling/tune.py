@@ -26,7 +26,7 @@ from popengine.run.piece_costs import measure, sample_of, sharing, speedups, wit
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 
-from ..annotating.replica_groups import one_row_each
+from ..annotating.replica_groups import first_rows_only
 from ..logs import logger
 from ..options import Options
 from .arguments import weights_of
@@ -64,7 +64,7 @@ def measured_hints(
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
         return NO_HINTS
-    with one_row_each(model, settings.replica_groups):
+    with first_rows_only(model, settings.replica_groups):
         weights = weights_of(model)
     now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
     if with_threads(1, lambda: now.several(1)) > _MOST:

@@ -65,7 +65,7 @@ class PoplarExecutor(PublicNames):
         model = model if isinstance(model, nn.Module) else _Function(model)
         options = resolved(given, training, model)
         given._freeze()  # a later change would have no effect
-        repeats.restart(options.max_repeat_logs)
+        repeats.set_limit(options.max_repeat_logs)
         # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
         self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
         self._signature = inspect.signature(self._wrapped.traced.forward)

@@ -24,10 +24,10 @@ from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, check_hooks
 from ..optim.optimizer_state import (
     check_states,
+    check_torch_state,
     engine_state,
     hyperparameter_entries,
     rates_of,
-    refuse_other_rules,
     state_entries,
     states_of,
     torch_state,
@@ -111,7 +111,7 @@ class OptimizerLink:
         """
         if isinstance(self.optimizer, PoptorchOptimizer):
             if take and self.optimizer._state_reader is None:
-                self.optimizer._resume(self._model.parameter_names())
+                self.optimizer._reload_kept_state(self._model.parameter_names())
             if self._lease.executable is not None:
                 link = weakref.ref(self)
                 self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
@@ -127,7 +127,7 @@ class OptimizerLink:
         instances is not copied: a later read of it raises Error."""
         lost, optimizer = self._lease.shares_state, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._release(self._model.parameter_names(), _lost if lost else None)
+            optimizer._unlink_executor(self._model.parameter_names(), _lost if lost else None)
         elif self._hooks:
             if lost:
                 vars(optimizer)[_LOST] = optimizer.register_state_dict_pre_hook(lambda _: _lost())
@@ -169,7 +169,7 @@ class OptimizerLink:
             optimizer.register_state_dict_pre_hook(fill),
             optimizer.register_state_dict_post_hook(empty),
             optimizer.register_load_state_dict_pre_hook(
-                functools.partial(refuse_other_rules, self.frozen.kind)
+                functools.partial(check_torch_state, self.frozen.kind)
             ),
             optimizer.register_load_state_dict_post_hook(hook(OptimizerLink._load_torch_state)),
         ]

@@ -337,7 +337,7 @@ def _check_change(
             f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on the "
             "model first"
         )
-    was, now = _compiled_in(before), _compiled_in(after)
+    was, now = _compiled_values(before), _compiled_values(after)
     if compare_rates:
         was |= {f"modified constant attribute {name!r}": values for name, values in old.constants.items()}
         now |= {f"modified constant attribute {name!r}": values for name, values in new.rates.items()}
@@ -358,7 +358,7 @@ def _check_change(
         )
 
 
-def _compiled_in(frozen: settings.Optimizer) -> dict[str, Any]:
+def _compiled_values(frozen: settings.Optimizer) -> dict[str, Any]:
     """Return the values that setOptimizer can't change, by their descriptions in messages."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,

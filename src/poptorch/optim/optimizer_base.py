@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, load_rates, refuse_other_rules, states_of
+from poptorch.optim.optimizer_state import check_states, check_torch_state, load_rates, states_of
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
@@ -30,7 +30,7 @@ class VariableAttributes:
 
     def __init__(self, variable: Iterable[str], allowed: Iterable[str]) -> None:
         self._allowed = tuple(allowed)
-        self._variable = set(map(self._known, variable))
+        self._variable = set(map(self._checked_name, variable))
 
     def __iter__(self):
         """Iterate over the names that can be marked."""
@@ -42,17 +42,17 @@ class VariableAttributes:
 
     def isConstant(self, name: str) -> bool:
         """Return whether changing the attribute after compilation is an error."""
-        return self._known(name) not in self._variable
+        return self._checked_name(name) not in self._variable
 
     def markAsConstant(self, name: str) -> None:
         """Make `setOptimizer` refuse changes of the attribute, from the next compilation on."""
-        self._variable.discard(self._known(name))
+        self._variable.discard(self._checked_name(name))
 
     def markAsVariable(self, name: str) -> None:
         """Allow `setOptimizer` to change the attribute, from the next compilation on."""
-        self._variable.add(self._known(name))
+        self._variable.add(self._checked_name(name))
 
-    def _known(self, name: str) -> str:
+    def _checked_name(self, name: str) -> str:
         """Return the name. Raises AssertionError if it can't be marked."""
         known = ", ".join(sorted(self._allowed))
         assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"
@@ -124,7 +124,7 @@ class Optimizer:
         allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
-    def _with_rates(self, params: ParamsT) -> ParamsT:
+    def _groups_with_lr(self, params: ParamsT) -> ParamsT:
         """Return the parameter groups. Raises ValueError if a group has no learning rate."""
         groups: Any = list(params)
         for index, group in enumerate(groups):
@@ -175,7 +175,7 @@ class Optimizer:
             )
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
-        refuse_other_rules(self._kind, self, rest)
+        check_torch_state(self._kind, self, rest)
         check_states(self._kind, states_of(self._kind, ipu_state or {}))
         if self._state_check is not None:
             self._state_check(ipu_state or {})
@@ -186,7 +186,7 @@ class Optimizer:
             self._has_loaded_rates = True
         self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
-    def _release(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
+    def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
         """Read the state from the devices for the last time; called before the executor ends.
 
         Args:
@@ -198,7 +198,7 @@ class Optimizer:
             self._kept_names = names
             self._state_reader, self._state_check = lost, None
 
-    def _resume(self, names: Mapping[int, str]) -> None:
+    def _reload_kept_state(self, names: Mapping[int, str]) -> None:
         """Make the next executor upload the state of the previous one, unless another state was loaded since.
 
         Args:

@@ -133,11 +133,13 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
     for key, value in ipu_param.items():
         rate, _, parameter = key.partition(_SPECIFIC)
         entries.setdefault(parameter, {})[rate] = float(value)
-    optimizer.loss_scaling = _newer(entries.pop("", {}).get("lossScaling_FLOAT"), optimizer.loss_scaling)
+    optimizer.loss_scaling = _loaded_or_old(
+        entries.pop("", {}).get("lossScaling_FLOAT"), optimizer.loss_scaling
+    )
     indices = [index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     group_of = dict(zip(entries, indices, strict=False))
     for name, index in group_of.items():
-        _load_group(RULES[kind], optimizer.param_groups[index], entries[name], optimizer.loss_scaling)
+        _load_group_rates(RULES[kind], optimizer.param_groups[index], entries[name], optimizer.loss_scaling)
     used = hyperparameter_entries(group_of, rates_of(kind, optimizer))
     unused = [n for n, v in ipu_param.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
     if unused:
@@ -149,23 +151,27 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
         )
 
 
-def _load_group(rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float) -> None:
+def _load_group_rates(
+    rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float
+) -> None:
     """Write one parameter's rates into its group. `entries` has their names in "ipu_param" as keys."""
     for rate in rule.rates:
         if rate == "betas":
-            group[rate] = tuple(_newer(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1))
+            group[rate] = tuple(
+                _loaded_or_old(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1)
+            )
         elif rate not in _SWITCHES:
-            group[rate] = _newer(entries.get(_entry_name(rate)), group[rate])
+            group[rate] = _loaded_or_old(entries.get(_entry_name(rate)), group[rate])
     undamped = 1 - group.get("dampening", 1)
     if "scaledLearningRate0" in entries and undamped:
-        group["lr"] = _newer(entries["scaledLearningRate0"] * scaling / undamped, group["lr"])
+        group["lr"] = _loaded_or_old(entries["scaledLearningRate0"] * scaling / undamped, group["lr"])
         step, decay = group["lr"] * undamped, group["weight_decay"]
         factor = entries.get("weightDecayScaleFactor0", 1 - step * decay)
         if step and not math.isclose(factor, 1 - step * decay, abs_tol=1e-6):
             group["weight_decay"] = (1 - factor) / step
 
 
-def _newer(loaded: float | None, old: Any) -> Any:
+def _loaded_or_old(loaded: float | None, old: Any) -> Any:
     """Return the loaded value, or the old value if none was loaded or both are equal in float32."""
     is_equal = loaded is None or (old is not None and math.isclose(loaded, old, rel_tol=1e-6))
     return old if is_equal else loaded
@@ -246,7 +252,7 @@ def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> Sta
     return result
 
 
-def refuse_other_rules(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Check torch's part of a `state_dict()` before it is loaded into an optimizer of this kind.
 
     Raises:

@@ -61,7 +61,7 @@ class SGD(Optimizer, torch.optim.SGD):
         *,
         fused: bool | None = None,
     ) -> None:
-        params = params if lr is not None else self._with_rates(params)
+        params = params if lr is not None else self._groups_with_lr(params)
         if velocity_scaling is not None and not use_combined_accum:
             logger.warning(
                 "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
@@ -255,7 +255,7 @@ class LARS(OwnRule):
         velocity_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        params = params if lr is not None else self._with_rates(params)
+        params = params if lr is not None else self._groups_with_lr(params)
         self._construct(locals())
 
 

@@ -85,13 +85,13 @@ class Freezable:
 
     def _freeze(self, frozen: bool = True) -> None:
         self.__dict__["_is_frozen"] = frozen
-        for nested in self._nested():
+        for nested in self._nested_objects():
             nested._freeze(frozen)
 
     def _unfreeze(self) -> None:
         self._freeze(False)
 
-    def _nested(self) -> Iterator[Freezable]:
+    def _nested_objects(self) -> Iterator[Freezable]:
         return (field for field in self.__dict__.values() if isinstance(field, Freezable))
 
 
@@ -180,9 +180,9 @@ class OptionsDict(Freezable):
                 self.set(**{name: value})
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._printed())})"
+        return f"{type(self).__name__}({', '.join(self._printed_fields())})"
 
-    def _printed(self) -> list[str]:
+    def _printed_fields(self) -> list[str]:
         return [f"{name}={printed(value)}" for name, value in sorted(self._values.items())]
 
     def _set_popart(self, name: str, value: Any) -> Self:

@@ -87,7 +87,7 @@ class ExecutionOptions(OptionsDict):
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Choose which outputs a call returns. The return period (device iterations) is for EveryN only."""
-        period = _period(expect("outputMode", output_mode, OutputMode), output_return_period)
+        period = _checked_period(expect("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
     def defaultOutputMode(self) -> bool:
@@ -111,7 +111,7 @@ class ExecutionOptions(OptionsDict):
         """
         use_default = output_mode is None
         mode = expect("anchorTensor", OutputMode.Default if output_mode is None else output_mode, OutputMode)
-        period = 1 if mode != OutputMode.EveryN else _period(mode, output_return_period)
+        period = 1 if mode != OutputMode.EveryN else _checked_period(mode, output_return_period)
         self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
@@ -186,7 +186,7 @@ class ExecutionOptions(OptionsDict):
         return self
 
 
-def _period(mode: OutputMode, period: int | None) -> int:
+def _checked_period(mode: OutputMode, period: int | None) -> int:
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "

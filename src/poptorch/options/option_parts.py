@@ -242,7 +242,7 @@ class Distributed(OptionsDict):
     def __init__(self) -> None:
         super().__init__()
         launch = read()
-        self._place(launch.instance, launch.instances)
+        self._set_process(launch.instance, launch.instances)
 
     @property
     def processId(self) -> int:
@@ -256,18 +256,18 @@ class Distributed(OptionsDict):
 
     def disable(self) -> Self:
         """Ignore the environment's variables: make this process 0 of 1."""
-        return self._place(0, 1)
+        return self._set_process(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Set the id of this process and the number of processes."""
-        return self._place(process_id, num_processes)
+        return self._set_process(process_id, num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
         """Read the number of processes and this process's id from two environment variables, at once. If
         neither is set, this is process 0 of 1."""
         if not any(map(os.environ.get, (var_num_processes, var_process_id))):
             return self.disable()
-        return self._place(*(number(os.environ, name) for name in (var_process_id, var_num_processes)))
+        return self._set_process(*(number(os.environ, name) for name in (var_process_id, var_num_processes)))
 
     def rowsByReplica(self, by_replica: bool) -> Self:
         """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
@@ -276,7 +276,7 @@ class Distributed(OptionsDict):
         `popdist.poptorch.Options`, else False, as in PopTorch."""
         return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
 
-    def _place(self, process_id: int, num_processes: int) -> Self:
+    def _set_process(self, process_id: int, num_processes: int) -> Self:
         whole = isinstance(process_id, int) and isinstance(num_processes, int)
         assert whole and 0 <= process_id < num_processes, (
             f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"

@@ -87,7 +87,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         settings = [(number, line) for number, line in lines if line and not line.startswith("#")]
         for count, (line_number, setting) in enumerate(settings, start=1):
             try:
-                _apply(self, f"options.{setting}")
+                _run_line(self, f"options.{setting}")
             except SyntaxError as error:
                 raise ConfigFileError(  # as in PopTorch, `count` leaves out comments and blank lines
                     f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
@@ -114,7 +114,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
                 setter = getattr(setter, part)
             if not callable(setter):
                 raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
-            setter(*(value if isinstance(value, list) else [_enum_member(value)]))
+            setter(*(value if isinstance(value, list) else [_as_enum_member(value)]))
         return self
 
     def toDict(self) -> dict[str, Any]:
@@ -142,13 +142,13 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             instance=self.Distributed.processId,
         )
 
-    def _printed(self) -> list[str]:
+    def _printed_fields(self) -> list[str]:
         private = [
             f"{name}={printed(value)}"
             for name, value in sorted(vars(self).items())
             if name not in ("_is_frozen", "_values") and not isinstance(value, Freezable)
         ]
-        return [*super()._printed(), *private, *sorted(map(repr, self._nested()))]
+        return [*super()._printed_fields(), *private, *sorted(map(repr, self._nested_objects()))]
 
 
 # Files and JSON -------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class ConfigFileError(Exception):
     """The error for a line of an options file that is not a setting."""
 
 
-def _enum_member(value: Any) -> Any:
+def _as_enum_member(value: Any) -> Any:
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     enum_name, member = value.split(".")
@@ -187,7 +187,7 @@ def _enum_member(value: Any) -> Any:
     return kind[member]
 
 
-def _apply(options: Any, source: str) -> None:
+def _run_line(options: Any, source: str) -> None:
     """Run one line of an options file. Only option names, calls and literals are allowed, so that a file from
     an unknown source can't run other code.
 

@@ -10,7 +10,7 @@ import torch
 
 import poptorch
 from poptorch.compiling.compilation_log import HARDWARE_RULES
-from poptorch.logs import log_recorded
+from poptorch.logs import log_ignored_variables
 
 
 def chain(*ipus):
@@ -102,6 +102,6 @@ def test_the_power_of_two_rule_is_checked_on_request(monkeypatch, caplog):
 
 def test_variables_without_an_effect_are_named_in_the_log(caplog):
     caplog.set_level(logging.INFO, logger="poptorch::python")
-    log_recorded({"POPTORCH_WAIT_FOR_IPU": "1", "PATH": "/bin"})
+    log_ignored_variables({"POPTORCH_WAIT_FOR_IPU": "1", "PATH": "/bin"})
     assert "POPTORCH_WAIT_FOR_IPU=1 has no effect: there is always an ipu" in caplog.text
     assert "PATH" not in caplog.text

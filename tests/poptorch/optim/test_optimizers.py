@@ -184,7 +184,7 @@ def test_an_attached_executor_is_read_and_its_last_state_kept():
     optimizer = optim.AdamW(weights())
     optimizer._state_reader = lambda: ({"Step___w": torch.tensor(3.0)}, {})
     assert optimizer.state_dict()["ipu_state"]["Step___w"] == 3
-    optimizer._release({})
+    optimizer._unlink_executor({})
     assert optimizer._state_reader is None
     assert optimizer.state_dict()["ipu_state"]["Step___w"] == 3
 
