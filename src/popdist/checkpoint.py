@@ -28,7 +28,7 @@ from poptorch.logs import logger
 from . import checkpoint_files as files
 from . import collectives
 
-_AT_EXIT = 60  # seconds that the end of a program waits for a checkpoint under way
+_PATIENCE_AT_EXIT = 60  # seconds that the end of a program waits for a checkpoint under way
 
 
 class Checkpoint:
@@ -70,12 +70,12 @@ class Checkpoint:
             Error: the checkpoint is of another model, or several instances have not called `popdist.init()`
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
-        atexit.register(self.wait, _AT_EXIT)
+        atexit.register(self.wait, _PATIENCE_AT_EXIT)
         # Instance 0 chooses, in case the others see other files.
         names = [path.name for path in files.complete_checkpoints(self._directory)]
-        self._run, *names = _gathered([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
+        self._run, *names = _gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
         for folder in (self._directory / name for name in names):
-            faults = _gathered(files.faults(folder, self._launch.instance, self._launch.instances))
+            faults = _gather(files.faults(folder, self._launch.instance, self._launch.instances))
             if not faults:
                 self._load(folder)
                 return self.calls
@@ -194,7 +194,7 @@ def resumable(
     checkpoint.wait()
 
 
-def _gathered(texts: list[str]) -> list[str]:
+def _gather(texts: list[str]) -> list[str]:
     """Return the texts of all instances, in the order of the instances."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]

@@ -85,7 +85,7 @@ class Writing(threading.Thread):
         if self.place.instance or not folder.exists():
             return
         try:
-            manifest = {"format": _FORMAT, "replicas": self._replicas, "files": self._sums_of_all(folder)}
+            manifest = {"format": _FORMAT, "replicas": self._replicas, "files": self._await_sums(folder)}
             _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
             for path in folder.glob("*.done"):
                 path.unlink()
@@ -101,7 +101,7 @@ class Writing(threading.Thread):
         for path in (*complete_checkpoints(directory)[self._keep :], *killed):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _sums_of_all(self, folder: Path) -> dict[str, Any]:
+    def _await_sums(self, folder: Path) -> dict[str, Any]:
         """Return sizes and checksums by file. Raises: RuntimeError, if an instance did not write its file."""
         sums: dict[str, Any] = {}
         failures: list[str] = []

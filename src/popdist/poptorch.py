@@ -12,7 +12,7 @@ from poptorch.options import Distributed
 __all__ = ["Options"]
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
+def _refusing_method(name: str) -> Callable[..., NoReturn]:
     """Return a method that raises a RuntimeError about a call that contradicts poprun."""
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
@@ -26,9 +26,9 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 class _FixedDistributed(Distributed):
-    disable = _refused("Distributed.disable")
-    setEnvVarNames = _refused("Distributed.setEnvVarNames")
-    configureProcessId = _refused("Distributed.configureProcessId")
+    disable = _refusing_method("Distributed.disable")
+    setEnvVarNames = _refusing_method("Distributed.setEnvVarNames")
+    configureProcessId = _refusing_method("Distributed.configureProcessId")
 
 
 class Options(poptorch.Options):
@@ -60,5 +60,5 @@ class Options(poptorch.Options):
         """Return the number of ipus that a replica of the model uses."""
         return self._ipus_per_replica
 
-    replicationFactor = _refused("replicationFactor")
-    useIpuId = _refused("useIpuId")
+    replicationFactor = _refusing_method("replicationFactor")
+    useIpuId = _refusing_method("useIpuId")

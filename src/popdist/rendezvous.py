@@ -42,10 +42,10 @@ def connect(launch: Launch) -> None:
         process_group.current()
         return
     seconds = float(os.environ.get(TIMEOUT, "600"))
-    address, port = _address()
+    address, port = _store_address()
     atexit.register(_leave)
     store = process_group.result_of(
-        process_group.in_a_thread(lambda: _connect(launch, address, port, seconds))
+        process_group.in_a_thread(lambda: _connect_instances(launch, address, port, seconds))
     )
     process_group.join(store, launch.instance, launch.instances)
 
@@ -60,7 +60,7 @@ def _leave() -> None:
         process_group.join_threads(_PATIENCE_AT_EXIT)
 
 
-def _address() -> tuple[str, int]:
+def _store_address() -> tuple[str, int]:
     """Return the address and port of the store. Raises: Error, if the environment does not have them."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
@@ -80,10 +80,10 @@ def _address() -> tuple[str, int]:
     return address, int(port)
 
 
-def _connect(launch: Launch, address: str, port: int, seconds: float) -> Any:
+def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> Any:
     """Wait until all instances use the store, initialize torch.distributed with it, and return the store."""
     until = time.monotonic() + seconds
-    store = _store(launch, address, port, seconds)
+    store = _open_store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")
     missing = list(range(launch.instances))
     looks = 0
@@ -100,7 +100,7 @@ def _connect(launch: Launch, address: str, port: int, seconds: float) -> Any:
         looks += 1
         time.sleep(0.02)
     store.set(f"pando/waits/{launch.instance}", "")
-    interface = _interface(address)
+    interface = _network_interface(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name
     dist.init_process_group(
@@ -112,7 +112,7 @@ def _connect(launch: Launch, address: str, port: int, seconds: float) -> Any:
     return store
 
 
-def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
+def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     """Return a connection to the store of poprun, torchrun or instance 0, which begins to serve it here."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
@@ -142,7 +142,7 @@ def _store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
 
 
-def _interface(address: str) -> str | None:
+def _network_interface(address: str) -> str | None:
     """Return the network interface by which other instances reach this one; None: gloo chooses one."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):

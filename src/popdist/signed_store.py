@@ -28,8 +28,8 @@ from popengine.environment import SECRET
 
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
-_LARGEST = 1 << 22  # bytes of a message that the server reads
-_ELSEWHERE = "192.0.2.1"  # an address that is reserved for documentation
+_MAX_MESSAGE = 1 << 22  # bytes of a message that the server reads
+_OUTSIDE_ADDRESS = "192.0.2.1"  # an address that is reserved for documentation
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -68,7 +68,7 @@ class _Channel:
     def send(self, message: Any) -> None:
         """Send a JSON-serializable message."""
         body = json.dumps(message).encode()
-        self._socket.sendall(struct.pack("!I", len(body)) + self._signed(0, body) + body)
+        self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
     def receive(self, largest: int | None = None) -> Any:
         """Return the next message. Raises: OSError, if it is forged, too large, or the other end is gone."""
@@ -76,11 +76,11 @@ class _Channel:
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
         signature, body = self._read(_SIGNATURE), self._read(size)
-        if not hmac.compare_digest(signature, self._signed(1, body)):
+        if not hmac.compare_digest(signature, self._next_signature(1, body)):
             raise OSError("a message with another secret")
         return json.loads(body)
 
-    def _signed(self, direction: int, body: bytes) -> bytes:
+    def _next_signature(self, direction: int, body: bytes) -> bytes:
         """Return the signature of the next message to send (direction 0) or receive (1), and count it."""
         number = struct.pack("!Q", self._counts[direction])
         self._counts[direction] += 1
@@ -111,7 +111,7 @@ class Server:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        family, address = _resolved(host, port)
+        family, address = _resolve(host, port)
         addresses = [address]
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
@@ -144,10 +144,10 @@ class Server:
             connected.settimeout(_HANDSHAKE)
             channel = _Channel(connected, self._secret, is_server=True)
             while True:
-                message = channel.receive(_LARGEST)
+                message = channel.receive(_MAX_MESSAGE)
                 connected.settimeout(None)
                 with self._lock:
-                    answer = _answer(self._values, held, message)
+                    answer = _execute(self._values, held, message)
                 channel.send(answer)
         with self._lock:
             self._sockets.discard(connected)
@@ -155,7 +155,7 @@ class Server:
                 self._values.pop(key, None)
 
 
-def _answer(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
+def _execute(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
     """Carry out a message on `values`, and return the answer.
 
     Args: held: the keys that end with the caller's connection; "hold" adds a key
@@ -201,7 +201,7 @@ class SignedStore(dist.Store):
     ) -> None:
         super().__init__()
         self._patience, self._lock = patience, threading.Lock()
-        self._socket = _connected(host, port, patience)
+        self._socket = _connect(host, port, patience)
         try:
             self._socket.settimeout(timeout)
             self._channel = _Channel(self._socket, secret, is_server=False)
@@ -274,7 +274,7 @@ def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def _connected(host: str, port: int, patience: float) -> socket.socket:
+def _connect(host: str, port: int, patience: float) -> socket.socket:
     """Return a connected socket. Raises: StoreError, if no server accepts within `patience` seconds."""
     until = time.monotonic() + patience
     while True:
@@ -286,20 +286,20 @@ def _connected(host: str, port: int, patience: float) -> socket.socket:
         time.sleep(0.05)
 
 
-def _resolved(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
+def _resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
     """Return the address of a host name: an IPv4 address, if the name has one."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
 
 
-def own_address(host: str = _ELSEWHERE) -> str:
+def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
     """Return this host's address on the route to another host, which need not answer; by default the default route.
 
     Debian's hosts file maps the host's own name to a loopback address. For that name the result is the address of the
     default route, by which other hosts reach this one.
     """
-    family, address = _resolved(host)
+    family, address = _resolve(host)
     if is_loopback(address) and host not in ("localhost", address):
         with suppress(OSError):
             return own_address()

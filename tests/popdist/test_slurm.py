@@ -72,7 +72,7 @@ def test_the_first_node_of_a_step_is_where_its_tasks_meet(monkeypatch, nodes, fi
         monkeypatch.setenv(f"SLURM_{name}", value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert rendezvous._address() == (first, 31234)
+    assert rendezvous._store_address() == (first, 31234)
 
 
 def test_the_script_of_a_job_is_one_process_whatever_its_steps_will_have(monkeypatch):
