@@ -34,7 +34,7 @@ from .topology import Node, cores_of, launch_of
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
-_LOOK = 0.2  # seconds between two checks of the other nodes, and for instances that hang
+_POLL = 0.2  # seconds between two checks of the other nodes, and for instances that hang
 _LAST_LINES = 20
 
 
@@ -93,7 +93,7 @@ class Agent:
         elif current.number:
             times = f"{current.number} of at most {self.request.max_restarts} times"
             self.log.warning(f"all instances start again, {times}")
-        variables = [self._variables(current, local) for local in range(current.counts[self.nodes.name])]
+        variables = [self._variables_of(current, local) for local in range(current.counts[self.nodes.name])]
         first = current.first_instance(self.nodes.name)
         with Instances(self.request, first, variables, self.folder) as instances:
             for instance, pid in instances.running.items():
@@ -107,11 +107,11 @@ class Agent:
                     return 0
                 if self.nodes.must_stop():
                     return None
-                instances.wait(_LOOK)
+                instances.wait(_POLL)
             first_node = self.nodes.record_failure()
         return self._report(current, instances, failed, first_node)
 
-    def _variables(self, current: Round, local: int) -> dict[str, str]:
+    def _variables_of(self, current: Round, local: int) -> dict[str, str]:
         """Return the environment variables of an instance that differ from this process's."""
         count = current.counts[self.nodes.name]
         instance = current.first_instance(self.nodes.name) + local
@@ -178,7 +178,7 @@ class Instances:
         self, request: CommandLine, first: int, variables: Sequence[dict[str, str]], folder: str
     ) -> None:
         places = range(len(variables))
-        self._first, self._silent = first, {i: _silenced(request, first + i) for i in places}
+        self._first, self._silent = first, {i: _silenced_streams(request, first + i) for i in places}
         tee = Std.ALL if request.tags_output else Std.NONE
         program = ("-I", "-S", instance_program.__file__, os.getpid(), *request.program)
         self._context = start_processes(
@@ -228,7 +228,7 @@ class Instances:
         return lines
 
 
-def _silenced(request: CommandLine, instance: int) -> Std:
+def _silenced_streams(request: CommandLine, instance: int) -> Std:
     """Return the streams of an instance that go to a file instead of to the terminal."""
     if request.only_output not in (None, instance):
         return Std.ALL

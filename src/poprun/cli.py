@@ -44,12 +44,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     folder = tempfile.mkdtemp(prefix="poprun-")
     try:
-        return guard.run(lambda: _work(request, node, log, folder))
+        return guard.run(lambda: _run_agent(request, node, log, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
+def _run_agent(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     from . import agent  # loads torch, which the guard does not use
 
     return agent.work(request, node, log, folder)

@@ -66,7 +66,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         parser.error("the program is missing: poprun [options] program [args...]")
     fewest, most = parser.checked_instances(options)
     mpi, ignored_mpi = parser.mpi_options([*options.mpi_global_args, *options.mpi_local_args])
-    variables = _variables([*mpi.x, *options.x], environment)
+    variables = _parse_variables([*mpi.x, *options.x], environment)
     if options.executable_cache_path:
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
     folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
@@ -244,7 +244,7 @@ def _switch(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
 
 
-def _variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def _parse_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of words `NAME=VALUE`, or `NAME`, with the value in `environment` if it is set."""
     variables = {}
     for word in words:

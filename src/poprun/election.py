@@ -52,7 +52,7 @@ class FirstNode:
     def join(self) -> tuple[Server | None, SignedStore, str]:
         """Connect to node 0, which serves the store; return as in `Election`. Raises: Lost, if that fails."""
         node, until = self._node, time.monotonic() + self._node.patience
-        server = self._served(until) if node.rank == 0 else None
+        server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port
         address = f"{node.address}:{port}"
         if node.count > 1:
@@ -67,7 +67,7 @@ class FirstNode:
                 f" {SECRET} is equal on all nodes, if it is set"
             ) from None
 
-    def _served(self, until: float) -> Server:
+    def _start_server(self, until: float) -> Server:
         """Return the store's server on this node. Raises: Lost, if it can't listen at the node's address."""
         node, server = self._node, None
         while server is None:
@@ -107,7 +107,7 @@ class Election:
             raise Misfit(f"--checkpoint-dir {self._checkpoints}: {error.strerror}") from None
         self._timeout = max(request.hang_timeout, _SLOWEST) if request.hang_timeout else None
         if SECRET not in os.environ:
-            self._create("secret", secrets.token_hex(32))
+            self._create_file("secret", secrets.token_hex(32))
         self.secret = os.environ.get(SECRET) or (self._folder / "secret").read_text()
         self.host = _own_host()
         command = json.dumps([request.replicas, request.program])
@@ -122,34 +122,34 @@ class Election:
             Misfit: the leader runs another command, has another secret, or listens for its own host only
         """
         while True:
-            number, newest = self._newest()
-            store = self._connected(newest) if newest else None
+            number, newest = self._newest_leader()
+            store = self._connect(newest) if newest else None
             if store is not None:
                 self._number, self.leader = number, newest["node"]
                 return None, store, newest["address"]
             server = Server(self.host, 0, self.secret)
             address = f"{self.host}:{server.port}"
             own = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
-            if self._create(f"leader-{number + 1}", json.dumps(own)):
+            if self._create_file(f"leader-{number + 1}", json.dumps(own)):
                 self._number, self.leader = number + 1, self.name
-                self._remove(number)
+                self._remove_leader_file(number)
                 return server, SignedStore(self.host, server.port, self.secret, _PATIENCE), address
             server.close()
 
     def check_leads(self) -> None:
         """Raise a StoreError if another node, which could not connect to this one, has become the leader."""
-        if self._newest()[0] != self._number:
+        if self._newest_leader()[0] != self._number:
             raise StoreError("another node leads")
 
     def resign(self) -> None:
         """Remove this leader's file at the end of the training."""
-        self._remove(self._number)
+        self._remove_leader_file(self._number)
 
-    def _remove(self, number: int) -> None:
+    def _remove_leader_file(self, number: int) -> None:
         with suppress(OSError):
             (self._folder / f"leader-{number}").unlink()
 
-    def _connected(self, leader: dict[str, str]) -> SignedStore | None:
+    def _connect(self, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to a leader's store; None if the leader is gone. Raises: Misfit, as `join`."""
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
@@ -172,14 +172,14 @@ class Election:
             )
         return store
 
-    def _newest(self) -> tuple[int, dict[str, str]]:
+    def _newest_leader(self) -> tuple[int, dict[str, str]]:
         """Return the number of the newest leader (0: none), and the contents of its file (empty if it is gone)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
             return number, json.loads((self._folder / f"leader-{number}").read_text())
         return number, {}
 
-    def _create(self, name: str, text: str) -> bool:
+    def _create_file(self, name: str, text: str) -> bool:
         """Create a file with its contents, readable by its owner only; return False if the file exists."""
         with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
             file.write(text)

@@ -34,7 +34,7 @@ def run(work: Callable[[], int]) -> int:
     guard = os.getpid()
     child = os.fork()
     if child == 0:
-        os._exit(_as_child(work, guard))
+        os._exit(_run_child(work, guard))
     received: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -49,7 +49,7 @@ def run(work: Callable[[], int]) -> int:
         pid, status = os.wait()
     code = 128 + received[0] if received else exit_code(os.waitstatus_to_exitcode(status))
     if code:
-        _end_adopted()
+        _kill_descendants()
     return code
 
 
@@ -58,10 +58,10 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _as_child(work: Callable[[], int], guard: int) -> int:
+def _run_child(work: Callable[[], int], guard: int) -> int:
     """Call `work` in the child process and return its exit code; after a failure kill all descendants."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
-    _handle_signals(_leave)
+    _handle_signals(_exit_at_signal)
     code = 1
     try:
         _prctl(_SET_CHILD_SUBREAPER, 1)  # it kills its descendants also when the guard has been killed
@@ -74,7 +74,7 @@ def _as_child(work: Callable[[], int], guard: int) -> int:
     except BaseException:
         traceback.print_exc()
     if code:
-        _end_adopted()
+        _kill_descendants()
     sys.stdout.flush()
     sys.stderr.flush()
     return code
@@ -88,12 +88,12 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _exit_at_signal(number: int, _: FrameType | None) -> None:
     """Exit with 128 plus the number of a signal."""
     sys.exit(128 + number)
 
 
-def _end_adopted() -> None:
+def _kill_descendants() -> None:
     """Kill all child and adopted processes, and then the processes that are adopted because of this."""
     while adopted := children(os.getpid()):
         for pid in adopted:

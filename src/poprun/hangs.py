@@ -56,10 +56,10 @@ class Hangs:
     ) -> None:
         self._store, self._round, self._folder = store, current, folder
         self._request, self._log = request, log
-        self._waits: dict[int, tuple[str, float]] = {}  # by instance: its record, and when the record changed
-        self._progress: dict[
-            int, tuple[float, float]
-        ] = {}  # by instance: when it was seen, and processor time
+        # By instance: its record, and the time at which the record changed.
+        self._waits: dict[int, tuple[str, float]] = {}
+        # By instance: the time of its last progress, and its processor time then.
+        self._progress: dict[int, tuple[float, float]] = {}
         self._next = 0.0
 
     def kill(self, running: Mapping[int, int]) -> None:
@@ -77,14 +77,14 @@ class Hangs:
             if instance in waits or not (peers or self._request.ends_idle):
                 self._progress.pop(instance, None)
                 continue
-            family = list(_family(pid))
+            family = list(_process_tree(pid))
             states, times = zip(*map(_state_and_time, family), strict=True)
             since, used = self._progress.setdefault(instance, (now, sum(times)))
             if sum(times) - used > _IDLE * (now - since) + 0.05:
                 self._progress[instance] = (now, sum(times))
             elif now - since >= limit:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _line_of(Path(stack_file(self._folder, self._round, instance)), family)
+                how += _blocked_line(Path(stack_file(self._folder, self._round, instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
@@ -111,7 +111,7 @@ class Hangs:
         }
 
 
-def _line_of(path: Path, family: list[int]) -> str:
+def _blocked_line(path: Path, family: list[int]) -> str:
     """Return ", at FILE:LINE in FUNCTION" for the line that the user's program executes; "" if unknown.
 
     `popdist` has registered a signal handler that appends the stacks of all threads to the file, which begins
@@ -133,11 +133,11 @@ def _line_of(path: Path, family: list[int]) -> str:
     return ""
 
 
-def _family(pid: int) -> Iterator[int]:
+def _process_tree(pid: int) -> Iterator[int]:
     """Yield the ids of a process and of its descendants."""
     yield pid
     for child in children(pid):
-        yield from _family(child)
+        yield from _process_tree(child)
 
 
 def _state_and_time(pid: int) -> tuple[str, float]:

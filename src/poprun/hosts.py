@@ -34,7 +34,7 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
     code = 0
     try:
         for rank, host in enumerate(request.hosts):
-            running[rank] = _start(host, words, _variables(request, rank, secret), log)
+            running[rank] = _start(host, words, _host_variables(request, rank, secret), log)
         deadline = float("inf")
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -69,7 +69,7 @@ def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
             process.stdin.close()
 
 
-def _variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
+def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
     """Return the environment variables of a host's poprun."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and any(name not in _HERE for name in request.hosts):

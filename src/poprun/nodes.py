@@ -29,15 +29,14 @@ from .command_line import CommandLine
 from .election import Election, FirstNode, Lost
 from .topology import Node, deal, local_instances
 
-_LOOK = 0.05  # seconds between two reads of the other nodes' records, while a round forms
-_AGAIN = 60.0  # seconds between two warnings about missing nodes
-_NOTICED = 30.0  # seconds until the connection of a host without power is closed, with a margin
-_FAREWELL = 5.0  # seconds that the leader still serves the store at the end, for the other nodes to read it
-_GATHER = 10.0  # seconds that the first round of an elastic training waits for nodes that are expected
+_POLL = 0.05  # seconds between two reads of the other nodes' records, while a round forms
+_WARNING_INTERVAL = 60.0  # seconds between two warnings about missing nodes
+_RECORD_PATIENCE = 30.0  # seconds until the connection of a host without power is closed, with a margin
+_LEAVE_PATIENCE = 5.0  # seconds that the leader serves the store after the end, for the other nodes
+_FIRST_ROUND_PATIENCE = 10.0  # seconds that a new leader of an elastic training waits for expected nodes
 
-Record = dict[
-    str, Any
-]  # of a node: id, rank, slots, address, the number of its newest round, and its state there
+# A node's record: id, rank, slots, address, the number of its newest round, and its state in that round.
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,21 @@ class Nodes:
                 if self._store is None:
                     self._connect()
                 self._write_record("stopped")
-                while (newest := self._read()).state != "finished":
+                while (newest := self._read_and_lead()).state != "finished":
                     if newest.number > self.round.number and newest.ids.get(self.name) == self._id:
                         self.round = newest
                         self._write_record("running")
                         return newest
-                    time.sleep(_LOOK)
+                    time.sleep(_POLL)
                 return None
             except StoreError:
                 self._disconnect()
-                self._leader_is_lost()
+                self._report_lost_leader()
 
     def must_stop(self) -> bool:
         """Return whether this node's instances have to stop, because the round ends."""
         with suppress(StoreError):
-            newest = self._read()
+            newest = self._read_and_lead()
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
@@ -117,7 +116,7 @@ class Nodes:
         """Record that this node's instances have succeeded; return whether those of all nodes have."""
         with suppress(StoreError):
             self._write_record("done")
-            return self._read().state == "finished"
+            return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
@@ -129,9 +128,9 @@ class Nodes:
     def leave(self) -> None:
         """Disconnect this node; the leader waits a moment for the other nodes."""
         with suppress(StoreError):
-            until = time.monotonic() + _FAREWELL
+            until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
         if self._leader is not None:
             self._election.resign()
         self._disconnect()
@@ -153,14 +152,14 @@ class Nodes:
                 connection.close()
         self._store = self._server = self._leader = None
 
-    def _leader_is_lost(self) -> None:
+    def _report_lost_leader(self) -> None:
         """Print that the leader is lost. Raises: Lost, if there can be no other leader."""
         if self._request.is_elastic:
             self._log.warning("the leader is lost: another node takes its place")
         elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
-            raise Lost(_lost("0"))
+            raise Lost(_lost_message("0"))
         else:
-            self._log.warning(f"{_lost('0')}; {_waits_for(self._node.patience)}")
+            self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def _write_record(self, state: str) -> None:
         """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
@@ -175,15 +174,15 @@ class Nodes:
             "round": self.round.number,
             "state": state,
         }
-        until = time.monotonic() + _NOTICED
+        until = time.monotonic() + _RECORD_PATIENCE
         while not self.store.hold(f"node/{self.name}", json.dumps(record)):
             if time.monotonic() > until:
                 raise Lost(
                     f"two nodes have the number {self.name}\n  fix: POPRUN_NODE_RANK differs on every node"
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
-    def _read(self) -> Round:
+    def _read_and_lead(self) -> Round:
         """Return the newest round, and do the next step of the leader if this node leads."""
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
@@ -210,7 +209,7 @@ class Leader:
         self._store, self._name, self._request = store, name, request
         self._node, self._expected, self._log = node, expected, log
         self._leads_since = self._waits_since = time.monotonic()
-        self._next_warning = self._waits_since + _AGAIN
+        self._next_warning = self._waits_since + _WARNING_INTERVAL
         self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint, and its calls
         self._grow_after: int | None = None  # the newest checkpoint when a node arrived that can be added
 
@@ -221,25 +220,25 @@ class Leader:
         """
         records = _records_of(self._store)
         if current.state == "runs":
-            state = self._state(current, records)
+            state = self._decide_state(current, records)
             if state != "runs":
                 self._waits_since = self._next_warning = time.monotonic()
-                return self._written(replace(current, state=state))
+                return self._write_round(replace(current, state=state))
         elif current.state == "finished" or any(record["state"] != "stopped" for record in records.values()):
             return current
         elif current.state == "failed":
             if self._request.is_elastic and not current.missing(records):
                 self._count_failure()
-            return self._written(replace(current, state="stopped"))
-        elif counts := self._next_counts(records):
+            return self._write_round(replace(current, state="stopped"))
+        elif counts := self._decide_next_counts(records):
             self._grow_after = None
             number = max(record["round"] for record in records.values()) + 1
             address = records[next(iter(counts))]["address"]
             ids = {name: records[name]["id"] for name in counts}
-            return self._written(Round(number, "runs", address, counts, ids))
+            return self._write_round(Round(number, "runs", address, counts, ids))
         return current
 
-    def _written(self, current: Round) -> Round:
+    def _write_round(self, current: Round) -> Round:
         """Write a round for the other nodes, and return it."""
         self._store.set("round", json.dumps(vars(current)))
         return current
@@ -250,7 +249,7 @@ class Leader:
             self._log.error(why)
         self._store.set("failed", node)
 
-    def _state(self, current: Round, records: Mapping[str, Record]) -> str:
+    def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
         """Return the new state of a round that runs: "runs", "lost", "failed", "grown" or "finished"."""
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
@@ -259,9 +258,9 @@ class Leader:
         missing = current.missing(records)
         is_last = not self._request.is_elastic and current.number >= self._request.max_restarts
         if missing and is_last:
-            self._give_up(self._name, _lost(missing))
+            self._give_up(self._name, _lost_message(missing))
         elif missing:
-            self._log.warning(_lost(missing))
+            self._log.warning(_lost_message(missing))
         elif failed and is_last:
             (first,) = self._store.read([f"failure/{current.number}"])
             self._give_up(first or failed[0])
@@ -288,7 +287,7 @@ class Leader:
         """Return whether new nodes can run instances, and a checkpoint is complete since their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
-        if sorted(self._dealt(records).values()) == sorted(current.counts.values()):
+        if sorted(self._counts_by_node(records).values()) == sorted(current.counts.values()):
             return False
         newest = self._newest_checkpoint()
         if self._grow_after is None:
@@ -296,18 +295,18 @@ class Leader:
             self._log.info("a node has come, which is added after the next checkpoint")
         return newest > self._grow_after
 
-    def _dealt(self, records: Mapping[str, Record]) -> dict[str, int]:
+    def _counts_by_node(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node, without nodes that get none; empty if slots are too few."""
         most = self._request.instances
         fewest = self._request.fewest_instances or most
         counts = deal(self._request.replicas, fewest, most, [record["slots"] for record in records.values()])
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
-    def _next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
+    def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node in the next round; empty while more nodes are expected."""
-        now, counts = time.monotonic(), self._dealt(records)
+        now, counts = time.monotonic(), self._counts_by_node(records)
         if counts:
-            is_complete = len(records) >= self._expected or now > self._leads_since + _GATHER
+            is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
             return counts if is_complete else {}
         waited = min(now - self._waits_since, self._node.patience)
         if self._request.is_elastic:
@@ -319,18 +318,18 @@ class Leader:
         if waited == self._node.patience:
             self._give_up(self._name, why)
         elif now >= self._next_warning:
-            self._next_warning = now + _AGAIN
-            self._log.warning(f"{why}; {_waits_for(self._node.patience - waited)}")
+            self._next_warning = now + _WARNING_INTERVAL
+            self._log.warning(f"{why}; {_wait_message(self._node.patience - waited)}")
         return {}
 
 
-def _lost(names: str) -> str:
+def _lost_message(names: str) -> str:
     """Return a sentence that says which nodes are lost."""
     several = "s" if "," in names else ""
     return f"node{several} {names} lost: poprun has ended there, or the host does not answer"
 
 
-def _waits_for(seconds: float) -> str:
+def _wait_message(seconds: float) -> str:
     """Return a sentence that says how long this node waits for other nodes, and how they come."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
