@@ -13,7 +13,7 @@ from typing import Any
 
 from .pods import Object
 
-_PLACES = {
+_API_PATHS = {
     "IPUJob": ("apis/graphcore.ai/v1alpha1", "ipujobs"),
     "Pod": ("api/v1", "pods"),
     "Service": ("api/v1", "services"),
@@ -70,8 +70,8 @@ class Cluster:
     ) -> list[Object]:
         """Return the objects of a kind that match the selectors, in one namespace or in all (None)."""
         params = {"labelSelector": labels, "fieldSelector": fields}
-        found = self._call("GET", _path(kind, namespace), params=params)
-        version = _PLACES[kind][0].partition("/")[2]
+        found = self._call("GET", _kind_path(kind, namespace), params=params)
+        version = _API_PATHS[kind][0].partition("/")[2]
         return [{"apiVersion": version, "kind": kind, **item} for item in found["items"]]
 
     def watch(
@@ -79,12 +79,12 @@ class Cluster:
     ) -> Iterator[str]:
         """Yield a line of JSON for each object of a kind, then for each change, for up to `seconds`."""
         params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
-        with self._answer("GET", _path(kind, namespace), params=params, timeout=self._forever) as answer:
+        with self._stream("GET", _kind_path(kind, namespace), params=params, timeout=self._forever) as answer:
             yield from answer.iter_lines()
 
     def create(self, made: Object) -> Object:
         """Create an object, and return it with the fields that the API server added."""
-        return self._call("POST", _path(made["kind"], made["metadata"]["namespace"]), json=made)
+        return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
         """Delete an object. Raises: Refused (409), if a newer object has its name, with another uid.
@@ -94,13 +94,13 @@ class Cluster:
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": known["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"
-        self._call("DELETE", _path_of(known), json=options)
+        self._call("DELETE", _object_path(known), json=options)
 
     def patch_status(self, known: Object, patch: Object) -> None:
         """Merge a patch into an object's status. Raises: Refused (409), if `known` is out of date."""
         body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
         headers = {"Content-Type": "application/merge-patch+json"}
-        self._call("PATCH", f"{_path_of(known)}/status", json=body, headers=headers)
+        self._call("PATCH", f"{_object_path(known)}/status", json=body, headers=headers)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of a pod's log (of its first container, the worker).
@@ -111,31 +111,31 @@ class Cluster:
         """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
-        path = f"{_path_of(pod)}/log"
-        with self._answer("GET", path, params=params, timeout=self._forever) as answer:
+        path = f"{_object_path(pod)}/log"
+        with self._stream("GET", path, params=params, timeout=self._forever) as answer:
             yield from answer.iter_lines()
 
     def _call(self, method: str, path: str, **request: Any) -> Any:
         """Send a request, and return the object in the answer."""
-        with self._answer(method, path, **request) as answer:
+        with self._stream(method, path, **request) as answer:
             answer.read()
             return answer.json()
 
     @contextmanager
-    def _answer(self, method: str, path: str, **request: Any) -> Iterator[Any]:
+    def _stream(self, method: str, path: str, **request: Any) -> Iterator[Any]:
         """Send a request, and yield the API server's answer, whose body has not been read."""
         try:
             with self._http.stream(method, path, **request) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise _refusal(answer.status_code, answer.text)
+                    raise _refused_error(answer.status_code, answer.text)
                 yield answer
         except self._error as error:
             reason = error or type(error).__name__
             raise Unreachable(f"the cluster at {self.server} doesn't answer: {reason}") from None
 
 
-def _refusal(status: int, text: str) -> Refused:
+def _refused_error(status: int, text: str) -> Refused:
     try:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
@@ -151,10 +151,10 @@ def _refusal(status: int, text: str) -> Refused:
     return Refused(status, message)
 
 
-def _path(kind: str, namespace: str | None) -> str:
-    group, plural = _PLACES[kind]
+def _kind_path(kind: str, namespace: str | None) -> str:
+    group, plural = _API_PATHS[kind]
     return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
-def _path_of(known: Object) -> str:
-    return f"{_path(known['kind'], known['metadata']['namespace'])}/{known['metadata']['name']}"
+def _object_path(known: Object) -> str:
+    return f"{_kind_path(known['kind'], known['metadata']['namespace'])}/{known['metadata']['name']}"

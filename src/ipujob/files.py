@@ -65,7 +65,7 @@ def read(file: str) -> list[Document]:
             node = loader.get_node()
             assert node is not None
             lines: dict[Place, int] = {}
-            duplicates = tuple(_walk(node, (), lines))
+            duplicates = tuple(_record_lines(node, (), lines))
             value = loader.construct_document(node)
             if value is not None:
                 documents.append(Document(file, value, lines, duplicates))
@@ -78,7 +78,7 @@ def read(file: str) -> list[Document]:
     return documents
 
 
-def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fault]:
+def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fault]:
     """Write each node's line number into `lines`; yield a fault for each duplicate key of a mapping."""
     lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
@@ -88,10 +88,10 @@ def _walk(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fa
                 message = f"{key.value} stands twice here, first on line {lines[inner]}"
                 yield Fault(inner, message, "keep one of them")
             lines[inner] = key.start_mark.line + 1
-            yield from _walk(value, inner, lines)
+            yield from _record_lines(value, inner, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _walk(value, (*place, index), lines)
+            yield from _record_lines(value, (*place, index), lines)
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:

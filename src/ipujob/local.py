@@ -27,7 +27,7 @@ _POLL = 0.05  # seconds between two checks of a job
 _POLL_END = 0.01  # seconds between two checks of processes that are being ended
 _FIELDS = r"metadata\.(name|namespace|labels\['.+'\])"
 _TEMPLATE = ("spec", "workers", "template", "spec")
-_IGNORED = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostIPC", "initContainers")
+_IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostIPC", "initContainers")
 
 
 class LocalJob:
@@ -69,9 +69,9 @@ class LocalJob:
                 # The handler doesn't raise: an exception could leave a new worker out of `workers`.
                 before[number] = signal.signal(number, lambda got, _: self.signals.append(got))
             while not self.signals and code is None:
-                code = self._round()
+                code = self._run_round()
         finally:
-            self._end([*self.workers.values()])
+            self._end_workers([*self.workers.values()])
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.signals:
@@ -79,12 +79,12 @@ class LocalJob:
             return 128 + self.signals[0]
         return code or 0
 
-    def _round(self) -> int | None:
+    def _run_round(self) -> int | None:
         """Run the next actions of the job, and return its exit code if it has ended, else None."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
-                self._end([worker])
+                self._end_workers([worker])
             worker.update(is_late)
         owned = [worker.pod for worker in self.workers.values()]
         value = {**self.value, "status": self.status}
@@ -97,7 +97,7 @@ class LocalJob:
             print(f"ipujob: {self.job.name}: {self.status['lastMessage']}", file=sys.stderr)
             return (pods.exit_code(culprit) if culprit else None) or 1
         gone = [self.workers.pop(pod["metadata"]["name"]) for pod in decision.delete]
-        self._end(gone)
+        self._end_workers(gone)
         for pod in decision.create:
             if not self.signals:
                 self.workers[pod["metadata"]["name"]] = Worker(self, pod)
@@ -107,7 +107,7 @@ class LocalJob:
             time.sleep(_POLL)
         return None
 
-    def _end(self, workers: Sequence[Worker]) -> None:
+    def _end_workers(self, workers: Sequence[Worker]) -> None:
         """End workers by SIGTERM; kill them after their pods' longest grace period, or at a second signal."""
         for worker in workers:
             worker.signal(signal.SIGTERM)
@@ -134,7 +134,7 @@ class Worker:
             ("MASTER_ADDR", run.job.host(instance)): "127.0.0.1",
             ("MASTER_PORT", str(PORT)): run.ports[instance],
         }
-        variables = _variables(pod, here, run.overrides)
+        variables = _worker_variables(pod, here, run.overrides)
         words = [*container.get("command", ()), *container.get("args", ())]
         where = container.get("workingDir")
         self.deadline = time.monotonic() + pod["spec"].get("activeDeadlineSeconds", float("inf"))
@@ -195,7 +195,7 @@ class Worker:
                     terminal_is_open = False
 
 
-def _variables(
+def _worker_variables(
     pod: Object, here: Mapping[tuple[str, str], str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
     """Return a worker's environment variables: values with $(NAME) expanded, or read from fields of the pod.
@@ -252,5 +252,5 @@ def ignored_fields(job: Job) -> list[str]:
     """Return the template's fields that have no effect on this machine."""
     container, spec = job.worker, job.template["spec"]
     fields = ["image", *(name for name in ("resources", "securityContext") if name in container)]
-    fields += [name for name in _IGNORED if name in spec and name not in fields]
+    fields += [name for name in _IGNORED_FIELDS if name in spec and name not in fields]
     return fields + (["other containers"] if len(spec["containers"]) > 1 else [])

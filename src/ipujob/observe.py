@@ -69,8 +69,8 @@ def observe(
         return Decision({})
     job, faults = parse(value, device, images)
     if old.get("completionTime"):
-        return _finished(value, job, own_pods, services, now)
-    invalid = "; ".join(fault.message for fault in faults) or _changed(value, own_pods)
+        return _decide_after_end(value, job, own_pods, services, now)
+    invalid = "; ".join(fault.message for fault in faults) or _spec_change_error(value, own_pods)
     if job is None or invalid:  # its pods are neither created nor deleted
         conditions = _conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
@@ -108,21 +108,21 @@ def observe(
     create = [pods.pod(job, number, attempt) for number, attempt in missing]
     if instances and all(state in ENDED for state in states):
         status["completionTime"] = stamp(now)
-        gone += [pod for pod in remaining if _is_cleaned(job, pod)] + services
+        gone += [pod for pod in remaining if _should_delete(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.service(job))
     owned = tuple(pods.with_owner(each, value) for each in create)
     return Decision(_patch(old, status, now), tuple(gone), owned)
 
 
-def _finished(
+def _decide_after_end(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
     """Return the actions for an ended job: delete Service and pods (see cleanPodPolicy), later the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
-    delete = [pod for pod in own_pods if phase(pod) not in ENDED or (job and _is_cleaned(job, pod))]
+    delete = [pod for pod in own_pods if phase(pod) not in ENDED or (job and _should_delete(job, pod))]
     delete = [*(pod for pod in delete if not is_terminating(pod)), *services]
     if job and job.seconds_kept is not None:
         ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
@@ -131,7 +131,7 @@ def _finished(
     return Decision(_patch(old, status, now), tuple(delete))
 
 
-def _changed(value: Object, own_pods: Sequence[Object]) -> str:
+def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
     """Return an error message if a field of the spec has changed since the pods were created, else ""."""
     now = pods.field_hashes(value)
     for pod in own_pods:
@@ -217,22 +217,22 @@ def _next_state(
     """Return the next record of an instance, the numbers of the workers to create, and the pods to delete."""
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
-        return record, [], _unwanted(state, own_pods)
+        return record, [], _pods_to_delete(state, own_pods)
     attempt = -1 if state == "Lost" else restarts  # -1: delete all pods of a lost attempt
     others = [pod for pod in own_pods if int_label(pod, ATTEMPT) != attempt]
     if others:
         return record, [], others
     there = {int_label(pod, WORKER) for pod in own_pods}
     missing = [worker for worker in range(job.shape.workers) if worker not in there]
-    done = [pod for pod in own_pods if phase(pod) == "Succeeded" or _ended_by_ttl(job, pod)]
+    done = [pod for pod in own_pods if phase(pod) == "Succeeded" or _was_ended_by_ttl(job, pod)]
     failed = [pod for pod in own_pods if phase(pod) == "Failed" and pod not in done]
     own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]
     if own_faults or (not missing and len(done) == len(own_pods)):
         culprit = pods.first_failed(own_faults)
-        if restarts < job.restart_limit and _is_restarted(job, culprit):
+        if restarts < job.restart_limit and _should_restart(job, culprit):
             return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
         state = "Failed" if culprit else "Succeeded"
-        return {"state": state, "restarts": restarts}, [], _unwanted(state, own_pods)
+        return {"state": state, "restarts": restarts}, [], _pods_to_delete(state, own_pods)
     is_incomplete = missing or any(map(is_terminating, own_pods))
     if failed or (state == "Running" and is_incomplete):
         return {"state": "Lost", "restarts": restarts}, [], own_pods
@@ -240,25 +240,25 @@ def _next_state(
     return {"state": "Running" if runs else "Pending", "restarts": restarts}, missing, []
 
 
-def _is_restarted(job: Job, culprit: Object | None) -> bool:
+def _should_restart(job: Job, culprit: Object | None) -> bool:
     """Return whether the policy restarts an instance of which `culprit` failed first; None: all succeeded."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
 
 
-def _unwanted(state: str, own_pods: Sequence[Object]) -> list[Object]:
+def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
     """Return the pods to delete at an instance's end. Ended pods stay; after a failure only failed ones."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
 
 
-def _is_cleaned(job: Job, pod: Object) -> bool:
+def _should_delete(job: Job, pod: Object) -> bool:
     """Return whether the job's cleanPodPolicy deletes a pod after the job has ended."""
     keeps_log = job.clean_policy == "Workers" and job.mode == "launched"
     return job.clean_policy != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
 
 
-def _ended_by_ttl(job: Job, pod: Object) -> bool:
+def _was_ended_by_ttl(job: Job, pod: Object) -> bool:
     is_late = phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
     return job.ttl is not None and is_late

@@ -104,7 +104,7 @@ class Operator:
         if decision.status or create:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
             self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(now)})
-            self._report(job, decision.status, stamp(now))
+            self._report_change(job, decision.status, stamp(now))
         for each in decision.delete:
             self._log(job, f"delete {each['kind']} {each['metadata']['name']}")
             try:
@@ -129,7 +129,7 @@ class Operator:
         if create or not decision.create:
             self.trouble.pop(uid, None)
 
-    def _report(self, job: Object, patch: Object, when: str) -> None:
+    def _report_change(self, job: Object, patch: Object, when: str) -> None:
         """Log a restart or an end of a job, and create an Event for it; do nothing for other patches."""
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):

@@ -50,7 +50,7 @@ def template(
     kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
     kept["labels"] = {**kept.get("labels", {}), JOB: job.name, INSTANCE: str(instance)}
     container, containers = spec["containers"][0], spec["containers"] + spec.get("initContainers", [])
-    container |= {"image": job.image, **_command(job)}
+    container |= {"image": job.image, **_command_fields(job)}
     if not container.get("args", True):
         del container["args"]
     container["env"] = _environment(job, instance, rank, address, restarts)
@@ -77,7 +77,7 @@ def template(
     return {"metadata": kept, "spec": spec}
 
 
-def _command(job: Job) -> dict[str, list[str]]:
+def _command_fields(job: Job) -> dict[str, list[str]]:
     """Return the fields `command` and `args` of a worker, where they differ from the template's."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
@@ -183,13 +183,13 @@ def int_label(pod: Object, name: str) -> int:
 
 def exit_code(pod: Object) -> int | None:
     """Return the exit code of the pod's worker; None, if the worker has not ended."""
-    return _ended(pod).get("exitCode")
+    return _terminated_state(pod).get("exitCode")
 
 
 def describe_end(pod: Object) -> str:
     """Return a text for messages about how a pod ended, such as "exited with 1"."""
     code, status = exit_code(pod), pod.get("status", {})
-    reason = status.get("reason") or _ended(pod).get("reason")
+    reason = status.get("reason") or _terminated_state(pod).get("reason")
     if code is None or status.get("reason"):
         return ", ".join(filter(None, (f"failed: {reason or 'no reason given'}", status.get("message"))))
     return f"exited with {code}" + (f" ({reason})" if reason not in (None, "Error", "Completed") else "")
@@ -212,7 +212,7 @@ def first_failed(pods: Sequence[Object]) -> Object | None:
     failed = (pod for pod in pods if phase(pod) == "Failed")
     return min(
         failed,
-        key=lambda pod: (_ended(pod).get("finishedAt") or "9999", int_label(pod, WORKER)),
+        key=lambda pod: (_terminated_state(pod).get("finishedAt") or "9999", int_label(pod, WORKER)),
         default=None,
     )
 
@@ -225,7 +225,7 @@ def was_disrupted(pod: Object) -> bool:
     return by_reason or _condition(pod, "DisruptionTarget")["status"] == "True"
 
 
-def _ended(pod: Object) -> Object:
+def _terminated_state(pod: Object) -> Object:
     """Return the `terminated` state of the first container, which runs the program; empty before its end."""
     name = pod["spec"]["containers"][0]["name"]
     containers = pod.get("status", {}).get("containerStatuses") or []

@@ -33,10 +33,10 @@ def submit(arguments: argparse.Namespace) -> int:
         created.append(made)
     if not (arguments.wait or arguments.follow):
         return 0
-    return max(_wait(cluster, job, arguments.follow) for job in created)
+    return max(_wait_for_end(cluster, job, arguments.follow) for job in created)
 
 
-def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
+def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
     """Wait until a job ends, and return 0 if it is Completed, 1 if it is Failed.
 
     Args: follow: print the log of worker 0 meanwhile
@@ -48,12 +48,12 @@ def _wait(cluster: Cluster, job: Object, follow: bool) -> int:
     reached = time.monotonic()
     while True:
         try:
-            now = _job(cluster, name, place)
+            now = _find_job(cluster, name, place)
             if now["metadata"]["uid"] != uid:
                 raise Refused(404, f"{name} was deleted, and another one was created")
-            for pod in _pods(cluster, now) if follow else ():
+            for pod in _pods_of(cluster, now) if follow else ():
                 one, before = pod["metadata"]["uid"], phase(pod)
-                if _number(pod) == 0 and before != "Pending" and one not in finished:
+                if _pod_number(pod) == 0 and before != "Pending" and one not in finished:
                     # A stream may end before its pod does: the next stream skips the printed lines.
                     shown[one] = _copy_log(cluster, pod, True, skip=shown.get(one, 0))
                     finished |= {one} if before in ENDED else set()
@@ -72,7 +72,7 @@ def status(arguments: argparse.Namespace) -> int:
     place = arguments.namespace or cluster.namespace
     while True:
         if arguments.name:
-            text = _details(cluster, _job(cluster, arguments.name, place))
+            text = _details(cluster, _find_job(cluster, arguments.name, place))
         else:
             text = _job_table(cluster.list("IPUJob", place)) or f"No IPUJobs found in {place} namespace."
         if text != last:
@@ -119,7 +119,7 @@ def _details(cluster: Cluster, job: Object) -> str:
         for number, each in sorted(said.get("instances", {}).items(), key=lambda item: int(item[0]))
     ]
     pods = []
-    for pod in _pods(cluster, job):
+    for pod in _pods_of(cluster, job):
         code, attempt = exit_code(pod), pod["metadata"]["labels"].get(ATTEMPT, "")
         ended, node = "" if code is None else code, pod["spec"].get("nodeName", "")
         pods.append((pod["metadata"]["name"], phase(pod), ended, attempt, node))
@@ -139,8 +139,8 @@ def _details(cluster: Cluster, job: Object) -> str:
 
 def logs(arguments: argparse.Namespace) -> int:
     cluster = Cluster()
-    job = _job(cluster, arguments.name, arguments.namespace or cluster.namespace)
-    pods = [pod for pod in _pods(cluster, job) if arguments.all or _number(pod) == arguments.worker]
+    job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
+    pods = [pod for pod in _pods_of(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
     if not pods:
         said = job.get("status", {})
         which = arguments.name if arguments.all else f"{arguments.name}-worker-{arguments.worker}"
@@ -184,7 +184,7 @@ def delete(arguments: argparse.Namespace) -> int:
     place = arguments.namespace or cluster.namespace
     for name in arguments.names:
         try:
-            cluster.delete(_job(cluster, name, place), orphan=arguments.keep_pods)
+            cluster.delete(_find_job(cluster, name, place), orphan=arguments.keep_pods)
             print(f'ipujob.graphcore.ai "{name}" deleted')
         except Refused as error:
             print(f"ipujob: {error}", file=sys.stderr)
@@ -192,7 +192,7 @@ def delete(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _job(cluster: Cluster, name: str, namespace: str) -> Object:
+def _find_job(cluster: Cluster, name: str, namespace: str) -> Object:
     """Return an IPUJob of the cluster. Raises: Refused (404), if no IPUJob has this name."""
     jobs = cluster.list("IPUJob", namespace, fields=f"metadata.name={name}")
     if not jobs:
@@ -200,15 +200,15 @@ def _job(cluster: Cluster, name: str, namespace: str) -> Object:
     return jobs[0]
 
 
-def _pods(cluster: Cluster, job: Object) -> list[Object]:
+def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
     """Return the pods that a job owns, ordered by their numbers."""
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
     owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]
     return sorted(
-        (pod for pod, uids in zip(listed, owners, strict=True) if metadata["uid"] in uids), key=_number
+        (pod for pod, uids in zip(listed, owners, strict=True) if metadata["uid"] in uids), key=_pod_number
     )
 
 
-def _number(pod: Object) -> int:
+def _pod_number(pod: Object) -> int:
     return int(pod["metadata"]["name"].rpartition("-")[2])

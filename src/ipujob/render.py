@@ -24,11 +24,11 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
         made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
     else:
         _check_renderable(job, way)
-        make = _job_set if way == "jobset" else _job
+        make = _job_set if way == "jobset" else _indexed_job
         made = [make(job, instance) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
         made.insert(0, pods.service(job))
-    return made, list(_warnings(job, way))
+    return made, list(_warnings_of(job, way))
 
 
 def _check_renderable(job: Job, way: str) -> None:
@@ -37,13 +37,13 @@ def _check_renderable(job: Job, way: str) -> None:
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
             "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
         )
-    last = f"{_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
+    last = f"{_instance_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
     if len(last) > MAX_HOST:
         reason = f"the host name {last} has more than {MAX_HOST} characters"
         raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
 
 
-def _warnings(job: Job, way: str) -> Iterator[str]:
+def _warnings_of(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of the job that the objects lack, since it needs the operator."""
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
@@ -57,7 +57,7 @@ def _warnings(job: Job, way: str) -> Iterator[str]:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
 
 
-def _name(job: Job, instance: int) -> str:
+def _instance_name(job: Job, instance: int) -> str:
     """Return the name of an instance: the job's name, with the instance's number if there are several."""
     return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
 
@@ -70,9 +70,9 @@ def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Objec
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _job(job: Job, instance: int) -> Object:
+def _indexed_job(job: Job, instance: int) -> Object:
     """Return an Indexed Job for an instance. Its pods have random names, but host names NAME-worker-0, ..."""
-    name = f"{_name(job, instance)}-worker"
+    name = f"{_instance_name(job, instance)}-worker"
     restarts = "0" if job.restart_policy == "Never" else None
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
     if job.shape.workers == 1 and job.restart_policy != "Never":
@@ -103,7 +103,7 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
 
 def _job_set(job: Job, instance: int) -> Object:
     """Return a JobSet of one Indexed Job. It restarts all its workers together, and makes its own Service."""
-    name = _name(job, instance)
+    name = _instance_name(job, instance)
     inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
     inner["template"]["spec"].pop("subdomain", None)
     spec: Object = {

@@ -120,7 +120,7 @@ def parse(
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid parts, so that all faults are found at once.
-    valid = _checked(value, _schema(), (), faults)
+    valid = _check(value, _schema(), (), faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
@@ -270,23 +270,23 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]) -> Any:
+def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]) -> Any:
     """Return the parts of a value that an API server keeps, without empty fields; None, if it refuses the value.
 
     Args: faults: gets a fault for each part that the API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
-    if wrong := _refusal(value, schema):
+    if wrong := _violation(value, schema):
         message, fix = wrong
-        faults.append(Fault(place, f"{_path(place)} {message}", fix))
+        faults.append(Fault(place, f"{_path_text(place)} {message}", fix))
         return None
     if kind == "array":
-        items = [_checked(item, schema["items"], (*place, index), faults) for index, item in enumerate(value)]
+        items = [_check(item, schema["items"], (*place, index), faults) for index, item in enumerate(value)]
         return items if len(faults) == before else None
     if kind != "object":
         return value
     missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-    faults += [Fault(place, f"{_path((*place, key))} is missing") for key in missing]
+    faults += [Fault(place, f"{_path_text((*place, key))} is missing") for key in missing]
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     valid = {}
     for key, item in value.items():
@@ -298,13 +298,13 @@ def _checked(value: Any, schema: dict[str, Any], place: Place, faults: list[Faul
                 f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _fix_by_similar(str(key), known)
             )
             fix = fix or "take it out: a cluster would leave it away"
-            faults.append(Fault(inner, f"{_path(inner)} is no field of an IPUJob", fix))
-        elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
+            faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
+        elif item is not None and (part := _check(item, allowed, inner, faults)) is not None:
             valid[key] = part
     return None if missing and place else valid
 
 
-def _refusal(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
+def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
     """Return what is wrong with a value, its parts aside, and a fix ("": none is known); None for a valid one."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
@@ -331,6 +331,6 @@ def _fix_by_similar(word: str, known: Iterable[str]) -> str:
     return f"write {near[0]}" if near else ""
 
 
-def _path(place: Place) -> str:
+def _path_text(place: Place) -> str:
     """Return the text of a path for messages, such as "spec.workers.template.spec.containers[0]"."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")

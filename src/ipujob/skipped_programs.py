@@ -28,7 +28,7 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
         real:   names of programs that get no stand-in
     """
     folder.mkdir(parents=True)
-    sources = {_plain(url): str(Path(path).resolve()) for url, path in clones.items()}
+    sources = {_without_git_suffix(url): str(Path(path).resolve()) for url, path in clones.items()}
     (folder / _CLONES).write_text(json.dumps(sources))
     texts = {name: f'echo "skipped: {name} $*"' for name in SKIPPED}
     for name in PYTHONS:
@@ -51,20 +51,20 @@ def git(folder: str, words: list[str]) -> int:
         os.environ["PATH"] = os.pathsep.join(others)
         os.execvp("env", ["env", "git", *words])
     url = next((word for word in words[1:] if "/" in word or ":" in word), "")
-    source = json.loads((Path(folder) / _CLONES).read_text()).get(_plain(url))
+    source = json.loads((Path(folder) / _CLONES).read_text()).get(_without_git_suffix(url))
     if source is None:
         fix = f"--clone {url}=FOLDER"
         print(f"ipujob: git clone {url}: nothing is fetched here\n  fix: {fix}", file=sys.stderr)
         return 128
     after = words[words.index(url) + 1 :]
-    target = Path(after[0] if after else _plain(url).rpartition("/")[2])
+    target = Path(after[0] if after else _without_git_suffix(url).rpartition("/")[2])
     ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
     print(f"copied {source} in place of {url}")
     return 0
 
 
-def _plain(url: str) -> str:
+def _without_git_suffix(url: str) -> str:
     return url.rstrip("/").removesuffix(".git")
 
 
