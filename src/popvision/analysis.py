@@ -59,21 +59,21 @@ def figures(profile: Profile) -> Figures:
     facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
-    step, timed = times.step_of(profile, events, stages), times.on_the_stages_clock(profile, stages)
+    step, timed = times.step_of(profile, events, stages), times.with_stage_costs(profile, stages)
     totals = [stage.total for stage in stages]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
     apart = virtual.apart(step) if computed else None
-    _, steps, ns = _warm(profile)
+    _, steps, ns = _warm_calls(profile)
     needs, held_by = memory.needs(profile), facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, needs)
     of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
     return Figures(
         samples_per_call=samples_per_call(profile),
-        samples_per_second=_rate(profile, between=False),
-        samples_per_second_overall=_rate(profile, between=True),
+        samples_per_second=_samples_per_second(profile, between=False),
+        samples_per_second_overall=_samples_per_second(profile, between=True),
         calls=facts.get("calls", 0),
         steps=facts.get("steps", 0),
         step_seconds=ns / steps / 1e9 if steps else None,
@@ -109,7 +109,7 @@ def samples_per_call(profile: Profile) -> int:
     return math.prod(profile.counts.get(name, 1) for name in names)
 
 
-def _warm(profile: Profile) -> tuple[int, int, int]:
+def _warm_calls(profile: Profile) -> tuple[int, int, int]:
     """Return the number of calls, that of their steps, and the ns in them, without the first call if there are
     more: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
@@ -119,9 +119,9 @@ def _warm(profile: Profile) -> tuple[int, int, int]:
     return calls, steps, ns
 
 
-def _rate(profile: Profile, between: bool) -> float | None:
+def _samples_per_second(profile: Profile, between: bool) -> float | None:
     """Return samples per second within calls, or (`between`) with the time between them; None: no calls."""
-    (count, _, ns), calls = _warm(profile), profile.calls
+    (count, _, ns), calls = _warm_calls(profile), profile.calls
     if not calls:
         return None
     if between:

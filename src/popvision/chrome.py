@@ -25,8 +25,8 @@ def chrome_trace(profiles: list[Profile]) -> str:
         events += _host(profile, process)
         for replica in range(profile.counts.get("replicas", 1)):
             process += 1
-            events.append(_name("process_name", process, 0, f"{profile.name}, replica {replica}"))
-            events += [_name("thread_name", process, ipu, f"ipu {ipu}") for ipu in profile.devices]
+            events.append(_name_event("process_name", process, 0, f"{profile.name}, replica {replica}"))
+            events += [_name_event("thread_name", process, ipu, f"ipu {ipu}") for ipu in profile.devices]
             own = [event for event in profile.events() if event.replica == replica]
             events += [_slice(event, process) for event in own]
             events += _flows(own, process)
@@ -35,14 +35,14 @@ def chrome_trace(profiles: list[Profile]) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def _row(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
+def _event(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
     """Return an event of the Chrome format, at a time in ns; `phase` is the format's type of event."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
-def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
+def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
     """Return the event that names a process or a thread."""
-    return _row("M", kind, process, thread, 0, args={"name": text})
+    return _event("M", kind, process, thread, 0, args={"name": text})
 
 
 def _slice(event: Event, process: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
     arguments |= {"bytes": event.bytes} if event.bytes else {}
     more = {"cat": event.kind, "dur": (event.end - event.start) / 1e3, "args": arguments}
-    return _row("X", f"{kind} {place}".strip(), process, event.ipu, event.start, **more)
+    return _event("X", f"{kind} {place}".strip(), process, event.ipu, event.start, **more)
 
 
 def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
@@ -62,8 +62,8 @@ def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
         key = (*_transfer(event), event.ipu)
         if event.kind == "receive" and key in sent:
             more = {"cat": "transfer", "bp": "e", "id": f"{process} " + " ".join(map(str, key))}
-            yield _row("s", event.channel, process, sent[key].ipu, sent[key].start, **more)
-            yield _row("f", event.channel, process, event.ipu, event.end, **more)
+            yield _event("s", event.channel, process, sent[key].ipu, sent[key].start, **more)
+            yield _event("f", event.channel, process, event.ipu, event.end, **more)
 
 
 def _transfer(event: Event) -> tuple[str, int, int]:
@@ -85,7 +85,7 @@ def _operations(profile: Profile, events: list[Event], process: int) -> Iterator
             lasted = (event.end - event.start) * operation.ns / whole
             arguments = {"block": operation.block, "where": operation.where, "flops": operation.flops}
             more: dict[str, Any] = {"cat": "operation", "dur": lasted / 1e3, "args": arguments}
-            yield _row("X", operation.kind, process, event.ipu, at, **more)
+            yield _event("X", operation.kind, process, event.ipu, at, **more)
             at += lasted
 
 
@@ -94,17 +94,17 @@ def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
     for track in profile.tracks:
         if track.replica == 0:
             for ns, size in memory.curve(profile, track):
-                yield _row("C", f"held on ipu {track.ipu}", process, track.ipu, ns, args={"bytes": size})
+                yield _event("C", f"held on ipu {track.ipu}", process, track.ipu, ns, args={"bytes": size})
 
 
 def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
     """Yield the calls and the host's events, and a counter of the time per step in each call."""
-    yield _name("process_name", process, 0, f"{profile.name}, host")
-    yield _name("thread_name", process, 0, "calls")
+    yield _name_event("process_name", process, 0, f"{profile.name}, host")
+    yield _name_event("thread_name", process, 0, "calls")
     for event in profile.host:
-        yield _row("X", event.kind, process, 0, event.start, dur=(event.end - event.start) / 1e3)
+        yield _event("X", event.kind, process, 0, event.start, dur=(event.end - event.start) / 1e3)
     for call in profile.calls:
         ms = (call.end - call.start) / 1e6
-        yield _row("X", "call", process, 0, call.start, dur=1e3 * ms)
+        yield _event("X", "call", process, 0, call.start, dur=1e3 * ms)
         if call.steps:
-            yield _row("C", "ms a step", process, 0, call.start, args={"ms": ms / call.steps})
+            yield _event("C", "ms a step", process, 0, call.start, args={"ms": ms / call.steps})

@@ -103,10 +103,10 @@ def _open(args: argparse.Namespace) -> None:
     found = profiles_at(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
-    _show(html.write_report(found[0].parent.parent), not args.no_browser)
+    _print_and_open(html.write_report(found[0].parent.parent), not args.no_browser)
 
 
-def _show(page: Path, in_browser: bool) -> None:
+def _print_and_open(page: Path, in_browser: bool) -> None:
     print(page)
     if in_browser:
         webbrowser.open(page.resolve().as_uri())
@@ -118,7 +118,7 @@ def _summary(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     print(html.write_comparison(args.report, args.other, args.output))
-    _show(args.output, args.open)
+    _print_and_open(args.output, args.open)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -87,8 +87,8 @@ class Costs:
             add(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
         for part in profile.parts:
             if part.phase:
-                add(self.phases[part.phase, part.stage], _moved(part.kind, part.bytes, machine))
-        self.updates = dict(_updates(profile, machine, replicas)) if profile.training else {}
+                add(self.phases[part.phase, part.stage], _transfer_seconds(part.kind, part.bytes, machine))
+        self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
     def step(self, micro_batches: int) -> StepModel:
         """Return a model of one replica's step for the simulation in virtual time, with costs in ns."""
@@ -105,7 +105,7 @@ class Costs:
         return found
 
 
-def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:
+def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
     """Return the seconds of an instruction that moves data, by category; empty for other instructions."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.share("links"))}
@@ -116,7 +116,7 @@ def _moved(kind: str, size: int, machine: Machine) -> dict[str, float]:
     return {}
 
 
-def _updates(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
+def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
     """Yield each ipu with the seconds of its update: all-reduce, off-chip optimizer state, update rule."""
     facts = profile.facts
     for row in profile.memory:

@@ -18,7 +18,7 @@ from popengine.profile import Profile, ProfileError, load
 from .advice import machine_sentence, sentences, stages_sentence
 from .analysis import Figures, compare, comparison_text, figures
 from .memory import curve, detailed
-from .times import on_the_stages_clock
+from .times import with_stage_costs
 
 PROFILE, REPORT = "profile.pop", "report.html"
 SCRIPTS = [  # in this order
@@ -98,7 +98,7 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
         "stages_say": stages_sentence(found),
     }
     return {
-        "profile": json.loads(on_the_stages_clock(profile, found.stages).to_json()),
+        "profile": json.loads(with_stage_costs(profile, found.stages).to_json()),
         "groups": plain.pop("groups"),
         "figures": {**plain, **said},
         "curves": {

@@ -30,7 +30,7 @@ class Need:
 def needs(profile: Profile) -> list[Need]:
     """Return the memory need of each ipu of replica 0."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
-    tracks, waiting = detailed(profile), between(profile)
+    tracks, waiting = detailed(profile), bytes_between(profile)
     found = []
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
@@ -62,7 +62,7 @@ def is_detailed(profile: Profile, row: Track | Event) -> bool:
     return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
 
-def held(tensors: list[Tensor], instructions: int) -> list[int]:
+def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
     """Return the bytes that tensors hold after each of a number of instructions."""
     change = [0] * (instructions + 1)
     for row in tensors:
@@ -77,7 +77,7 @@ def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     of a step. All steps hold the same tensors at the same instruction. The detailed step also has points
     after each operation in a piece, at the times of the piece's average run."""
     program = profile.programs[track.ipu]
-    after = held([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
+    after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
     inside = _inside(profile) if is_detailed(profile, track) and len(after) < MOST_POINTS // 4 else {}
     piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
     before = 0
@@ -106,7 +106,7 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
     return found
 
 
-def between(profile: Profile) -> dict[int, int]:
+def bytes_between(profile: Profile) -> dict[int, int]:
     """Return, by ipu, the largest number of bytes that were sent to it but not received yet."""
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}

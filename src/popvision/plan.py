@@ -29,7 +29,7 @@ _HEAD = [
 ]
 
 
-def total(kinds: Mapping[str, int | None]) -> int:
+def total_bytes(kinds: Mapping[str, int | None]) -> int:
     """Return the sum of bytes over kinds; an unknown number (None) counts as 0."""
     return sum(count or 0 for count in kinds.values())
 
@@ -61,14 +61,14 @@ class Estimate:
 
     @property
     def memory_per_ipu(self) -> list[int]:
-        return [total(kinds) for kinds in self.memory.values()]
+        return [total_bytes(kinds) for kinds in self.memory.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return an entry of `popvision plan --json`."""
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
-    def in_words(self) -> list[str]:
+    def cells(self) -> list[str]:
         """Return this estimate's cells in `Estimates.table`."""
         return [
             self.machine.name,
@@ -148,7 +148,7 @@ class Estimates:
 
     def table(self) -> list[list[str]]:
         """Return a row of column names, and a row of cells for each estimate."""
-        return [_HEAD, *(one.in_words() for one in self.estimates)]
+        return [_HEAD, *(one.cells() for one in self.estimates)]
 
     def __str__(self) -> str:
         return table(self.table())
@@ -242,7 +242,7 @@ def _problems_apart(
         if facts.get("optimizer_off_chip"):
             kinds["optimizer"] = 0
         kinds["code"] = round(machine.code)
-        if (needed := total(kinds)) > machine.memory:
+        if (needed := total_bytes(kinds)) > machine.memory:
             yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
 
 
@@ -256,7 +256,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
         spent["compute"] += operation.flops / CORE_FLOPS
         spent["memory bandwidth"] += operation.bytes / CORE_BYTES
     if "steps" in measured:
-        return _line(measured["steps"], micro_batches * replicas), 0.0, spent
+        return _seconds_on_line(measured["steps"], micro_batches * replicas), 0.0, spent
     costs = dict.fromkeys(((phase, stage) for phase in "FB" for stage in range(len(profile.ipus))), 0.0)
     for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
         costs[piece.phase, piece.stage] += took * 1e9
@@ -268,7 +268,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
         replicas=replicas,
         sharing={count: (low, high) for count, low, high in measured["sharing"]},
     )
-    found, work = virtual.here(step, cores), step.work * replicas
+    found, work = virtual.here(step, cores), step.work_ns * replicas
     taken = work if found is None else found
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
@@ -288,7 +288,7 @@ def _problems_here(
         yield f"needs {size(wanted)}, and {size(facts['available'])} are free"
 
 
-def _line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
+def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
     """Return the seconds of a step, by the line through two measurements; with one, in proportion to it.
 
     Args: rows: one or two pairs (micro-batches, seconds)

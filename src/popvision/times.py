@@ -130,7 +130,7 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
-    for event in _undisturbed(profile, events):
+    for event in _without_contention(profile, events):
         if event.kind == "compute":
             computed[event.phase, event.stage].append(event)
         elif event.kind == "update":
@@ -148,7 +148,7 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     return found
 
 
-def on_the_stages_clock(profile: Profile, stages: Sequence[StageTime]) -> Profile:
+def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
     """Return the profile with operations scaled so that they add up to their stage's cost. Single operations
     were measured in one step, and a stage's cost comes from all steps."""
     ns, calls = defaultdict(int), defaultdict(int)
@@ -188,10 +188,10 @@ def _cost(events: Sequence[Event]) -> float:
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
-    return max(_of_steps((event, event.cost) for event in events), fastest)
+    return max(_median_of_steps((event, event.cost) for event in events), fastest)
 
 
-def _of_steps(values: Iterable[tuple[Event, float]]) -> float:
+def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
     """Return the median over steps of the mean of each step's values."""
     steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event, value in values:
@@ -203,7 +203,7 @@ def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
-def _undisturbed(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
+def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
     """Yield each event with the time that it would have taken alone. Cores that compute at the same time are
     slower, by a measured factor (`sharing`), because they share memory and Python's lock."""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
@@ -249,13 +249,13 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         micro_batches=profile.facts.get("schedule_micro_batches", 1),
         replicas=profile.counts.get("replicas", 1),
         ordered=frozenset(event.stage for event in events if event.kind == "keep"),
-        between=_between(events),
-        fixed=_fixed(profile),
+        between=_gap_of_tasks(events),
+        fixed=_ns_outside_steps(profile),
         sharing={count: (low, high) for count, low, high, _ in sharing},
     )
 
 
-def _between(events: list[Event]) -> float:
+def _gap_of_tasks(events: list[Event]) -> float:
     """Return the ns between two tasks of a core if the next task is ready. With one core this is the typical
     gap; with several, the lower quartile of the gaps, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
@@ -271,10 +271,10 @@ def _between(events: list[Event]) -> float:
     ]
     if len(gaps) < 4:
         return 0.0
-    return _of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
+    return _median_of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
 
 
-def _fixed(profile: Profile) -> float:
+def _ns_outside_steps(profile: Profile) -> float:
     """Return the ns of a call outside its steps, per step."""
     spans: dict[tuple[int, int], list[int]] = defaultdict(list)
     for track in profile.tracks:

@@ -76,34 +76,34 @@ class StepModel:
         return [*self.forward, *reversed(self.backward)]
 
     @property
-    def work(self) -> float:
+    def work_ns(self) -> float:
         """Return the ns of all computations of a replica in a step."""
         return self.micro_batches * sum(self.costs) + sum(self.updates.values())
 
     @property
-    def tasks(self) -> int:
+    def task_count(self) -> int:
         """Return the number of tasks of a replica in a step; a backward has a second one, its gradient sum."""
         each = len(self.forward) + 2 * len(self.backward)
         return each * self.micro_batches + sum(map(bool, self.updates.values()))
 
     @property
-    def mean(self) -> float:
+    def mean_task_ns(self) -> float:
         """Return the ns of an average task."""
-        return self.work / (self.tasks or 1)
+        return self.work_ns / (self.task_count or 1)
 
     def bubble(self, length: float) -> float:
         """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
-        return max(0.0, 1 - self.work / (length * len(set(self.ipus)))) if length else 0.0
+        return max(0.0, 1 - self.work_ns / (length * len(set(self.ipus)))) if length else 0.0
 
 
 def apart(step: StepModel) -> float:
     """Return the ns of a step on separate devices."""
-    return _length(step, lambda shorter: on_devices(shorter)[1].length)
+    return _ns_of_step(step, lambda shorter: on_devices(shorter)[1].length)
 
 
 def here(step: StepModel, cores: int) -> float | None:
     """Return the ns of a step on a host whose cores share all ipus; None if the cores were not measured."""
-    found = [_on_cores(step, cores if step.mean > WORTH_SHARING else 1, end) for end in (0, 1)]
+    found = [_ns_on_cores(step, cores if step.mean_task_ns > WORTH_SHARING else 1, end) for end in (0, 1)]
     return None if None in found else sum(filter(None, found)) / 2
 
 
@@ -114,7 +114,8 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     found = []
     for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
         before, after = (
-            _on_cores(one, cores if one.mean > limit * WORTH_SHARING else 1, end) for one in (step, other)
+            _ns_on_cores(one, cores if one.mean_task_ns > limit * WORTH_SHARING else 1, end)
+            for one in (step, other)
         )
         if before is None or after is None:
             return None
@@ -123,16 +124,16 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     return min(found)
 
 
-def _on_cores(step: StepModel, cores: int, end: int) -> float | None:
+def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
     if cores == 1:
-        return (step.work + step.tasks * step.between) * step.replicas + step.fixed
+        return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
         return None
     speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
-    return step.fixed + _length(step, lambda shorter: _stretched(_here(shorter, cores), speed))
+    return step.fixed + _ns_of_step(step, lambda shorter: _stretched_length(_on_host(shorter, cores), speed))
 
 
-def _stretched(found: Timeline, speed: Sequence[float]) -> float:
+def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
     """Return the length of a timeline if n cores together are speed[n - 1] times as fast as one core."""
     changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
     length, busy, before = 0.0, 0, 0.0
@@ -143,7 +144,7 @@ def _stretched(found: Timeline, speed: Sequence[float]) -> float:
     return length
 
 
-def _length(step: StepModel, run: Callable[[StepModel], float]) -> float:
+def _ns_of_step(step: StepModel, run: Callable[[StepModel], float]) -> float:
     """Return the length of a step of any number of micro-batches; `run`: returns that of a shorter step."""
     most = _MOST_TASKS // step.replicas
     return length(
@@ -158,7 +159,7 @@ def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     return timeline(step.actions, step.micro_batches, order, 0, step.costs, 1, updates, keeps_order)
 
 
-def _here(step: StepModel, cores: int) -> Timeline:
+def _on_host(step: StepModel, cores: int) -> Timeline:
     """Simulate a step on cores that share all ipus of all replicas. The replicas have one copy of weights."""
     tasks = [1] * len(step.forward) + [2] * len(step.backward)
     costs = [cost + count * step.between for cost, count in zip(step.costs, tasks, strict=True)]

@@ -6,7 +6,7 @@ import test_runs
 
 from popengine.profile import load
 from popvision.analysis import figures
-from popvision.times import on_the_stages_clock
+from popvision.times import with_stage_costs
 
 
 @pytest.fixture(scope="module")
@@ -37,5 +37,5 @@ def raw(folder):
     found = {**data, **{name: table(name) for name in tables}}
     # An operation's share was measured, and what it is a share of is the stage's cost.
     profile = load(folder / "training" / "profile.pop")
-    scaled = on_the_stages_clock(profile, figures(profile).stages).operations
+    scaled = with_stage_costs(profile, figures(profile).stages).operations
     return {**found, "operations": [row._asdict() for row in scaled]}

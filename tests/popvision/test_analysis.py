@@ -249,7 +249,7 @@ def test_throughput_leaves_out_the_first_call():
 
 def test_memory_held_follows_the_tensors():
     profile = simulated(1, 2, training=False)
-    assert memory.held(list(profile.tensors), 4) == [1024, 1024, 1024, 0]
+    assert memory.held_bytes(list(profile.tensors), 4) == [1024, 1024, 1024, 0]
     assert (
         max(size for _, size in memory.curve(profile, profile.tracks[0])) == 1024 + 512
     )  # one operation's result on top

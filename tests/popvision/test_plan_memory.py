@@ -8,7 +8,7 @@ import poptorch
 from popengine.profile import load
 from poptorch.planning import planned
 from popvision.memory import needs
-from popvision.plan import memory_of, total
+from popvision.plan import memory_of, total_bytes
 
 WIDTH = 32
 
@@ -101,7 +101,7 @@ def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_pa
         # that the next ipu takes at once.
         assert need.activations <= kinds["activations"] <= 1.06 * need.activations
         assert kinds["between"] >= need.between  # how many values wait is a matter of time
-        assert need.total <= total(kinds) <= 1.6 * need.total
+        assert need.total <= total_bytes(kinds) <= 1.6 * need.total
 
 
 def test_where_only_the_kernel_knows_its_workspace_no_bound_is_said(tmp_path):

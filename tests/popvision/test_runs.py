@@ -180,7 +180,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     monkeypatch.setattr("popengine.run.recorder.Meter", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
-    held = memory.held(list(profile.tensors), len(profile.programs[0]) // 2)
+    held = memory.held_bytes(list(profile.tensors), len(profile.programs[0]) // 2)
     assert {index: held[index] for index in counted[0]} == pytest.approx(counted[0], rel=0.01)
     assert max(counted[0].values()) > 0
 
